@@ -151,10 +151,11 @@ def as_config_error(cls: type[Section], error: ValidationError) -> ConfigError:
 
 
 def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
-    kind, value, location = problem["type"], problem["input"], problem["loc"]
+    kind, value = problem["type"], problem["input"]
     raised = problem.get("ctx", {}).get("error")
     if isinstance(raised, CheckError):
         return [str(raised)]
+    field, location = _field(cls, problem["loc"])
     path = cls.where
     for part in location:
         if part != "[key]":
@@ -164,7 +165,6 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
         return unknown_key(path, value, cls.all_paths)
     if isinstance(raised, FieldError):
         return [f"{path} = {shown(value)}: {raised}"]
-    field = _field(cls, location)
     if field is None:
         return [f"{path or 'the config'} = {shown(value)}: must be a mapping of sections"]
     inner = section_of(field)
@@ -182,16 +182,19 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
     return [f"{given}: must be {describe_type(field.annotation, field.metadata)}{hint}"]
 
 
-def _field(cls: type[Section], location: Sequence[Any]) -> FieldInfo | None:
-    """The leaf or section field that a location names, or leads into."""
+def _field(cls: type[Section], location: Sequence[Any]) -> tuple[FieldInfo | None, Sequence[Any]]:
+    """The leaf or section that a location names, or leads into; and the location without the members of a union, each
+    of which pydantic tells a fault of."""
     field: FieldInfo | None = None
     here: type[Section] | None = cls
-    for part in location:
+    for depth, part in enumerate(location):
         if here is None or part not in here.model_fields:
-            return field
+            kinds = {*get_args(field.annotation)} - {type(None)} if field is not None else ()
+            is_union = field is not None and get_origin(field.annotation) in (Union, types.UnionType)
+            return field, location[:depth] if is_union and len(kinds) > 1 else location
         field = here.model_fields[part]
         here = _section_within(field)
-    return field
+    return field, location
 
 
 def _section_within(field: FieldInfo) -> type[Section] | None:

@@ -45,14 +45,13 @@ OWN = tuple(name for name in SourceEntry.model_fields if name not in ("path", "w
 """Fields of `data` that an entry may set for its own rows."""
 
 
-def read_entry(entry: Mapping[str, Any], path: Callable[[Any], Any]) -> dict[str, Any]:
-    """The entry with checked values; `path` checks what holds the rows. FieldError says what is wrong."""
+def read_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The entry with checked values, but for what holds the rows. FieldError says what is wrong."""
     try:
         checked = SourceEntry.model_validate(dict(entry))
     except ConfigError as error:
         raise FieldError("; ".join(str(error).splitlines())) from None
-    found = {key: value for key, value in checked if key in checked.model_fields_set}
-    return {**found, "path": path(found["path"])}
+    return {key: value for key, value in checked if key in checked.model_fields_set}
 
 
 def _source(value: Any) -> str | list[Any] | dict[str, Any]:
@@ -65,7 +64,8 @@ def _source(value: Any) -> str | list[Any] | dict[str, Any]:
 
 def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
     if isinstance(value, Mapping) and "path" in value:
-        return read_entry(plain_mapping(value), _rows)
+        entry = read_entry(plain_mapping(value))
+        return entry | {"path": _rows(entry["path"])}
     return _rows(value)
 
 
@@ -84,9 +84,11 @@ def _rows(value: Any) -> str | list[str] | dict[str, Any]:
 def _set(value: Any) -> str | list[Any] | dict[str, Any]:
     """The source of an evaluation set."""
     source = _source(value)
-    for each in source if isinstance(source, list) else [source]:
-        if isinstance(each, dict) and "path" in each and "weight" in each:
-            raise FieldError("weight is for data.train; an evaluation answers every row once: leave it out")
+    if any(
+        isinstance(each, dict) and "weight" in each
+        for each in (source if isinstance(source, list) else [source])
+    ):
+        raise FieldError("weight is for data.train; an evaluation answers every row once: leave it out")
     return source
 
 
@@ -96,10 +98,9 @@ def _sources(value: Any) -> str | list[Any] | dict[str, Any]:
         return _set(value)
     if not value:
         raise ValueError
-    for name in value:
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-            raise FieldError(f"the name of a set is letters, digits, '_', '-' and '.'; {shown(name)} is not")
-    return {name: _named(f"the set {name}", source, _set) for name, source in value.items()}
+    if odd := [name for name in value if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", str(name))]:
+        raise FieldError(f"the name of a set is letters, digits, '_', '-' and '.'; {shown(odd[0])} is not")
+    return {str(name): _named(f"the set {name}", source, _set) for name, source in value.items()}
 
 
 def _named(what: str, value: Any, read: Callable[[Any], Any]) -> Any:
@@ -107,7 +108,7 @@ def _named(what: str, value: Any, read: Callable[[Any], Any]) -> Any:
     try:
         return read(value)
     except ValueError as error:
-        raise FieldError(f"{what}, {shown(value)}: {error if str(error) else f'must be {_SOURCE}'}") from None
+        raise FieldError(f"{what}, {shown(value)}: {str(error) or f'must be {_SOURCE}'}") from None
 
 
 _SOURCE = "a path, a list of paths, or a mapping with the key path or the key task"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from string import Formatter
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
 from mm_grpo.config.messages import Accepts, FieldError
 from mm_grpo.config.yaml_file import plain, shown
@@ -44,15 +44,6 @@ def _template(value: str) -> str:
         if parts and all(name and not spec and not conversion for _, name, spec, conversion in parts):
             return value
     raise FieldError("must hold names of columns in braces, and {{ and }} for braces of the text itself")
-
-
-def _headline(value: Any) -> str | None:
-    if value is None:
-        return None
-    mark = r">=\s*[-+]?(\d{1,18}(\.\d*)?|\.\d+)"
-    if not isinstance(value, str) or not re.fullmatch(rf"\S.*({mark}|\smean)", value.strip()):
-        raise ValueError
-    return value.strip()
 
 
 def path_text(value: Any) -> str:
@@ -97,18 +88,15 @@ def _action(value: Any) -> Any:
     return "off" if value is False else value  # PyYAML reads `off` as false
 
 
-def _profile(value: Any) -> bool | int | str:
-    if value == "torch" or isinstance(value, bool) or (isinstance(value, int) and value >= 1):
-        return value  # type: ignore[no-any-return]
-    raise ValueError
-
-
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 _MARK = "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
-HeadlineText = Annotated[str | None, PlainValidator(_headline), Accepts(_MARK)]
+_Headline = StringConstraints(
+    strip_whitespace=True, pattern=r"^\S.*(>=\s*[-+]?(\d{1,18}(\.\d*)?|\.\d+)|\smean)$"
+)
+HeadlineText = Annotated[Annotated[str, _Headline] | None, Accepts(_MARK)]
 ProfileChoice = Annotated[
-    bool | int | str, PlainValidator(_profile), Accepts("true, false, torch or an integer >= 1")
+    bool | Annotated[int, Field(ge=1)] | Literal["torch"], Accepts("true, false, torch or an integer >= 1")
 ]
 RewardEntry = Annotated[
     str | dict[str, Any],

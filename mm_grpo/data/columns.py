@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from string import Formatter
@@ -20,13 +19,9 @@ PROMPT_FIELDS = ("prompt", "image", "images", "video", "videos")
 """The names that a prompt is made of, in every layout."""
 ABSENT = object()
 """Placeholder of a nested value that a row does not have."""
-_LONGEST_VALUE = 60
-_FEW = 12
-_BASE64 = re.compile(r"data:|[A-Za-z0-9+/=_-]{32,}$", re.IGNORECASE)
 _short = reprlib.Repr()
-_short.maxstring = _short.maxother = 24
+_short.maxstring, _short.maxother, _short.maxlevel = 50, 24, 3
 _short.maxlist = _short.maxtuple = _short.maxdict = 3
-_short.maxlevel = 3
 
 
 def check_columns(columns: Mapping[str, str], available: Collection[str], dataset: str) -> None:
@@ -154,13 +149,5 @@ def quoted(names: Iterable[Any]) -> str:
 
 
 def brief(value: object) -> str:
-    """A value of a row as a message shows it; of long texts and of base64 a few characters, and how many there are.
-
-    >>> brief("human"), brief("iVBORw0KGgoAAAANSUhEUgAAAAIAAAACCAIAAAD91JpzAAAA")
-    ("'human'", "'iVBORw0KGgoA...' (48 characters)")
-    """
-    if not isinstance(value, str):
-        return _short.repr(value)
-    if len(value) <= _LONGEST_VALUE and not _BASE64.match(value):
-        return repr(value)
-    return f"{value[:_FEW] + '...'!r} ({len(value)} characters)"
+    """A value of a row as a message shows it: of long texts and of base64 both ends."""
+    return _short.repr(value)

@@ -40,6 +40,7 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.images import MAX_BYTES, look_at_image, open_images, read_encoded
+from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import DataError, did_you_mean
 from mm_grpo.types import Sample
@@ -64,7 +65,7 @@ class Dataset:
         settings: the config's section `data`.
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
-        folder: where relative image paths start when `settings.image_dir` is not set; by row where it is a function.
+        folder: where relative image paths start when `settings.image_dir` is not set.
         verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
 
@@ -79,22 +80,21 @@ class Dataset:
         *,
         name: str = "train",
         row_name: Callable[[int], str] | None = None,
-        folder: str | Path | Callable[[int], str | Path | None] | None = None,
+        folder: str | Path | None = None,
         verify: bool = True,
         added: Mapping[str, Any] | None = None,
     ) -> None:
         self.name = name
-        self._rows = rows
+        whole = Part(rows, row_name or (lambda index: f"{name} row {index}"), folder)
+        self._rows = rows if isinstance(rows, JoinedRows) else JoinedRows([whole])
         self._settings = settings
-        self._row_name = row_name or (lambda index: f"{name} row {index}")
-        self._folder = settings.image_dir if settings.image_dir is not None else folder
         self._image_rows: Sequence[int] | None = None
         self._blank = False
         self._kept: Sequence[int] = range(len(rows))
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
         check_columns(settings.columns, self._available(), f"the dataset {name!r}")
-        named = rename(self._dataset_columns, settings.columns)
+        named = rename(self._rows.column_names, settings.columns)
         for column in template_names(settings.prompt_template or ""):
             if locate(column, named) is None:
                 raise DataError(
@@ -128,7 +128,7 @@ class Dataset:
             *PROMPT_FIELDS,
             *(fields.prompt_column for fields in first if fields.prompt_column not in made),
         }
-        names = rename(self._dataset_columns, self._settings.columns)
+        names = rename(self._rows.column_names, self._settings.columns)
         return tuple(dict.fromkeys([*(name for name in names if name not in prompts), *made]))
 
     @property
@@ -190,7 +190,7 @@ class Dataset:
 
     def row_name(self, index: int) -> str:
         """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
-        return self._row_name(self._kept[index])
+        return self._rows.row_name(self._kept[index])
 
     def sample(self, index: int) -> Sample:
         """Row `index` (from 0) with its images decoded, upright and RGB. Nothing is kept for the next call.
@@ -212,7 +212,7 @@ class Dataset:
             fields = replace(fields, messages=without_images(fields.messages), images=())
         elif self._image_rows is not None and self._image_rows[own] != own:
             pictured = self._image_rows[own]
-            row_name = f"{row_name} (images of {self._row_name(pictured)})"
+            row_name = f"{row_name} (images of {self._rows.row_name(pictured)})"
             fields = replace(fields, images=self._read(self._rows[pictured], pictured).images)
         folder = self._image_folder(pictured)
 
@@ -289,8 +289,7 @@ class Dataset:
             except ValueError as error:
                 raise DataError(
                     f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
-                    f"(shuffle_images, or run.eval_blind: shuffled): {error}; leave rows out, or write "
-                    "run.eval_blind: removed"
+                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[self._kept[indices[place]]] = self._kept[indices[lender]]
@@ -307,7 +306,7 @@ class Dataset:
 
     def _image_folder(self, at: int) -> str | Path:
         """Return the folder that relative image paths of row `at` of all rows start from."""
-        return (self._folder(at) if callable(self._folder) else self._folder) or "."
+        return self._settings.image_dir or self._rows.folder(at) or "."
 
     def fingerprint_of(self, index: int) -> str:
         """Row `index` as JSON. In place of an image is the XXH3 of its encoded bytes, or the mode and size of a PIL
@@ -330,52 +329,37 @@ class Dataset:
             name: getattr(self._settings, name)
             for name in ("columns", "system_prompt", "layout", "answer_from", "prompt_template")
         }
-        fields = read_row(row, row_name=self._row_name(at), **given)
+        fields = read_row(row, row_name=self._rows.row_name(at), **given)
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
     @property
     def in_memory(self) -> bool:
         """True when the rows are a list, or as quick to read: all of them can be looked at."""
-        return isinstance(self._rows, list | tuple) or bool(getattr(self._rows, "in_memory", False))
+        return self._rows.in_memory
 
     def encoded_fields(self, index: int) -> Fields:
         """As `fields`; images that are encoded in a datasets.Dataset stay so in the other columns too."""
         at = self._kept[index]
-        return self._read(self._encoded_row(at), at)
-
-    def _encoded_row(self, at: int) -> Any:
-        encoded: Callable[[int], Any] = getattr(self._rows, "encoded_row", self._rows.__getitem__)
-        return encoded(at)
+        return self._read(self._rows.encoded_row(at), at)
 
     def dataset_column(self, name: str) -> str:
         """The dataset's own name for one of our columns."""
-        return rename(self._dataset_columns, self._settings.columns).get(name, name)
+        return rename(self._rows.column_names, self._settings.columns).get(name, name)
 
     def _available(self) -> list[str]:
         """The dataset's own columns, and what lies in those that `data.columns` reaches into, by dotted names."""
-        columns = self._dataset_columns
-        names = dict.fromkeys(columns)
+        names = dict.fromkeys(self._rows.column_names)
         for path in self._settings.columns.values():
-            column, keys = locate(path, columns) or ("", [])
+            column, keys = locate(path, self._rows.column_names) or ("", [])
             for index in range(min(len(self._rows), FINGERPRINT_ROWS) if keys else 0):
-                row = self._encoded_row(index)
-                if not isinstance(row, Mapping):
-                    continue
-                names.update(dict.fromkeys(nested_names(column, row.get(column))))
-                with suppress(DataError):  # a row of another shape, which is named when it is read
+                row = self._rows.encoded_row(index)
+                # a row of another shape is named when it is read
+                with suppress(DataError, AttributeError):
+                    names.update(dict.fromkeys(nested_names(column, row.get(column))))
                     if path in names or value_at(row, path, "") is not ABSENT:
                         names[path] = None
                         break
         return list(names)
-
-    @cached_property
-    def _dataset_columns(self) -> list[str]:
-        """The dataset's own column names, in order of appearance; of a list, those of all rows."""
-        names = getattr(self._rows, "column_names", None)
-        if names is not None:
-            return list(names)
-        rows = self._rows if isinstance(self._rows, list | tuple) else [self._rows[0]]
-        return list(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: st
         )
     if not hasattr(dataset, "features") or dataset.format["type"] == "custom":
         return dataset  # not of the library, or with_transform makes its rows: they are as they are
-    return _EncodedRows(dataset, columns, what)
+    return _EncodedRows(dataset, columns)
 
 
 def open_file(path: Path, columns: Mapping[str, str]) -> Any:
@@ -134,8 +134,7 @@ def _offline() -> Iterator[None]:
 class _EncodedRows:
     """Rows of a datasets.Dataset in which the images of the prompt are still encoded."""
 
-    def __init__(self, dataset: Any, columns: Mapping[str, str], what: str) -> None:
-        self._what = what
+    def __init__(self, dataset: Any, columns: Mapping[str, str]) -> None:
         self.column_names: list[str] = list(dataset.format["columns"] or dataset.column_names)
         self._table = dataset.with_format("arrow", columns=self.column_names)
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
@@ -154,12 +153,7 @@ class _EncodedRows:
         return self._encoded.decode_example(self._row(index))
 
     def _row(self, index: int) -> Any:
-        try:
-            return self._table[index].to_pylist()[0]
-        except (OverflowError, ValueError) as error:  # a year past 9999, a text that is not UTF-8
-            raise DataError(
-                f"{self._what} row {index}: cannot be read out of Arrow ({error}); mend it or leave the row out"
-            ) from None
+        return self._table[index].to_pylist()[0]
 
 
 def _feature(features: Mapping[str, Any], path: str) -> Any:

@@ -53,7 +53,6 @@ LEGAL_SOURCES = (
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
 _BITS_PER_SAMPLE = 258  # the TIFF tag
-_LONGEST_PATH = 4096
 _JPEG = b"\xff\xd8\xff"
 _BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
@@ -212,8 +211,6 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | No
         name = unquote(name[len("file://") :])
     elif scheme:
         raise BadImage(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
-    if not name or len(name) > _LONGEST_PATH:
-        raise BadImage(f"{where} is not a path; legal is {LEGAL_SOURCES}")
     folder = str(image_dir or ".")
     try:
         path = os.path.join(expand_home(folder), expand_home(name))
@@ -231,20 +228,15 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | No
 
 def _elsewhere(folder: str, name: str) -> str | None:
     """The folder near `folder` that holds the file: the one above, one in it, or one beside it."""
-    here = os.path.abspath(expand_home(folder))
-    inside = (
-        _folders_in(each, os.stat(each).st_mtime_ns)
-        for each in (here, os.path.dirname(here))
-        if os.path.isdir(each)
-    )
-    near = (os.path.dirname(here), *chain.from_iterable(inside))
-    found = (os.path.relpath(each) for each in near if os.path.isfile(os.path.join(each, name)))
-    return next(found, None)
+    near = _folders_near(os.path.abspath(expand_home(folder)))
+    return next((os.path.relpath(each) for each in near if os.path.isfile(os.path.join(each, name))), None)
 
 
 @lru_cache
-def _folders_in(folder: str, changed: int) -> list[str]:
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")))
+def _folders_near(here: str) -> list[str]:
+    above = os.path.dirname(here)
+    inside = (sorted(glob.glob(os.path.join(glob.escape(each), "*", ""))) for each in (here, above))
+    return [above, *chain.from_iterable(inside)]
 
 
 def _limit_pixels(image: Image.Image, where: str, max_pixels: int) -> None:

@@ -22,9 +22,6 @@ from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
 _BLANK = object()
-_OF_A_ROW = {"prompt", "messages", "conversations", "problem"}
-"""An object with one of these is a row itself, not one that holds a list of rows."""
-_SUFFIXES = {"PNG": ".png", "JPEG": ".jpg", "WEBP": ".webp", "GIF": ".gif", "BMP": ".bmp", "TIFF": ".tif"}
 
 
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> int:
@@ -106,16 +103,13 @@ class JsonLines:
 
 
 def read_json(path: Path) -> list[Any]:
-    """The rows of a JSON file: of a list, of the only list of rows in one object, or of COCO's instances."""
+    """The rows of a JSON file: of a list, of the only list of objects in one object, or of COCO's instances."""
     found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
     if is_instances(found):
         return instance_rows(found, path)
-    lists = [found]
-    if isinstance(found, dict) and not _OF_A_ROW & set(found):
-        lists = [
-            each for each in found.values() if isinstance(each, list) and each and isinstance(each[0], dict)
-        ]
-    if len(lists) != 1 or not isinstance(lists[0], list) or not lists[0]:
+    values = found.values() if isinstance(found, dict) else [found]
+    lists = [each for each in values if isinstance(each, list) and each and isinstance(each[0], dict)]
+    if len(lists) != 1:
         raise DataError(
             f"{path}: is no list of rows, nor an object with one such list; a file of one row a line is called .jsonl"
         )
@@ -123,30 +117,16 @@ def read_json(path: Path) -> list[Any]:
 
 
 def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> Any:
-    """The value in a text of JSON. DataError, which begins with `where`, for all that no reward could use.
-
-    Blank text has a value of its own, which is no row.
-    """
+    """The value in a text of JSON; of a blank one `_BLANK`. DataError, which begins with `where`, for what is none."""
     try:
         text = data.decode("utf-8-sig")
-        if not text.strip():
-            return _BLANK
-        return json.loads(text, parse_constant=_refuse, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse) if text.strip() else _BLANK
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: is not valid JSON in UTF-8 ({error}); {remedy}") from None
 
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON, and no reward can score by it; write null")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is given twice")
-    return found
 
 
 def _stored(name: str, value: Any, folder: Path) -> Any:
@@ -170,8 +150,8 @@ def _image_path(source: Any, folder: Path) -> str:
         source.save(buffer, format="PNG")
         source = buffer.getvalue()
     with Image.open(BytesIO(source)) as opened:
-        suffix = _SUFFIXES.get(opened.format or "", ".img")
-    file = folder / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}{suffix}"
+        suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(str(opened.format), str(opened.format).lower())
+    file = folder / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}.{suffix}"
     if not file.exists():
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(source)

@@ -164,11 +164,9 @@ def _detect(column: str, mapped: str | None, values: Mapping[str, Any]) -> str:
 def _missing(
     values: Mapping[str, Any], names: Iterable[Any], row_name: str, known: Sequence[str], mapped: str | None
 ) -> DataError:
-    for column in known:
-        if column in values:
-            return DataError(
-                f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out"
-            )
+    column = next((column for column in known if column in values), None)
+    if column is not None:
+        return DataError(f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out")
     often = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
     likely = next((name for name in often if name in values), "COLUMN")
     wanted = " or ".join(map(repr, [mapped] if mapped else known))

@@ -43,7 +43,7 @@ class Mixture:
         for number, entry in enumerate(given, start=1):
             mapping = entry if isinstance(entry, Mapping) and "path" in entry else {"path": entry}
             try:
-                self.entries.append(read_entry(mapping, _rows))
+                self.entries.append(read_entry(mapping))
             except FieldError as error:
                 raise DataError(f"entry {number} of the mixture: {error}") from None
 
@@ -74,12 +74,6 @@ def mixture_of(source: Any) -> Any:
     if isinstance(source, list) and any(isinstance(entry, Mapping) for entry in source):
         return Mixture(source)
     return source
-
-
-def _rows(value: Any) -> Any:
-    if value is None or isinstance(value, Mixture) or (isinstance(value, str) and not value):
-        raise FieldError(f"path is {value!r}; it must be a path, rows, a dataset or a task mapping")
-    return value
 
 
 def _name_of(source: Any) -> str | None:

@@ -12,8 +12,7 @@ A row that replaces another (dynamic sampling) is of the same source, so shares 
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -61,24 +60,24 @@ class MixtureOrder(PromptOrder):
         return self._starts[source] + self._orders[source].spare(draw + 1, attempt, 0, attempts)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """`epoch/{source}`, how often a source has been gone through, and `epoch`.
-
-        An epoch ends when every row of every source has come at least once: with the source that needs the most
-        prompts for that.
-        """
-        total, prompts = sum(self.weights), step * self.prompts_per_step
-        longest = max(Fraction(n * total, w) for n, w in zip(self.sizes, self.weights, strict=True))
+        """`epoch/{source}`, how often a source has been gone through, and `epoch`, 1 after every row of all."""
+        prompts = step * self.prompts_per_step
         drawn = zip(self.names, self._turns.counts(prompts), self.sizes, strict=True)
         return {
-            "epoch": prompts / float(longest),
+            "epoch": prompts / float(self._longest),
             **{f"epoch/{name}": count / size for name, count, size in drawn},
         }
 
     @property
     def steps_per_epoch(self) -> int:
         """The steps in which every row of every source comes at least once."""
-        prompts = max(self._turns.prompts_for(source, size) for source, size in enumerate(self.sizes))
-        return -(-prompts // self.prompts_per_step)
+        return math.ceil(self._longest / self.prompts_per_step)
+
+    @property
+    def _longest(self) -> Fraction:
+        """The prompts after which every row of every source has come: those of the source that needs the most."""
+        total = sum(self.weights)
+        return max(Fraction(n * total, w) for n, w in zip(self.sizes, self.weights, strict=True))
 
     def sentence(self, steps: int) -> str:
         """The shares and sizes, and what an epoch is."""
@@ -107,46 +106,36 @@ class Turns:
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.weights, self.total = list(weights), sum(weights)
-        self._sources = array("I")
-        self._prompts = [array("Q") for _ in weights]
-        """The prompts of each source."""
+        self._places: list[tuple[int, int]] = []
+        self._counts = [0] * len(weights)
         self._scale = max(1, 2 * len(weights) - 2)
 
     def place(self, position: int) -> tuple[int, int]:
         """The source of a prompt (from 0), and how many prompts that source had before."""
         periods, rest = divmod(position, self.total)
-        self._deal(rest + 1)
-        source = self._sources[rest]
-        return source, periods * self.weights[source] + bisect_left(self._prompts[source], rest)
+        while len(self._places) <= rest:
+            self._deal()
+        source, before = self._places[rest]
+        return source, periods * self.weights[source] + before
 
     def counts(self, asked: int) -> list[int]:
         """How many of the first `asked` prompts each source has."""
         periods, rest = divmod(asked, self.total)
-        self._deal(rest)
-        return [
-            periods * w + bisect_left(own, rest) for w, own in zip(self.weights, self._prompts, strict=True)
-        ]
+        self.place(rest)
+        found = Counter(source for source, _ in self._places[:rest])
+        return [periods * weight + found[source] for source, weight in enumerate(self.weights)]
 
-    def prompts_for(self, source: int, count: int) -> int:
-        """The fewest prompts of which a source has `count`."""
-        periods, rest = divmod(count - 1, self.weights[source])
-        while len(self._prompts[source]) <= rest:
-            self._deal(2 * len(self._sources) + 1)
-        return periods * self.total + self._prompts[source][rest] + 1
-
-    def _deal(self, asked: int) -> None:
+    def _deal(self) -> None:
         late = (self._scale - 1) * self.total
-        for prompt in range(len(self._sources), min(asked, self.total)):
-            due = []  # of the sources that lag, how soon each is late
-            for source, (weight, own) in enumerate(zip(self.weights, self._prompts, strict=True)):
-                lag = self._scale * (
-                    weight * (prompt + 1) - self.total * len(own)
-                )  # prompts, times W and the scale
-                if lag >= self.total:
-                    due.append(((late - lag) / weight, source))
-            _, source = min(due)
-            self._sources.append(source)
-            self._prompts[source].append(prompt)
+        due = []  # of the sources that lag, how soon each is late
+        for source, (weight, count) in enumerate(zip(self.weights, self._counts, strict=True)):
+            # prompts, times W and the scale
+            lag = self._scale * (weight * (len(self._places) + 1) - self.total * count)
+            if lag >= self.total:
+                due.append(((late - lag) / weight, source))
+        _, source = min(due)
+        self._places.append((source, self._counts[source]))
+        self._counts[source] += 1
 
 
 def ratio(weights: Sequence[float]) -> list[int]:

@@ -60,9 +60,7 @@ def fill_tags(texts: Sequence[str], objects: Any, row_name: str, *, whole: bool)
                 f"{row_name}: {tag} tags in the messages: {count}; entries of objects.{key}: {len(values)}. Write one "
                 "for each"
             )
-    if wrong := [ref for ref in refs if not isinstance(ref, str)]:
-        raise DataError(f"{row_name}: objects.ref holds {brief(wrong[0])}; legal is a list of names")
-    left = {REF: iter(refs), BOX: iter([_box(box, row_name) for box in boxes])}
+    left = {REF: map(str, refs), BOX: iter([_box(box, row_name) for box in boxes])}
     return [_TAGS.sub(lambda tag: next(left[tag[0]]), text) for text in texts]
 
 

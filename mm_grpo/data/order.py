@@ -31,8 +31,6 @@ class PromptOrder:
         shuffle: bool = True,
         key: str = "prompt order",
     ) -> None:
-        if n_rows < 1 or prompts_per_step < 1:
-            raise ValueError(f"n_rows={n_rows} and prompts_per_step={prompts_per_step} must be at least 1")
         self.n_rows, self.prompts_per_step = n_rows, prompts_per_step
         self.seed, self.shuffle, self.key = seed, shuffle, key
         # a step touches two epochs and two of the spares, unless P exceeds the rows
@@ -50,12 +48,8 @@ class PromptOrder:
         """The row that replaces that of a slot at a later attempt (from 1) of `attempts`.
 
         Replacements have an order of their own, always shuffled, in which each row comes once before any
-        comes again. ValueError for what no run asks.
+        comes again.
         """
-        if not (step >= 1 and 1 <= attempt < attempts and 0 <= slot < self.prompts_per_step):
-            raise ValueError(
-                f"(step {step}, attempt {attempt} of {attempts}, slot {slot}) is outside the plan"
-            )
         position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
         return self._row(position, f"{self.seed}/spare", True)
 
@@ -78,8 +72,6 @@ class PromptOrder:
 
     def _positions(self, step: int) -> range:
         """The places of a step's slots in the epochs laid end to end."""
-        if step < 1:
-            raise ValueError(f"step={step}; steps count from 1")
         return range((step - 1) * self.prompts_per_step, step * self.prompts_per_step)
 
     def _row(self, position: int, seed: int | str, shuffle: bool) -> int:

@@ -17,7 +17,6 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,90 +56,55 @@ def find(given: str, name: str) -> list[Found]:
     """
     try:
         path, split = Path(expand_home(given)), None
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        whole, _, split = str(path).rpartition(":")
-        if not (whole and os.path.isdir(whole)):
-            return _not_a_path(given, path, name)
-        path = Path(whole)
-    except (OSError, ValueError) as error:  # a circle of links; an unknown user, a NUL, half a character
-        raise DataError(
-            f"{name}: {short_path(ascii(given)[1:-1])} cannot be read ({error}); {LEGAL}"
-        ) from None
-    if path.is_dir():
-        return _folder(path, split, name)
-    if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{name}: {path} has the suffix {path.suffix!r}; {LEGAL}")
-    return [Found("file", str(path))]
-
-
-def missing(path: Path) -> str:
-    """Say where a path does not exist, and what is near."""
-    if path.is_symlink():
-        return f"{path} is a link to {os.readlink(path)}, which does not exist; {LEGAL}"
-    return f"{path} does not exist; {_there(path.absolute().parent, path.name)} ({LEGAL})"
-
-
-def _not_a_path(given: str, path: Path, name: str) -> list[Found]:
-    """What a string names that is no path: files by a glob, or a dataset of the hub."""
+        whole, _, last = str(path).rpartition(":")
+        if os.path.isdir(whole) and not path.exists():
+            path, split = Path(whole), last
+        if path.is_dir():
+            return _folder(path, split, name)
+        if path.exists():
+            if path.suffix.lower() not in SUFFIXES:
+                raise DataError(f"{name}: {path} has the suffix {path.suffix!r}; {LEGAL}")
+            return [Found("file", str(path))]
+    except (OSError, ValueError) as error:  # a folder of another user's; an unknown user, half a character
+        raise DataError(f"{name}: {short_path(ascii(given)[1:-1])} cannot be read ({error})") from None
     if glob.has_magic(given):
-        return _matching(str(path), name)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+@\w+", given):
-        raise DataError(
-            f"{name}: {given} does not exist; a split of a hub's dataset is written {given.replace('@', ':')}"
-        )
+        return _one_set([each for each in map(Path, expand_glob(str(path))) if _is_rows(each)], path, name)
     if _HUB.fullmatch(given) and not given.lower().endswith(SUFFIXES):
         return [Found("hub", given)]
     raise DataError(f"{name}: {missing(path)}")
 
 
-def _there(folder: Path, wanted: str) -> str:
+def missing(path: Path) -> str:
+    """Say that a path does not exist, and what is near."""
+    folder = path.absolute().parent
     if not os.access(folder, os.R_OK | os.X_OK):
-        return f"nor does its folder {folder}, or it may not be listed"
-    names = sorted(entry.name for entry in folder.iterdir())
-    near = difflib.get_close_matches(wanted, names, n=3)
-    return f"near names in {folder}: {quoted(near)}" if near else f"{folder} holds: {quoted(names[:10])}"
-
-
-def _matching(pattern: str, name: str) -> list[Found]:
-    """The files and saved datasets that match a glob."""
-    found: list[Found] = []
-    for path in map(Path, expand_glob(pattern)):
-        if _is_saved(path) if path.is_dir() else _is_rows(path):
-            found.append(Found("saved" if path.is_dir() else "file", str(path)))
-    if not found:
-        folder = Path(os.path.dirname(pattern) or ".")
-        raise DataError(
-            f"{name}: no file matches {pattern}; {_there(folder, os.path.basename(pattern))} ({LEGAL})"
-        )
-    _one_set([Path(each.path) for each in found if each.kind == "file"], pattern, name)
-    return found
+        return f"{path} does not exist; nor does its folder {folder}, or it may not be listed ({LEGAL})"
+    names = sorted(os.listdir(folder))
+    near = difflib.get_close_matches(path.name, names, n=3) or names[:10]
+    return f"{path} does not exist; {folder} holds: {quoted(near)} ({LEGAL})"
 
 
 def _folder(path: Path, split: str | None, name: str) -> list[Found]:
     if _is_saved(path):
         return [Found("saved", str(path), split)]
-    try:
-        entries = sorted(path.iterdir())
-    except OSError as error:
-        raise DataError(f"{name}: {path} cannot be listed ({error.strerror or error})") from None
-    files = [each for each in entries if _is_rows(each) and not each.name.startswith((".", "_"))]
-    if split is not None:
-        files = [each for each in files if _split_of(each) == split]
+    entries = sorted(each for each in path.iterdir() if not each.name.startswith((".", "_")))
+    files = [
+        each for each in entries if _is_rows(each) and not each.is_dir() and split in (None, _split_of(each))
+    ]
     if not files:
-        inner = next((each.name for each in entries if each.is_dir() and any(each.glob("*.parquet"))), None)
-        hint = f"; its folder {inner} holds some: give {path / inner}" if inner else ""
         wanted = "" if split is None else f" of the split {split!r}"
         raise DataError(
             f"{name}: {path} is a folder that save_to_disk did not write, and it holds no file "
-            f"{', '.join(SUFFIXES)}{wanted}{hint}; it holds: {quoted(each.name for each in entries[:10])}"
+            f"{', '.join(SUFFIXES)}{wanted}; it holds: {quoted(each.name for each in entries[:10])}"
         )
-    _one_set(files, str(path), name)
-    return [Found("file", str(each)) for each in files]
+    return _one_set(files, path, name)
 
 
-def _one_set(files: Sequence[Path], what: str, name: str) -> None:
-    """Refuse files that are not the parts of one set: of several kinds, of several splits, or not all of them."""
+def _one_set(paths: list[Path], what: Path, name: str) -> list[Found]:
+    """What the paths hold. DataError where there is none, for several kinds or splits, and for a part of one."""
+    if not paths:
+        raise DataError(f"{name}: no file matches; {missing(what)}")
+    files = [each for each in paths if not each.is_dir()]
     kinds = sorted({each.suffix.lower() for each in files})
     splits = sorted({_split_of(each) or "no split" for each in files})
     if len(kinds) > 1 or len(splits) > 1:
@@ -154,6 +118,7 @@ def _one_set(files: Sequence[Path], what: str, name: str) -> None:
             raise DataError(
                 f"{name}: {what} has {there} of {count} shards; download the rest, or name the files in a list"
             )
+    return [Found("saved" if each.is_dir() else "file", str(each)) for each in paths]
 
 
 def _split_of(path: Path) -> str | None:
@@ -164,6 +129,8 @@ def _split_of(path: Path) -> str | None:
 
 
 def _is_rows(path: Path) -> bool:
+    if path.is_dir():
+        return _is_saved(path)
     return path.suffix.lower() in SUFFIXES and path.name not in _NOT_ROWS
 
 

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.hf_datasets import open_file, open_hub, open_saved
-from mm_grpo.data.jsonl import JsonLines, parse_json, read_json
+from mm_grpo.data.jsonl import JsonLines, read_json
 from mm_grpo.data.paths import LEGAL, Found, missing
 from mm_grpo.errors import DataError
 
 LARGEST_CELL = 2**30
 """Characters of one cell of a CSV file."""
-_STRUCTURED = ("messages", "conversations", "images", "objects")
-"""Columns of a CSV file whose cells may hold JSON: nothing else could be in them."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,13 @@ class Part:
 
     rows: Any
     row_name: Callable[[int], str]
-    folder: Path | None
+    folder: str | Path | None
 
 
 def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
-    """The rows of one source that `paths.find` found for the dataset `name`.
+    """The rows of one source that `paths.find` found for the dataset `name`; `columns` are `data.columns`.
 
-    `columns` are `data.columns`, to know which columns are the prompt's. DataError: it is broken, empty, or cannot be
-    reached.
+    DataError: it is broken, empty, or cannot be reached.
     """
     path = Path(found.path)
 
@@ -68,8 +65,7 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The rows of a CSV file (tabs in a .tsv) under the names of its first line, and the line that each ends on.
 
-    Cells are text and never become numbers; an empty one is null. A cell of `messages`, `conversations`, `images` or
-    `objects` that begins as JSON does is read as JSON.
+    Cells are text and never become numbers; an empty one is null.
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
@@ -85,8 +81,7 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                     raise ValueError(
                         f"{len(cells)} cells for {len(head)} columns; a comma in a cell needs quotes"
                     )
-                where = f"{path}:{reader.line_num}"
-                rows.append({key: _cell(key, cell, where) for key, cell in zip(head, cells, strict=True)})
+                rows.append({key: cell or None for key, cell in zip(head, cells, strict=True)})
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
             line = max(reader.line_num, 1)
@@ -94,12 +89,6 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
-
-
-def _cell(name: str, cell: str, where: str) -> Any:
-    if name in _STRUCTURED and cell.lstrip()[:1] in ("[", "{"):
-        return parse_json(cell.encode(), f"{where}, column {name!r}")
-    return cell or None
 
 
 def place(ends: Sequence[int], index: int) -> tuple[int, int]:
@@ -116,7 +105,7 @@ class JoinedRows:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
         self._ends = list(itertools.accumulate(len(part.rows) for part in parts))
-        self.in_memory = all(isinstance(p.rows, list) or getattr(p.rows, "in_memory", False) for p in parts)
+        self.in_memory = all(getattr(p.rows, "in_memory", isinstance(p.rows, list | tuple)) for p in parts)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -135,18 +124,22 @@ class JoinedRows:
         part, inner = self._place(index)
         return part.row_name(inner)
 
-    def folder(self, index: int) -> Path | None:
+    def folder(self, index: int) -> str | Path | None:
         """Return the folder that the row's relative image paths start from."""
         return self._place(index)[0].folder
 
     @cached_property
     def column_names(self) -> list[str]:
-        """The columns of all parts, in order of appearance."""
+        """The columns of all parts, in order of appearance; of a list, those of all its rows."""
         names: dict[str, None] = {}
-        for part in self.parts:
-            known = getattr(part.rows, "column_names", None)
-            rows = part.rows if known is None else [dict.fromkeys(known)]
-            names.update(dict.fromkeys(name for row in rows if isinstance(row, Mapping) for name in row))
+        for rows in (part.rows for part in self.parts):
+            known = getattr(rows, "column_names", None)
+            found = (
+                rows
+                if isinstance(rows, list | tuple)
+                else [rows[0] if known is None else dict.fromkeys(known)]
+            )
+            names.update(dict.fromkeys(name for row in found if isinstance(row, Mapping) for name in row))
         return list(names)
 
     def _place(self, index: int) -> tuple[Part, int]:

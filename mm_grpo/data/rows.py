@@ -29,8 +29,6 @@ from mm_grpo.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
-LONGEST_TEXT = 4_000_000
-"""Characters of one message; the longest contexts are of some 1,000,000 tokens."""
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 """A lone surrogate, which JSON can write and no tokenizer takes: what cutting an emoji in two leaves."""
@@ -198,14 +196,10 @@ def _part(part: Any, where: str) -> Message:
 def _check_texts(
     found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
 ) -> None:
-    """DataError for texts that are too long, no Unicode, with a place for an image that lacks, or ask nothing."""
+    """DataError for texts that are no Unicode, hold the place of an image that lacks, or ask nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
-        if len(text) > LONGEST_TEXT:
-            raise DataError(
-                f"{row_name}: a message has {len(text)} characters; at most {LONGEST_TEXT} are read"
-            )
         if half := _HALF_CHARACTER.search(text):
             raise DataError(
                 f"{row_name}: {found.column!r} holds half a character ({half[0]!r}); write the whole one"

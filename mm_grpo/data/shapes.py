@@ -176,14 +176,8 @@ def shapes_rows(
         kind = kinds[which]
         legal = answers(kind, max_objects)
         answer = legal[turn % len(legal)]
-        how: dict[str, Any] = {
-            "split": split,
-            "index": index,
-            "seed": seed,
-            "image_size": image_size,
-            "max_objects": max_objects,
-        }
-        picture = scene(kind=kind, answer=answer, **how)
+        how: dict[str, Any] = {"seed": seed, "image_size": image_size, "max_objects": max_objects}
+        picture = scene(split=split, index=index, kind=kind, answer=answer, **how)
         content = [{"type": "image"}, {"type": "text", "text": question(picture, kind)}]
         rows.append(
             {

@@ -6,7 +6,7 @@
     rows            a list or tuple of mappings
     a dataset       of the datasets library
     a mapping       {task: shapes, ...} or {task: file.py:function, ...}: rows made by a function, whose arguments
-                    the other keys are; with `shuffle_images: true` each row gets another row's images
+                    the other keys are
     a mixture       a Mixture of several of these with weights (mixture.py); in a config a list of entries
 
 Relative image paths start at `data.image_dir`; where that is not set, at the folder of the dataset's
@@ -80,7 +80,6 @@ def load(
         if source and all(isinstance(one, str | os.PathLike) for one in source):
             found = [each for text in source for each in find(os.fspath(text), name)]
             rows = JoinedRows([read(each, name, settings.columns) for each in found])
-            options |= {"row_name": rows.row_name, "folder": rows.folder}
             return Dataset(rows, settings, name=name, **options)
         return Dataset(source, settings, name=name, **options)
     if hasattr(source, "column_names"):
@@ -197,7 +196,7 @@ def _load_checked(
 def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: bool) -> Dataset:
     """The rows of every entry, each read with its own settings."""
     parts: list[Dataset] = []
-    for number, (label, entry) in enumerate(zip(mixture.names, mixture.entries, strict=True), start=1):
+    for label, entry in zip(mixture.names, mixture.entries, strict=True):
         of = f"{name}/{label}"
         if isinstance(entry["path"], Dataset):
             if set(entry) - {"path", "weight"}:
@@ -207,22 +206,14 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
             parts.append(entry["path"].called(of))
             continue
         added = {TASK: entry["task"]} if "task" in entry else None
-        try:
-            own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
-            parts.append(load(entry["path"], own, of, verify=verify, added=added))
-        except DataError as error:
-            if not str(error).startswith(("data.columns.", "data.prompt_template")):
-                raise
-            raise DataError(
-                f"entry {number} of the mixture: {error}. A source may have columns of its own: "
-                "{path: ..., columns: ...}"
-            ) from None
+        own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
+        parts.append(load(entry["path"], own, of, verify=verify, added=added))
     return MixedDataset(name, parts, mixture.weights)
 
 
 def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, how: Mapping[str, Any]) -> Dataset:
     options = dict(source)
-    task, shuffle = options.pop("task", None), options.pop("shuffle_images", False)
+    task = options.pop("task", None)
     if not isinstance(task, str) or (task not in TASKS and ":" not in task):
         raise DataError(
             f"{name}: the task is {task!r}; legal are {quoted(TASKS)} and path/to/file.py:function. Rows in files need "
@@ -235,8 +226,7 @@ def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, how: 
         TypeError,
         DataError,
     ) as error:  # TypeError: an option is unknown, or one that it needs is missing
-        legal = [*inspect.signature(function).parameters, "shuffle_images"]
-        raise DataError(f"{name}: the task {task!r}: {error}; its options are {quoted(legal)}") from None
+        legal = quoted(inspect.signature(function).parameters)
+        raise DataError(f"{name}: the task {task!r}: {error}; its options are {legal}") from None
     label = task.rpartition(":")[2]
-    dataset = Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **how)
-    return dataset.with_shuffled_images() if shuffle else dataset
+    return Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **how)

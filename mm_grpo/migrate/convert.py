@@ -28,6 +28,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.migrate.files import Computed
 from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
 from mm_grpo.terminal import printable, redact
+from mm_grpo.types import is_number
 
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Stands in `model.path` where the file names no model."""
@@ -57,7 +58,7 @@ class Conversion:
         value = self.given.get(key, self.assumed.get(key))
         if value is None or isinstance(value, Computed):
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 or value == -1):
+        if not is_number(value) or not (value > 0 or value == -1):
             raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")
         return value
 
@@ -110,47 +111,41 @@ def convert(given: Mapping[str, Any], *, devices: int = 1) -> Conversion:
         found.notes.append(
             "rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)"
         )
-    _leave_what_is_refused(found)
-    return found
-
-
-def _leave_what_is_refused(found: Conversion) -> None:
-    """Take back the fields whose values mm_grpo refuses, one after the other, with what it says about them."""
-    while True:
+    while (
+        True
+    ):  # fields that mm_grpo refuses are taken back, one after the other, with what it says about them
         try:
             GRPOConfig.from_dict(found.values)
-            return
+            return found
         except ConfigError as error:
-            match = re.match(r"([\w.]+?)(?:\[\d+\])?(?: =|:) ", line := str(error).splitlines()[0])
-            path = match[1] if match else ""
-            *sections, name = path.split(".")
-            holder = functools.reduce(lambda inner, part: inner.get(part, {}), sections, found.values)
-            if name not in holder or path == "model.path":
-                raise
-            del holder[name]
-        keys = [key for key, taken in found.taken.items() if taken == path]
-        found.notes += [] if keys else [f"left out: {line}"]
-        for key in keys:
-            del found.taken[key]
-            found.left[key] = line
+            _take_back(found, str(error).splitlines()[0], error)
+
+
+def _take_back(found: Conversion, line: str, error: ConfigError) -> None:
+    match = re.match(r"([\w.]+?)(?:\[\d+\])?(?: =|:) ", line)
+    *sections, name = path = (match[1] if match else "").split(".")
+    holder = functools.reduce(lambda inner, part: inner.get(part, {}), sections, found.values)
+    if name not in holder or path == ["model", "path"]:
+        raise error
+    del holder[name]
+    keys = [key for key, taken in found.taken.items() if taken == ".".join(path)]
+    found.notes += [] if keys else [f"left out: {line}"]
+    for key in keys:
+        del found.taken[key]
+        found.left[key] = line
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{above}.{key}" if above else str(key)
-        is_section = isinstance(value, Mapping) and value and path.rpartition(".")[2] not in _MAPPINGS
+        is_section = (
+            isinstance(value, Mapping)
+            and value
+            and not re.search(r"columns$|(template|init|generation|scheduler)_kwargs$", path)
+        )
         found |= _flat(value, path) if is_section else {path: value}
     return found
-
-
-_MAPPINGS = (
-    "chat_template_kwargs",
-    "model_init_kwargs",
-    "generation_kwargs",
-    "lr_scheduler_kwargs",
-    "columns",
-)
 
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
@@ -158,6 +153,7 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
     "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
     "deepspeed": (None,), "fsdp": (None, "", []), "load_in_4bit": (False,), "load_in_8bit": (False,),
     "push_to_hub": (False,), "use_liger_kernel": (False,), "lora_dropout": (0, 0.0), "torch_compile": (False,),
+    "bf16": (True,), "quant_method": ("bnb",), "bnb_4bit_quant_type": ("nf4",),
 }  # fmt: skip
 """Values at which a key asks for nothing that differs here."""
 
@@ -165,18 +161,15 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
 def _take(found: Conversion, key: str, value: Any) -> str | None:
     """Take one key over; the reason where it cannot be."""
     row = row_of(key)
+    advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
     if isinstance(value, Computed):
-        advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
         return f"its value is not in this file{f'; {advice}' if advice else ''}"
-    if value in NEEDLESS.get(key, ()):
-        found.taken[key] = "needless"
-    elif key in RULES:
+    if key in RULES and value not in NEEDLESS.get(key, ()):
         return RULES[key](found, value)
-    elif row is None or row.path is None:
-        advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
-        return advice or "mm_grpo knows no such key; `mm-grpo config` shows every field"
-    elif value is None:
+    if value in NEEDLESS.get(key, ()) or (row is not None and row.path is not None and value is None):
         found.taken[key] = "needless"
+    elif row is None or row.path is None:
+        return advice or "mm_grpo knows no such key; `mm-grpo config` shows every field"
     else:
         found.put(row.path, value)
         found.taken[key] = row.path
@@ -205,7 +198,7 @@ def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
     def rule(found: Conversion, value: Any) -> str | None:
         if found.given.get(strategy, default) != "steps":
             return f"counts only with {strategy}: steps"
-        if isinstance(value, bool) or not isinstance(value, int | float) or 0 < value < 1:
+        if not is_number(value) or 0 < value < 1:
             return f"is {shown(value)}; {path} is a number of steps"
         if value <= 0 and path == "run.max_steps":
             return None  # -1, which is the length of num_train_epochs
@@ -228,27 +221,25 @@ def _strategy(path: str, steps: str) -> Rule:
     def rule(found: Conversion, value: Any) -> str | None:
         if value == "no":
             found.put(path, 0)
-        elif value != "steps":
-            return f"{path} counts steps; write it, or leave it out"
-        elif steps not in found.given and steps == "eval_steps":
-            return "needs eval_steps here; write run.eval_every"
-        return None
+            return None
+        counted = value == "steps" and (steps in found.given or steps == "save_steps")
+        return None if counted else f"{path} counts steps; write it, or leave it out"
 
     return rule
 
 
 def _warmup(found: Conversion, value: Any) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return f"is {shown(value)}; optim.warmup_steps is a number of updates"
     total = found.number("max_steps", -1)
-    if 0 < value < 1 and total <= 0:
-        return "is a share of the run, whose length is not known; write optim.warmup_steps (updates)"
+    if not is_number(value) or (0 < value < 1 and total <= 0):
+        return (
+            f"is {shown(value)}, and the length of the run is not known; write optim.warmup_steps (updates)"
+        )
     if 0 < value < 1 or "warmup_steps" not in found.values.get("optim", {}):
         found.put("optim.warmup_steps", int(value * total) if 0 < value < 1 else int(value))
     return None
 
 
-def _choice(path: str, ours: Mapping[object, object]) -> Rule:
+def _choice(path: str, ours: Mapping[Any, Any]) -> Rule:
     """One of several values, each with ours."""
 
     def rule(found: Conversion, value: Any) -> str | None:
@@ -256,16 +247,6 @@ def _choice(path: str, ours: Mapping[object, object]) -> Rule:
             return f"{path} is one of {', '.join(map(str, dict.fromkeys(ours.values())))}"
         found.put(path, ours[value])
         return None
-
-    return rule
-
-
-def _put(path: str, ours: Callable[[Conversion, Any], Any]) -> Rule:
-    """A value to compute, unless the key is null or false."""
-
-    def rule(found: Conversion, value: Any) -> None:
-        if value is not None and value is not False:
-            found.put(path, ours(found, value))
 
     return rule
 
@@ -280,9 +261,9 @@ def _with(*keys: str) -> Rule:
     return rule
 
 
-def _bf16(found: Conversion, value: Any) -> str | None:
-    if value and found.given.get("dtype", "float32") == "float32" and "torch_dtype" not in found.given:
-        found.put("model.dtype", "bfloat16")
+def _dynamic(found: Conversion, value: Any) -> str | None:
+    if value:
+        found.put("rollout.max_attempts", int(found.number("max_resample_times", 3)) + 1)
     return None
 
 
@@ -321,14 +302,14 @@ def _rewards(found: Conversion, value: Any) -> str | None:
 
 
 def _dataset(found: Conversion, value: Any) -> str | None:
-    source = str(value)
-    if not Path(source).suffix:  # of the hub
-        config, split = found.given.get("dataset_config"), found.given.get("dataset_train_split", "train")
-        source = ":".join([source, *([str(config)] if config else []), str(split)])
-        if found.given.get("eval_strategy", "no") != "no" and "eval_dataset" not in found.given:
-            test = found.given.get("dataset_test_split", "test")
-            found.put("data.eval", ":".join([str(value), *([str(config)] if config else []), str(test)]))
-    found.put("data.train", source)
+    if Path(str(value)).suffix:
+        found.put("data.train", str(value))
+        return None
+    config = found.given.get("dataset_config")  # of a dataset of the hub
+    hub = f"{value}:{config}" if config else str(value)
+    found.put("data.train", f"{hub}:{found.given.get('dataset_train_split', 'train')}")
+    if found.given.get("eval_strategy", "no") != "no" and "eval_dataset" not in found.given:
+        found.put("data.eval", f"{hub}:{found.given.get('dataset_test_split', 'test')}")
     return None
 
 
@@ -345,49 +326,44 @@ def _lora(found: Conversion, value: Any) -> str | None:
     return None
 
 
+_DTYPES = {None: "auto", "auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}
+_SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
-        _batch,
-    ),
-    "max_steps": _steps("run.max_steps"),
-    "save_steps": _steps("run.save_every", "save_strategy"),
-    "eval_steps": _steps("run.eval_every", "eval_strategy", "no"),
-    "save_strategy": _strategy("run.save_every", "save_steps"),
-    "eval_strategy": _strategy("run.eval_every", "eval_steps"),
-    "ref_model_sync_steps": _steps("algorithm.ref_model_sync_steps"),
-    "num_train_epochs": _epochs,
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
-    "lr_scheduler_type": _choice(
-        "optim.lr_scheduler_type",
-        {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"},
-    ),
-    **dict.fromkeys(
-        ("dtype", "torch_dtype"),
-        _choice("model.dtype", {None: "auto", "auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}),
-    ),
-    "bf16": _bf16,
-    "report_to": _trackers,
-    "use_vllm": _vllm,
-    **dict.fromkeys(("load_in_4bit", "quant_bits"), _choice("model.quantization", {True: "nf4", 4: "nf4"})),
-    "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
-    "reward_funcs": _rewards,
-    "dataset_name": _dataset,
-    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
-    "max_tool_calling_iterations": _put("rollout.max_turns", lambda found, value: value + 1),
-    "dynamic_sample": _put(
-        "rollout.max_attempts", lambda found, value: int(found.number("max_resample_times", 3)) + 1
-    ),
-    **{key: _with(*others.split()) for keys, others in {
-        "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode": "use_vllm",
-        "reward_weights": "reward_funcs",
-        "dataset_config dataset_train_split dataset_test_split": "dataset_name",
-        "lora_r lora_rank lora_alpha lora_target_modules target_modules": "use_peft train_type tuner_type",
-        "max_resample_times": "dynamic_sample",
-        "quant_method bnb_4bit_quant_type bnb_4bit_compute_dtype bnb_4bit_use_double_quant":
-            "load_in_4bit quant_bits",
-    }.items() for key in keys.split()},
-}  # fmt: skip
+    key: rule
+    for keys, rule in {
+        "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size": _batch,
+        "max_steps": _steps("run.max_steps"),
+        "save_steps": _steps("run.save_every", "save_strategy"),
+        "eval_steps": _steps("run.eval_every", "eval_strategy", "no"),
+        "save_strategy": _strategy("run.save_every", "save_steps"),
+        "eval_strategy": _strategy("run.eval_every", "eval_steps"),
+        "num_train_epochs": _epochs,
+        "warmup_steps warmup_ratio": _warmup,
+        "lr_scheduler_type": _choice("optim.lr_scheduler_type", _SCHEDULES),
+        "dtype torch_dtype": _choice("model.dtype", _DTYPES),
+        "report_to": _trackers,
+        "use_vllm": _vllm,
+        "load_in_4bit quant_bits": _choice("model.quantization", {True: "nf4", 4: "nf4"}),
+        "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
+        "reward_funcs": _rewards,
+        "dataset_name": _dataset,
+        "use_peft train_type tuner_type": _lora,
+        "dynamic_sample": _dynamic,
+        "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode": _with("use_vllm"),
+        "reward_weights": _with("reward_funcs"),
+        "dataset_config dataset_train_split dataset_test_split": _with("dataset_name"),
+        "lora_r lora_rank lora_alpha lora_target_modules target_modules": _with(
+            "use_peft", "train_type", "tuner_type"
+        ),
+        "max_resample_times": _with("dynamic_sample"),
+    }.items()
+    for key in keys.split()
+}
 
 
 ASSUMED: Mapping[str, Mapping[str, Any]] = {

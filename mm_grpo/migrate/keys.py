@@ -69,76 +69,67 @@ FIELDS: Mapping[str, str] = {
 }  # fmt: skip
 """Our field, and the keys whose value means the same."""
 
-_BATCH = "write rollout.prompts_per_step x rollout.num_generations; accumulation is derived"
 _SAMPLING = (
     "truncated sampling and penalties are for evaluation; write rollout.eval.{} (completions would come from one"
     " distribution, and the learner's log-probs from another)"
 )
-_LATER = "not in this version of mm_grpo yet; leave it out"
 _SERVED = "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls"
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
-_ZERO = (
-    "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; the rest of DeepSpeed's config is ours"
-)
-_FSDP = "FSDP is not in this version of mm_grpo; write optim.zero_stage (0, 1 or 2)"
+_ZERO = "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; there is no FSDP, and no config of DeepSpeed"
 _HUB = (
     "mm_grpo uploads nothing; upload the run folder's model/ when the run has ended (mm-grpo export --push)"
 )
-_LOG = "the log has every step, in metrics.jsonl and on the terminal"
-_RANKS = "several processes train under ZeRO; set optim.zero_stage and optim.offload_optimizer"
 _IMAGES = "images are made ahead by two threads of each process"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
 _VIDEO = "videos are not in this version of mm_grpo yet; leave it out"
+_NONE = "mm_grpo has no such setting; leave it out"
 
 REASONS: Mapping[str, str] = {
     # batches and steps
     **{_SAMPLING.format(name): name for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
-    f"{_BATCH} (prompts_per_step = per-device batch x devices x steps_per_generation / num_generations)":
-        "per_device_train_batch_size",
+    "write rollout.prompts_per_step (= per-device batch x devices x steps_per_generation / num_generations)":
+        "per_device_train_batch_size generation_batch_size",
     "accumulation is derived from rollout.prompts_per_step, optim.updates_per_step and optim.max_tokens_per_pack; leave"
     " it out": "gradient_accumulation_steps",
     "write optim.updates_per_step (= steps_per_generation / gradient_accumulation_steps)": "steps_per_generation",
-    "write rollout.prompts_per_step (= generation_batch_size / num_generations)": "generation_batch_size",
     "write rollout.prompts_per_step": "train_batch_size rollout_batch_size mini_rollout_batch_size gen_batch_size",
-    f"{_BATCH} (optim.updates_per_step = prompts a step / prompts an update)":
+    "write rollout.prompts_per_step and optim.updates_per_step (= prompts a step / prompts an update)":
         "ppo_mini_batch_size actor.global_batch_size",
     "memory is bounded by optim.max_tokens_per_pack; accumulation is derived":
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu"
-        " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience torch_empty_cache_steps"
-        " auto_find_batch_size gradient_checkpointing_kwargs use_cache pad_to_multiple_of skip_memory_metrics"
-        " use_liger_kernel liger_kernel_config use_liger_loss",
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu auto_find_batch_size"
+        " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience",
     "write optim.max_tokens_per_pack": "ppo_max_token_len_per_gpu",
     "write run.max_steps (steps, not epochs; null is one pass over the data)": "num_train_epochs total_epochs",
     "write run.max_steps": "total_training_steps",
     # the run
     "write run.dir": "experiment_name",
-    "write run.eval_every (steps)": "eval_steps test_freq val_freq",
-    "write run.eval_every (steps; 0 is before and after the run only)": "eval_strategy",
+    "write run.eval_every (steps; 0 is before and after the run only)": "eval_steps eval_strategy test_freq val_freq",
     "write run.trackers (a list)": "report_to trainer.logger",
     "write run.save_every (steps; 0 is no checkpoint)": "save_steps save_strategy save_freq",
     "write run.keep_checkpoints (the newest that are kept)": "save_total_limit save_limit",
+    "the best evaluation's checkpoint is kept (run.headline says what is best)":
+        "load_best_model_at_end metric_for_best_model greater_is_better",
     "it is an option of the command: mm-grpo train CONFIG --resume (in Python GRPOTrainer(config, resume=True))":
         "resume_from_checkpoint resume_mode resume_from_path",
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
-        "nnodes n_gpus_per_node nproc_per_node",
+        "nnodes n_gpus_per_node nproc_per_node local_rank average_tokens_across_devices",
     "it is the first argument of the command: mm-grpo train CONFIG": "config config_file",
-    "one seed, run.seed, orders the data and seeds the sampling": "data_seed",
-    "a run with the same seed is the same run": "full_determinism",
-    _HUB: "log_completions_hub_repo",
-    _LOG: "disable_tqdm run_name project include_num_input_tokens_seen num_completions_to_print",
-    _RANKS: "parallelism_config accelerator_config ds3_gather_for_generation average_tokens_across_devices",
-    "evaluation sizes its own batches, and runs before, after and every run.eval_every steps":
-        "per_device_eval_batch_size prediction_loss_only eval_do_concat_batches eval_use_gather_object"
-        " eval_accumulation_steps include_for_metrics batch_eval_metrics eval_delay eval_on_start bf16_full_eval"
-        " fp16_full_eval",
-    "a checkpoint holds all that a run needs to go on, bit for bit; the best evaluation's is kept (run.headline says"
-    " what is best)":
-        "save_only_model save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint"
-        " load_best_model_at_end metric_for_best_model greater_is_better",
+    "one seed, run.seed, orders the data and seeds the sampling": "data_seed full_determinism",
     "the command says what is done: mm-grpo train, eval or check": "do_train do_eval do_predict rlhf_type debug",
-    "processes are those of --processes, torchrun or accelerate launch; no setting depends on them (model.device: cpu"
-    " trains on the CPU)": "local_rank use_cpu",
+    "write model.device": "use_cpu",
+    _HUB: "log_completions_hub_repo",
+    _NONE:
+        "torch_empty_cache_steps gradient_checkpointing_kwargs use_cache pad_to_multiple_of skip_memory_metrics"
+        " use_liger_kernel liger_kernel_config use_liger_loss disable_tqdm run_name project num_completions_to_print"
+        " include_num_input_tokens_seen parallelism_config accelerator_config ds3_gather_for_generation"
+        " per_device_eval_batch_size prediction_loss_only include_for_metrics batch_eval_metrics bf16_full_eval"
+        " fp16_full_eval enable_jit_checkpoint restore_callback_states_from_checkpoint tf32 cast_lm_head_to_fp32"
+        " model_init_kwargs optim optim_args optim_target_modules lr_scheduler_kwargs disable_dropout"
+        " label_smoothing_factor label_names neftune_noise_alpha ignore_bias_buffers router_aux_loss_coef"
+        " generation_kwargs cache_implementation use_transformers_continuous_batching use_transformers_paged"
+        " transformers_continuous_batching_config use_bias_correction_kl use_adaptive_entropy entropy_coef_min"
+        " entropy_coef_max entropy_coef_delta entropy_target",
     # the model and the optimizer
     "write model.path": "model.model_path model_path",
     "write algorithm.reference_path, with algorithm.beta > 0": "teacher_model_name_or_path ref_model",
@@ -148,44 +139,34 @@ REASONS: Mapping[str, str] = {
     "model.lora has rank, alpha, target_modules and vision alone":
         "lora_dropout lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
     _ZERO: "deepspeed",
-    _FSDP: "fsdp fsdp_config",
     "download that revision, and name its folder in model.path": "model_revision",
-    "mixture-of-experts models are not trained by mm_grpo": "router_aux_loss_coef",
     _QUANTIZED: "load_in_8bit load_in_4bit use_bnb_nested_quant quantization_config quant_bits quant_method qlora",
-    "weights are in model.dtype, the optimizer in fp32": "tf32 cast_lm_head_to_fp32 model_init_kwargs",
-    "the optimizer is AdamW in fp32": "optim optim_args optim_target_modules lr_scheduler_kwargs",
-    "write optim.warmup_steps (= warmup_ratio x run.max_steps)": "warmup_ratio",
-    "write optim.warmup_steps (= lr_warmup_ratio x run.max_steps)": "lr_warmup_ratio",
+    "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio",
     "write optim.warmup_steps": "lr_warmup_steps",
     "write optim.adam_beta1 and optim.adam_beta2": "adam_beta optim.betas",
     "write optim.adam_epsilon": "optim.eps",
     "write optim.learning_rate": "optim.lr lr",
     "write optim.lr_scheduler_type": "lr_scheduler",
     "write optim.max_grad_norm": "grad_clip",
-    "dropout is always off": "disable_dropout",
-    "a setting for training on labels; GRPO has none": "label_smoothing_factor label_names neftune_noise_alpha",
-    "a workaround for DDP; not needed": "ignore_bias_buffers",
     # the data
     "write data.train": "dataset_name train_dataset train_files",
     "write data.eval": "eval_dataset val_files",
-    "write data.train: owner/name:config:split": "dataset_config dataset_train_split",
-    "write data.eval: owner/name:config:split": "dataset_test_split",
+    "write it into the path: folder:split, or owner/name:config:split of the hub":
+        "dataset_config dataset_train_split dataset_test_split source.split source.name",
     "write data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]":
         "interleave_prob dataset_mixer datasets",
     "a source is one mapping: write data.train: {task: ...}": "data.task",
-    "write it into the path: folder:split, or owner/name:config:split of the hub": "source.split source.name",
     "write weight (shares are weights over their sum)": "source.probability",
     "write columns: {answer: ...}": "source.answer",
     "write data.shuffle": "train_dataloader_shuffle",
-    _IMAGES: "num_workers train_sampling_strategy length_column_name ignore_data_skip dataset_num_proc",
-    "rows are read from memory-mapped files; nothing is streamed": "dataset_streaming",
+    _IMAGES:
+        "num_workers train_sampling_strategy length_column_name ignore_data_skip dataset_num_proc dataset_streaming",
     "every column reaches the rewards; leave it out": "remove_unused_columns",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
     "write data.max_prompt_length and rollout.max_completion_length": "max_length",
-    "write data.on_overlong (a longer prompt is never cut)": "truncation_strategy data.truncation",
-    "write data.on_overlong: drop": "filter_overlong_prompts",
-    "write data.chat_template_kwargs: {enable_thinking: ...}": "enable_thinking",
-    "write data.chat_template_kwargs": "apply_chat_template_kwargs",
+    "write data.on_overlong (a longer prompt is never cut)":
+        "truncation_strategy data.truncation filter_overlong_prompts",
+    "write data.chat_template_kwargs: {enable_thinking: ...}": "enable_thinking apply_chat_template_kwargs",
     "write data.image_dir": "image_folder",
     "write data.max_pixels (tokens x 784 in Qwen2.5-VL, x 1,024 in Qwen3-VL)": "image_max_token_num",
     "map it in data.columns (our name: the dataset's column)": "prompt_key answer_key image_key images_key",
@@ -193,9 +174,8 @@ REASONS: Mapping[str, str] = {
     # rewards and the algorithm
     "write rewards (a list of names or mappings)": "reward_funcs",
     "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]": "reward_weights",
-    "write the file into rewards: rewards: [path/to/file.py:function]": "external_plugins",
     "write rewards: [path/to/file.py:function]":
-        "reward_function custom_reward_function.path custom_reward_function.name",
+        "external_plugins reward_function custom_reward_function.path custom_reward_function.name",
     "write rewards: [{name: reward_model, model: ...}]": "reward_model_name_or_path",
     "write algorithm.perception_coef (0 is no perception term)": "use_kl_prcp kl_prcp_coef",
     "write algorithm.loss_options: {perception_entropy_coef: ...} (of both entropies)":
@@ -211,53 +191,39 @@ REASONS: Mapping[str, str] = {
         "kl_coef kl_loss_coef use_kl_loss disable_kl",
     "write algorithm.kl_in_reward (and algorithm.beta, the weight of the KL)": "use_kl_in_reward",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",
-    "the KL term has its own gradient (docs/algorithms.md), without this correction": "use_bias_correction_kl",
-    "the entropy bonus has a constant weight, algorithm.entropy_coef":
-        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
     "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
-        "dynamic_sample online_filtering filter_groups.enable dynamic_sampling",
-    "write rollout.max_attempts": "filter_groups.max_num_gen_batches",
+        "dynamic_sample online_filtering filter_groups.enable dynamic_sampling filter_groups.max_num_gen_batches",
+    "write rollout.max_turns (= max_tool_calling_iterations + 1)": "max_tool_calling_iterations",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
     "write rollout.num_generations": "rollout.n n_samples_per_prompt",
-    "write rollout.engine: vllm": "use_vllm",
-    "write rollout.engine: vllm (colocate) or vllm_server (server)": "vllm_mode",
+    "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode",
     "each process has a vLLM of its own here, and one engine over several processes is not in this version yet; leave"
     " it out": "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
     "write rollout.vllm.sleep_level (0, 1 or 2)": "vllm_enable_sleep_mode",
     "write rollout.vllm.max_images": "vllm_limit_mm_per_prompt",
-    "write algorithm.importance_sampling_mode (none is no correction)": "vllm_importance_sampling_correction",
-    "write algorithm.importance_sampling_mode": "vllm_importance_sampling_mode",
+    "write algorithm.importance_sampling_mode (none is no correction)":
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     "ports are chosen by the transfer (rollout.server.transfer)": "vllm_group_port",
-    _LATER: "vllm_structured_outputs_regex",
     _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens",
-    "the rollout engines are transformers, vllm and vllm_server, without this option":
-        "generation_kwargs cache_implementation vllm_model_impl use_transformers_continuous_batching"
-        " transformers_continuous_batching_config use_transformers_paged",
 }  # fmt: skip
 """What is said, and the keys about which."""
 
 PREFIXES: Mapping[str, str] = {
+    **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
+    **dict.fromkeys(("video_", "fps"), _VIDEO),
+    **dict.fromkeys(("push_to_hub", "hub_", "trackio_"), _HUB),
+    **dict.fromkeys(
+        ("save_", "log_", "logging_", "eval_", "torch_compile", "vllm_structured_", "vllm_model_"), _NONE
+    ),
     "vllm_server_": _SERVED,
     "vllm_": _VLLM,
     "sglang_": "SGLang is not in mm_grpo; write rollout.engine: transformers, vllm or vllm_server",
     "lora_": _LORA,
-    "fsdp": _FSDP,
-    "deepspeed_": _ZERO,
-    "zero_": _ZERO,
-    "video_": _VIDEO,
-    "fps": _VIDEO,
-    "save_": _LATER,
-    "push_to_hub": _HUB,
-    "hub_": _HUB,
-    "trackio_": _HUB,
-    "log_": _LOG,
-    "logging_": _LOG,
-    "ddp_": _RANKS,
     "dataloader_": _IMAGES,
     "bnb_": _QUANTIZED,
-    "torch_compile": "the model is not compiled in mm_grpo",
 }
+"""What is said about keys that begin so."""
 
 
 @dataclass(frozen=True)

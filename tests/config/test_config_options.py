@@ -93,19 +93,11 @@ def test_a_contradiction_between_sections_gets_one_line(
 @pytest.mark.parametrize(
     "sections",
     [
-        {"algorithm": {"loss_type": "cispo", "epsilon_high": 5.0}},
-        {"algorithm": {"advantage_estimator": "rloo", "scale_rewards": "none"}},
-        {"algorithm": {**GDPO, "beta": 0.1}},
         {"algorithm": {"kl_estimator": "k1", "beta": 0.04, "kl_in_reward": True}},
-        {"algorithm": {"beta": 0.1}, "model": LORA},
         {"algorithm": {"delta": 1.3, "epsilon_high": 0.28}},
         {"algorithm": {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.0}}},
         {"data": {"min_pixels": 3, "max_pixels": 3}},
         {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 4}},
-        {
-            "data": {"train": "a"},
-            "run": {"eval_every": 5, "eval_blind": "shuffled"},
-        },  # and then nothing is evaluated
         {"rollout": SEEDS, "run": {"max_steps": 51130563}},
     ],
 )

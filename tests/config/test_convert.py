@@ -204,14 +204,6 @@ def test_a_shell_script_of_ms_swift(tmp_path: Path) -> None:
     }
 
 
-def test_a_command_of_verl(tmp_path: Path) -> None:
-    script = tmp_path / "verl.sh"
-    script.write_text(
-        "python3 -m verl.trainer.main_ppo data.train_files=t.parquet +actor_rollout_ref.rollout.n=5 $@"
-    )
-    assert convert(read_foreign(script)).values["rollout"] == {"num_generations": 5}
-
-
 def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

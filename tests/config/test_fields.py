@@ -35,6 +35,8 @@ def refused(path: str, value: Any) -> str:
     ("path", "value", "legal"),
     [
         ("run.report", "yes", "true or false"),
+        ("run.profile", 0, "an integer >= 1"),
+        ("rollout.environment", 3, "a mapping of names to text"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
         ("run.guards", {"update_happens": "quiet"}, "stop, warn or off"),

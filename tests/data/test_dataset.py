@@ -11,7 +11,6 @@ from reading import colour_of
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
-from mm_grpo.data.images import MAX_BYTES
 from mm_grpo.errors import DataError
 
 COLOURS = {"red": (255, 0, 0), "lime": (0, 255, 0), "blue": (0, 0, 255)}
@@ -76,21 +75,6 @@ def test_images_are_opened_when_a_sample_is_asked_for(tmp_path: Path) -> None:
     picture("lime").save(tmp_path / "pictures" / "a.png")
     there = Dataset(row, DataConfig(image_dir=str(tmp_path / "pictures")), folder=tmp_path)
     assert colour_of(there.sample(0).images[0]) == COLOURS["lime"]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"image": b"1" * (MAX_BYTES + 1)}, r"^train row 0: .* has 52428801 bytes"),
-        (
-            {"images": [picture("red"), b"no"]},
-            r"^train row 0, image 2 of 2: image \(bytes in the row\) is not",
-        ),
-    ],
-)
-def test_an_image_that_cannot_be_used_is_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        dataset([{"prompt": "?", **row}]).sample(0)
 
 
 def test_a_list_is_checked_whole_and_other_datasets_by_their_first_row() -> None:

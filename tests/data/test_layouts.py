@@ -244,7 +244,6 @@ BOX = [[1, 2, 3, 4]]
         ({}, swift("?", "<bbox>", bbox=BOX * 2), ("<bbox>", "objects.bbox: 2")),
         ({}, swift("?", "<bbox>", bbox=[[1, 2, 3]]), ("objects.bbox", "[1, 2, 3]")),
         ({}, swift("?", "<bbox>", bbox="all"), ("objects.bbox",)),
-        ({}, swift("?", "<ref-object>", ref=[3]), ("objects.ref", "3")),
         ({}, swift("?", "<bbox>", bbox=BOX, bbox_type="norm1000"), ("'objects'", "'norm1000'")),
         ({}, replied([{"type": "text", "text": None}]), ("messages[1]", "reply")),
         ({}, replied("4", {"type": "image_url", "image_url": {"url": None}}), ("messages[0].content[1]", "url")),
@@ -275,12 +274,3 @@ def test_base64_is_never_printed() -> None:
         with pytest.raises(DataError) as caught:
             load_train(config(), [row]).sample(0)
         assert bare[12:40] not in str(caught.value) and len(str(caught.value)) < 600
-
-
-def test_the_layout_that_was_found_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    row = said(HUMAN, {"from": "gpt", "value": "A cat."})
-    with caplog.at_level("INFO", logger="mm_grpo"):
-        assert load_train(config(), [row]).layouts == ("sharegpt",)
-        load_train(config(layout="sharegpt"), [row])
-        load_train(config(), [{"prompt": "?", "image": "a.png"}])
-    assert ["sharegpt" in r.getMessage() for r in caplog.records] == [True]

@@ -10,7 +10,6 @@ from io import BytesIO
 import numpy as np
 import pytest
 from helpers.configs import small_config
-from helpers.recipe_scripts import script
 from PIL import Image, ImageChops
 
 from mm_grpo.data import Dataset
@@ -74,17 +73,3 @@ def test_reading_rows_draws_none_of_their_pictures() -> None:
     assert [type(row["images"][0]) for row in rows] == [LazyImage] * 4
     assert dataset.sample(2).images[0] == render(scene(split="train", index=2, kind="colour", answer="green"))
     assert [type(row["images"][0]) for row in rows] == [LazyImage, LazyImage, Image.Image, LazyImage]
-
-
-@pytest.mark.parametrize("task", ["digits", "patterns"])
-def test_the_tasks_promise_the_size_that_they_draw(task: str) -> None:
-    if task == "digits":
-        pytest.importorskip("sklearn")
-        (row,) = script("digits/digits.py").digits_rows(split="train", size=1, image_size=60)
-    else:
-        (row,) = script("zoom/patterns.py").patterns_rows(split="train", size=1, cell_size=27)
-    for image in row["images"]:
-        assert type(image) is LazyImage
-        promised = image.size
-        image.load()
-        assert image.size == promised

@@ -59,14 +59,11 @@ def test_several_splits_are_read_by_their_names(tmp_path: Path) -> None:
     ("files", "given", "words"),
     [
         (["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "", ("several", "test, train", "SPLIT")),
-        (["train.jsonl", "validation.jsonl"], "/*.jsonl", ("several", "train, validation")),
         (["train.jsonl", "test.jsonl"], ":val", ("'val'", "'test.jsonl'", "'train.jsonl'")),
         (["train-00001-of-00004.jsonl"], "", ("1 of 4 shards",)),
         (["a.jsonl", "b.csv"], "", ("several", ".csv, .jsonl")),
-        (["data/a.parquet"], "", ("its folder data", "/data")),
         (["a.txt"], "", ("save_to_disk", "'a.txt'")),
         (["train.jsonl"], "/trian.jsonl", ("trian.jsonl", "'train.jsonl'")),
-        (["train.jsonl"], "/no/train.jsonl", ("nor does its folder",)),
         (["train.jsonl"], "/*.parquet", ("*.parquet", "'train.jsonl'")),
     ],
 )  # fmt: skip

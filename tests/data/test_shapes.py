@@ -63,7 +63,7 @@ def test_colours_and_shapes_are_where_the_scene_says() -> None:
     assert picture.getpixel((17, 93)) == COLOURS["green"]  # its foot
 
 
-@pytest.mark.parametrize("image_size", [84, 112, 131])
+@pytest.mark.parametrize("image_size", [84, 131])
 def test_every_box_holds_its_object_and_no_more(image_size: int) -> None:
     for row in shapes_rows(split="train", size=12, kinds=KINDS, image_size=image_size, max_objects=3):
         (picture,) = row["images"]
@@ -98,16 +98,6 @@ def test_a_scene_is_known_for_good() -> None:
         Thing("red", "triangle", x=559, y=495, radius=159),
         Thing("purple", "square", x=167, y=580, radius=151),
     )
-
-
-def test_one_row_in_full() -> None:
-    row = shapes_rows(split="heldout", size=2)[1]
-    target = row["objects"][0]
-    asked = {"type": "text", "text": f"What shape is the {target['colour']} object?"}
-    assert row["prompt"] == [{"role": "user", "content": [{"type": "image"}, asked]}]
-    assert row["kind"] == "shape"
-    assert row["answer"] == target["shape"] == "circle"
-    assert set(row) == {"prompt", "images", "answer", "kind", "objects"}
 
 
 @pytest.mark.parametrize("split", ["train", "heldout"])

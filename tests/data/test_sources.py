@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,15 @@ def test_a_line_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
         dataset.fields(0)
 
 
+def test_lines_stay_on_disk(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"{n} " * 400} for n in range(1000)))
+    tracemalloc.start()
+    rows = read(path)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(rows) == 1000 and held < path.stat().st_size / 5
+
+
 def test_json_is_a_list_or_an_object_with_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for held in (numbered(1, 2), {"version": 1, "data": numbered(1, 2)}):
@@ -62,8 +72,7 @@ def test_json_is_a_list_or_an_object_with_one(tmp_path: Path) -> None:
         assert numbers_of(path) == [1, 2]
     path.write_text(json.dumps([ROW, {"prompt": None}]))
     assert refusal(path).startswith(f"{path} row 1: 'prompt' is null")
-    row = {"image": "a.png", "conversations": [{"from": "human", "value": "?"}]}
-    for held in (row, {"prompt": "?", "choices": [{"a": 1}]}, [], 3):
+    for held in ({"prompt": "?", "image": "a.png"}, [], 3):
         path.write_text(json.dumps(held))
         assert refusal(path).startswith(f"{path}: is no list of rows")
     write_rows(path, ROW, ROW)
@@ -72,13 +81,12 @@ def test_json_is_a_list_or_an_object_with_one(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    talk = json.dumps([{"role": "user", "content": "<image>What, then?"}]).replace('"', '""')
     path.write_bytes(
-        f'\ufeffmessages,images,answer,note\r\n"{talk}","[""a.png""]",007,\r\n"{talk}",a.png,"two\nlines",x\r\n'.encode()
+        '\ufeffprompt,image,answer,note\r\n"What, then?",a.png,007,\r\n?,,"two\nlines",x\r\n'.encode()
     )
     dataset = read(path)
     assert dataset.fields(0).columns == {"answer": "007", "note": None}
-    assert dataset.fields(0).images == dataset.fields(1).images == ("a.png",)
+    assert (dataset.fields(0).images, dataset.fields(1).images) == (("a.png",), ())
     assert dataset.fields(1).columns == {"answer": "two\nlines", "note": "x"}
     assert [dataset.row_name(i) for i in (0, 1)] == [f"{path}:2", f"{path}:4"]
     tabs = tmp_path / "rows.tsv"
@@ -93,7 +101,6 @@ def test_csv(tmp_path: Path) -> None:
         ("a.csv", b'prompt,n\n"a,1\n', (":2: is not valid CSV",)),
         ("a.csv", b"prompt,n\n\xff,1\n", (":1: is not valid CSV", "UTF-8")),
         ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "1 cells for 2 columns")),
-        ("a.csv", b'messages,n\n"[{",1\n', (":2, column 'messages': is not valid JSON",)),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(
@@ -134,10 +141,6 @@ def test_the_shapes_task() -> None:
     assert [dataset.sample(i).columns["answer"] for i in range(4)] == [row["answer"] for row in expected]
     assert dataset.sample(2).images[0].tobytes() == expected[2]["images"][0].tobytes()
     assert dataset.row_name(2) == "train (shapes) row 2"
-    shuffled = read(source | {"shuffle_images": True})
-    own = [row["images"][0].tobytes() for row in expected]
-    moved = [shuffled.sample(i).images[0].tobytes() for i in range(4)]
-    assert sorted(moved) == sorted(own) and all(a != b for a, b in zip(own, moved, strict=True))
     assert source == {"task": "shapes", "split": "train", "size": 4}
 
 

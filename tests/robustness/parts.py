@@ -57,19 +57,6 @@ def png_claiming(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
 
 
-def saved_dataset(damage: Damage) -> Damage:
-    """A dataset written by save_to_disk, then damaged."""
-
-    def make(folder: Path) -> None:
-        import datasets
-
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_list([ROW] * 5).save_to_disk(str(folder))
-        damage(folder)
-
-    return make
-
-
 # rewards
 
 
@@ -79,10 +66,6 @@ def body(text: str, head: str = "completion") -> str:
     return f"import os, signal, sys, time\ndef f({head}):\n{lines}".replace(
         "SCORE", "float(len(completion) % 3)"
     )
-
-
-def batch(text: str) -> str:
-    return body(text, "completions, **kwargs")
 
 
 def reward_file(**options: Any) -> Mapping[str, Any]:
@@ -145,12 +128,6 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
-
-
-def half_checkpoint(out: Path) -> None:
-    path = out / "checkpoints" / ".step-000004.new"
-    path.mkdir()
-    (path / "state-00000-of-00001.safetensors").write_bytes(b"\0" * 1000)
 
 
 def rename_newest(out: Path) -> None:
