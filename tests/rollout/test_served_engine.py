@@ -29,6 +29,7 @@ from helpers.patience import PATIENCE, until
 from mm_grpo.build import build_engine, own_address
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
+from mm_grpo.rollout.served import pool
 from mm_grpo.rollout.served.protocol import NEEDED
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
@@ -145,8 +146,9 @@ def test_adapters_are_merged_for_servers_that_cannot_take_them(make: Made) -> No
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_wait_without_their_bodies(make: Made) -> None:
-    engine, fakes = make(max_sequences=16)
+def test_hundreds_of_requests_wait_without_their_bodies(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_SEQUENCES", 16)
+    engine, fakes = make()
     for fake in fakes:
         fake.delay = 0.005
     asked = requests(300, each=1)
