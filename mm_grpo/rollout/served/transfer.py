@@ -203,18 +203,17 @@ class FileTransfer(ServedTransfer):
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
             self.folder = self._held.enter_context(temporary_folder("weights", parent))
-            self._token = secrets.token_hex(16)
-            (self.folder / "token").write_text(self._token)
+            (self.folder / "token").write_text(self.run)
         except OSError as error:
             raise ConfigError(
                 f"rollout.server.folder = '{folder}': {error.strerror or error}; it has to be a folder that this "
                 "process can write to and the servers can read"
             ) from None
-        self._current: dict[Path, set[str]] = {}
+        self._current: dict[Path, set[str]] = {}  # names of the tensors whose newest copy a file has
         self._count = 0
 
     def join(self, client: ServerClient, name: str) -> None:
-        info = {"folder": str(self.folder), "token": self._token, "group": name}
+        info = {"folder": str(self.folder), "token": self.run, "group": name}
         self._call(client, "/init_weight_transfer_engine", {"init_info": info})
 
     def kept(self) -> list[tuple[Path, list[str]]]:
