@@ -9,7 +9,6 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -445,24 +444,11 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     return VLLMEngine(vllm_settings(config, processor, dtype, context_of(model.config)), processor)
 
 
-def own_address(url: str) -> str:
-    """This machine's address as the server at `url` reaches it."""
-    host = urlsplit(url).hostname
-    if url.startswith("unix://") or host is None:
-        return "127.0.0.1"
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:  # a datagram socket sends nothing when it is connected
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"  # the server is not there yet, and then the run says so
-
-
 def _vllm_server(
     config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
 ) -> RolloutEngine:
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
+    from mm_grpo.rollout.served.broadcast import own_address
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
     from mm_grpo.rollout.served.protocol import Limits, model_sizes
@@ -482,7 +468,7 @@ def _vllm_server(
             given.transfer,
             device=str(model.device),
             folder=given.folder,
-            host=own_address(given.urls[0]),
+            host=own_address(urlsplit(given.urls[0]).hostname),
             timeout=min(300.0, given.timeout),
         )
     clients = [ServerClient(url, key=key_for, timeout=given.timeout) for url in given.urls]

@@ -24,8 +24,7 @@ from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.rollout.served.command import ServerSettings
-    from mm_grpo.rollout.served.launch import ServerProcess
+    from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings
 
 GPU_SHARE = 0.9
 """Share of its GPU's memory that a server holds where rollout.vllm.gpu_memory_utilization is not set: it is alone."""
@@ -78,7 +77,7 @@ def server_settings(
     from mm_grpo.processors.model_folder import read_config
     from mm_grpo.rollout.engine_limits import engine_limits
     from mm_grpo.rollout.prompts import context_of
-    from mm_grpo.rollout.served.command import ServerSettings
+    from mm_grpo.rollout.served.launch import ServerSettings
     from mm_grpo.rollout.served.transfer import kind_of
 
     config.check()

@@ -43,13 +43,13 @@ def test_logprobs_are_the_learners_for_one_image_two_and_none(rig: Rig) -> None:
         assert c.finish_reason == ("length" if len(c.token_ids) == 12 else "stop")
 
 
-def test_score_is_the_plain_distribution(rig: Rig) -> None:
-    assert re.fullmatch(r"vLLM \d+\.\d+\S*, model runner 1", rig.engine.sampler)  # a CPU has no other
-    for prompt in rig.prompts():
-        done = rig.engine.generate([Request(prompt, 3, Sampling(12, temperature=0.5))])[0]
-        plain = rig.expected(prompt, done.token_ids, mask=False)
-        assert rig.engine.score(prompt, done.token_ids) == pytest.approx(plain, abs=1e-5)
-        masked = rig.expected(prompt, done.token_ids)
+def test_score_is_the_plain_distribution(one: Rig) -> None:
+    assert re.fullmatch(r"vLLM \d+\.\d+\S*, model runner 1", one.engine.sampler)  # a CPU has no other
+    for prompt in one.prompts():
+        done = one.engine.generate([Request(prompt, 3, Sampling(12, temperature=0.5))])[0]
+        plain = one.expected(prompt, done.token_ids, mask=False)
+        assert one.engine.score(prompt, done.token_ids) == pytest.approx(plain, abs=1e-5)
+        masked = one.expected(prompt, done.token_ids)
         assert max(abs(a - b) for a, b in zip(masked, plain, strict=True)) > 1e-4  # the test could tell
 
 
@@ -81,12 +81,12 @@ def test_same_row_twice_and_one_text_with_four_images(one: Rig) -> None:
     assert swapped > 1e-2
 
 
-def test_equal_seeds_give_equal_completions_however_they_are_asked_for(rig: Rig) -> None:
-    prompts = rig.prompts()
+def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig) -> None:
+    prompts = one.prompts()
     requests = requests_for(prompts, seeds(3, 4), TWELVE)
-    done = rig.engine.generate(requests)
-    backwards = rig.engine.generate(requests[::-1])[::-1]
-    split = rig.engine.generate(requests[:5]) + rig.engine.generate(requests[5:])
+    done = one.engine.generate(requests)
+    backwards = one.engine.generate(requests[::-1])[::-1]
+    split = one.engine.generate(requests[:5]) + one.engine.generate(requests[5:])
     for other in (backwards, split):
         assert [c.token_ids for c in other] == [c.token_ids for c in done]
         for a, b in zip(other, done, strict=True):

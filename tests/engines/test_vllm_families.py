@@ -67,6 +67,31 @@ def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     assert max(before, largest_gap(rig, "mixed")) <= LIMITS[rig.settings.dtype]
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [("linear_attn.A_log", "linear_attn.dt_bias"), ("linear_attn.in_proj_b",), ("linear_attn.conv1d",)],
+)
+def test_a_part_of_a_linear_layer_arrives(parts: tuple[str, ...], rigs: Callable[[str], Rig]) -> None:
+    rig = rigs("qwen3_5")
+    rig.reset()
+    prompts = rig.prompts()
+    requests = requests_for(prompts, [range(40, 44)] * 3, Sampling(12))
+    before = rig.engine.generate(requests)
+    rig.change(*parts, scale=0.3 if "A_log" in parts[0] else 6.0)
+    transfer = rig.send(1)
+    assert 0 < 2 * transfer.bytes < sum(t.nbytes for _, t in rig.tensors())
+    assert rig.gap(prompts, before) > 2 * LIMITS["bfloat16"]  # the change is one that shows
+    assert rig.gap(prompts, rig.engine.generate(requests)) < LIMITS["bfloat16"]
+
+
+def test_linear_layers_in_float32_are_refused_before_anything_is_loaded(rigs: Callable[[str], Rig]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU vLLM runs them in float32 too")
+    path = rigs("qwen3_5").settings.model
+    with pytest.raises(ConfigError, match="linear attention of a qwen3_5_text in bfloat16 alone"):
+        VLLMEngine(EngineSettings(path, "float32", 512), load_processor(path))
+
+
 @pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
 def test_limits_on_images_reach_vllm(family: str, models: dict[str, Path]) -> None:
     """Four tiles at most, where the model's own limit is larger: ids are compared by the engine."""

@@ -13,19 +13,16 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.configs import small_config
-from helpers.small_runs import rows_of, vowels
 from helpers.steps import make_groups
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo import GRPOConfig
 from mm_grpo.build import build_engine, build_parts
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor
-from mm_grpo.processors.qwen_vl import QwenVLFamily
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 IDS = tuple(range(20, 36))
@@ -46,24 +43,10 @@ def config_of(path: Any, folder: Path, dtype: str, lora: dict[str, Any] | None) 
     )
 
 
-@pytest.mark.slow
-def test_a_run_with_adapters_of_q_and_v_stays_in_step(models: dict[str, Path], tmp_path: Path) -> None:
-    config = config_of(models["qwen2_5_vl"], tmp_path / "run", "float32", LORA)
-    GRPOTrainer(config, train=shapes_rows(split="train", size=4, image_size=56), rewards=[vowels]).train()
-    whole = sum(p.numel() * 4 for p in load_model(config.model, QwenVLFamily()).parameters())
-    for row in rows_of(tmp_path / "run"):
-        assert row["sampling/sampling_logp_difference/max"] <= 1e-5
-        assert row["sync/logp_gap"] <= 1e-5
-        assert 0 < row["sync/bytes"] < whole / 4  # the adapted layers and their fused siblings, nothing else
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
-    dtype: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_model_that_is_passed_in_is_what_vllm_samples_from(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
-    config = config_of(path, tmp_path / "run", dtype, None)
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    config = config_of(path, tmp_path / "run", "float32", None)
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.model.language_model.layers.parameters():
@@ -71,7 +54,7 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
     parts = build_parts(config, 10, [], model=model)
     prompt = parts.processor.prompt(tiny.sample("r", "what is it", (tiny.picture(1),)))
     on_disk = Learner(load_model(config.model, parts.processor.family), parts.processor, config, 10)
-    assert gap(parts.learner, parts.engine, prompt) <= (1e-5 if dtype == "float32" else 0.03)
+    assert gap(parts.learner, parts.engine, prompt) <= 1e-5
     assert gap(on_disk, parts.engine, prompt) > 0.1
     model.config.text_config.rms_norm_eps = 1e-3
     with pytest.raises(
@@ -80,11 +63,10 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(
         build_parts(config, 10, [], model=model)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_vllm_samples_from_the_base_in_four_bits(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
+def test_vllm_samples_from_the_base_in_four_bits(models: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    path, rounding = models["qwen2_5_vl"], {"float32": 1e-5, "bfloat16": 8e-3}[dtype]
-    config = config_of(path, tmp_path / "run", dtype, LORA).with_values({"model.quantization": "nf4"})
+    path, rounding = models["qwen2_5_vl"], 8e-3
+    config = config_of(path, tmp_path / "run", "bfloat16", LORA).with_values({"model.quantization": "nf4"})
     parts = build_parts(config, 10, [])
     learner, engine = parts.learner, parts.engine
     groups = make_groups(parts.processor)

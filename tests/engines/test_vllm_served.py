@@ -1,7 +1,8 @@
 """Real vLLM servers: samples, weights, faults and runs.
 
-Three for the whole file, two in float32 and one in bfloat16, serve the base model of the shapes recipe; the last two
-have LoRA layers. What fails over in which way is tested quickly in rollout/test_served_*.py.
+Three for the whole file serve the base model of the shapes recipe: two in float32, at sockets, whose LoRA layers take
+ranks up to 8 and 16, and one in bfloat16, at a port with a key. What fails over in which way is tested quickly in
+rollout/test_served_*.py.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import torch
 from engines.test_vllm_lost_updates import Run
-from helpers import processes, tiny
+from helpers import forkserver, processes, tiny
 from helpers.run_folders import metrics_of
 from helpers.small_runs import rollouts_of
 from robustness.http_proxy import Proxy
@@ -37,10 +42,12 @@ from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.seeds import SeedPlan
+from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, wait
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
-from mm_grpo.rollout.served.protocol import Limits, ask, model_sizes
+from mm_grpo.rollout.served.protocol import ENDPOINTS, RECEIVED, Limits, ask, model_sizes
+from mm_grpo.rollout.served.server_key import key_for
 from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.requests import EngineRequest
@@ -52,11 +59,13 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 RECIPE, BASE = ROOT / "examples/shapes/config.yaml", ROOT / "examples/shapes/base"
 SCRIPT = ROOT / "tests/distributed/runs.py"
-STEPS, PROMPTS, GENERATIONS = 4, 8, 4
+STEPS, PROMPTS, GENERATIONS = 3, 8, 4
 TWELVE = Sampling(max_tokens=12)
 NEAR = {"float32": 2e-5, "bfloat16": 0.08}
 """Largest gap of a log-prob to transformers' that rounding explains, in nats."""
 IDS = (5, 9, 17, 33)
+SERVER = (*forkserver.VLLM, "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm")
+"""What a server imports before it starts its engine, in a process of its own that imports it all again."""
 
 
 class Half(Rig):
@@ -68,14 +77,14 @@ class Half(Rig):
         self.model = AutoModelForImageTextToText.from_pretrained(BASE, dtype=getattr(torch, dtype)).eval()
         self.original = {name: tensor.clone() for name, tensor in self.tensors()}
         self.urls = [server.url for server in servers]
-        self.clients = [ServerClient(url, timeout=60.0) for url in self.urls]
+        self.clients = [ServerClient(url, key=key_for, timeout=60.0) for url in self.urls]
         self.engines: list[ServedEngine] = []
 
     def engine_of(
         self, urls: Sequence[str], transfer: ServedTransfer | None = None, **limits: Any
     ) -> ServedEngine:
         engine = ServedEngine(
-            [ServerClient(url, timeout=60, connect_timeout=2) for url in urls],
+            [ServerClient(url, key=key_for, timeout=60) for url in urls],
             transfer or FileTransfer(timeout=60.0),
             self.processor,
             limits=Limits(**{"health_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
@@ -123,6 +132,11 @@ class Fleet:
         self.halves = {"float32": Half("float32", servers[:2]), "bfloat16": Half("bfloat16", servers[2:])}
 
 
+def forked(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> forkserver.Forked:
+    """In the place of subprocess.Popen: the imports of the server's own process are done."""
+    return forkserver.start(command[2:], env=env, cwd=ROOT, stdout=stdout, stderr=stdout, preload=SERVER)
+
+
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder, said = tmp_path_factory.mktemp("servers"), list[str]()
@@ -131,12 +145,18 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         replace(
             one,
             transfer="gloo",
+            port=port,
             engine=replace(one.engine, dtype=dtype, max_model_len=512, max_images=3, lora_rank=rank),
         )
-        for one, dtype, rank in zip(made, ("float32", "float32", "bfloat16"), (0, 8, 8), strict=True)
+        for one, dtype, rank, port in zip(
+            made, ("float32", "float32", "bfloat16"), (8, 16, 8), (0, 0, processes.free_port()), strict=True
+        )
     ]
-    with serve(settings, log_folder=folder / "logs", report=said.append) as servers:
-        yield Fleet(servers, said)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.setattr(launch, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
+        with serve(settings, log_folder=folder / "logs", report=said.append) as servers:
+            yield Fleet(servers, said)
 
 
 @pytest.fixture
@@ -148,13 +168,6 @@ def half(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Half]:
 
 
 DTYPES = pytest.mark.parametrize("half", list(NEAR), indirect=True)
-
-
-@pytest.fixture(params=["file", "gloo"])
-def transfer(request: pytest.FixtureRequest) -> Iterator[ServedTransfer]:
-    made = FileTransfer(timeout=60.0) if request.param == "file" else GlooTransfer(timeout=60.0)
-    yield made
-    made.close()
 
 
 def many(half: Half, count: int = 12, tokens: int = 12, each: int = 4) -> list[Request]:
@@ -225,8 +238,11 @@ class Engine:
         return first
 
 
-@DTYPES
-def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transfer: ServedTransfer) -> None:
+@pytest.mark.parametrize(
+    ("half", "kind"), [("float32", FileTransfer), ("bfloat16", GlooTransfer)], indirect=["half"]
+)
+def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: type[ServedTransfer]) -> None:
+    transfer = kind(timeout=60.0)
     ledger, engine = WeightLedger(), Engine(transfer, half.clients)
     ledger.send(engine, half.tensors(), 0)  # type: ignore[arg-type]
     held = half.digests()
@@ -238,6 +254,7 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, transf
         assert 0 < len(sent.digests) < len([*half.tensors()])
         held |= sent.digests
         assert held == half.digests()
+    transfer.close()
     for client in half.clients:
         assert half.scored(client) < NEAR[half.dtype]
         name = client.call("/weight_info", method="GET")["weight_version"]
@@ -326,46 +343,75 @@ def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(half: H
 # adapters ------------------------------------------------------------------------------------
 
 
-def adapted(half: Half, urls: Sequence[str]) -> Run:
-    """A learner with adapters over servers, which are sent their factors by files."""
-    server = {"engine": "vllm_server", "vllm": {"max_model_len": 512}, "server": {"urls": list(urls)}}
-    return Run(BASE, 1e-3, half.dtype, lora=True, rollout=server)
+def adapted(half: Half, rank: int = 8, **server: Any) -> Run:
+    """A learner with adapters over a half's servers."""
+    rollout = {
+        "engine": "vllm_server",
+        "vllm": {"max_model_len": 512},
+        "server": {"urls": half.urls, **server},
+    }
+    return Run(BASE, 1e-3, half.dtype, lora=rank, rollout=rollout)
 
 
 @DTYPES
-def test_a_server_runs_the_adapters_itself_and_has_them_after_a_restart(fleet: Fleet, half: Half) -> None:
-    server, said, run = half.servers[-1], len(fleet.said), adapted(half, half.urls[-1:])
+def test_servers_run_the_adapters_themselves_and_have_them_after_a_kill(fleet: Fleet, half: Half) -> None:
+    """In float32 one is killed in the midst of an update, and comes back with that one and the next."""
+    server, said, run = half.servers[-1], len(fleet.said), adapted(half, transfer="gloo")
     completions = [tuple(random.Random(i).choices(range(20, 250), k=24)) for i in range(4)]
 
-    def scores() -> tuple[Tensor, Tensor]:
-        """Log-probs of the policy in float32, and of the server."""
+    def scores(engine: Any) -> tuple[Tensor, Tensor]:
+        """Log-probs of the policy in float32, and of a server."""
         exact = Learner(copy.deepcopy(run.learner.model).float(), run.processor, run.learner.config, 1)
         ours = [exact.score(prompt, completions) for prompt in run.prompts]
-        theirs = [[run.engine.score(prompt, ids) for ids in completions] for prompt in run.prompts]
+        theirs = [[engine.score(prompt, ids) for ids in completions] for prompt in run.prompts]
         return torch.tensor(ours).flatten(), torch.tensor(theirs).flatten()
 
     assert run.learner.factored == set(run.learner.adapted_layers)
-    first, whole = scores(), sum(p.numel() * p.element_size() for p in half.model.parameters())
-    for version in range(1, 7):
+    first, whole = scores(run.engine), sum(p.numel() * p.element_size() for p in half.model.parameters())
+    for version in range(1, 5):
         report = run.update(version)
         assert report.problem is None and 0 < report.bytes < whole / 3
-        ours, theirs = scores()
+        ours, theirs = scores(run.engine)
         assert half.dtype == "bfloat16" or (ours - theirs).abs().max() < NEAR["float32"]
     exact, moved = (after - before for after, before in zip((ours, theirs), first, strict=True))
     assert torch.corrcoef(torch.stack([exact, moved]))[0, 1] > 0.95
     assert 0.85 < (exact * moved).sum() / (exact * exact).sum() < 1.15
     if half.dtype == "float32":
-        asked = many(half, 4)
-        expected = run.engine.generate(asked)
-        os.killpg(server.pid or 0, signal.SIGKILL)
-        assert run.engine.generate(asked) == expected
+        engine, sent = run.engine, list[int]()
+        processes_of = psutil.Process(server.pid).children(recursive=True)
+        transfer, transmit = engine.transfer, engine.transfer.transmit  # type: ignore[attr-defined]
+        transfer.chunk_bytes = 1 << 12
+
+        def cut(client: ServerClient, part: Any) -> None:
+            if client.url == server.url:
+                sent.append(1)
+                if len(sent) == 3:
+                    os.killpg(server.pid or 0, signal.SIGKILL)
+            transmit(client, part)
+
+        started, transfer.transmit = time.monotonic(), cut
+        assert run.update(5).problem is None and len(sent) == 3
+        assert time.monotonic() - started < 60.0  # nobody waited for the deadline
+        assert psutil.wait_procs(processes_of, 60.0)[1] == []  # its engine too
+        assert [one.url for one in engine.pool.ready()] == [half.urls[0]]  # type: ignore[attr-defined]
+        ours, theirs = scores(engine)
+        assert (ours - theirs).abs().max() < NEAR["float32"]
+        expected = engine.generate(many(half, 4))
+        assert run.update(6).problem is None
+        assert engine.generate(many(half, 4)) != expected
+        wait_until(lambda: len(engine.replicas) == 2)  # `serve` starts it anew, and it is sent all
         assert "it is started anew" in fleet.said[said]
-        assert torch.equal(scores()[1], theirs)
+        held = [held_by(client) for client in half.clients]
+        assert held[0][0] == held[1][0] and held[1][0].endswith(":6")
+        assert held[0][1].items() <= held[1][1].items() and len(held[1][1]) > len(held[0][1])
+        for replica in engine.replicas:
+            ours, theirs = scores(replica)
+            assert (ours - theirs).abs().max() < NEAR["float32"]
     run.engine.close()
 
 
-def test_beside_a_server_without_lora_layers_adapters_are_merged(half: Half) -> None:
-    run, ids = adapted(half, half.urls), tuple(range(20, 44))
+def test_beside_a_server_whose_layers_are_too_small_adapters_are_merged(half: Half) -> None:
+    run, ids = adapted(half, rank=16), tuple(range(20, 44))
     assert not run.learner.factored and run.update(1).problem is None
     (ours,) = run.learner.score(run.prompts[0], [ids])
     for replica in run.engine.replicas:
@@ -405,10 +451,10 @@ def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> No
     head = half.model.lm_head.weight.detach()
     head[sorted(half.processor.stop_token_ids)] = 0.0  # hardly a completion ends
     proxy = Proxy(first.url)
-    engine = half.engine_of([proxy.url, half.urls[1]], health_timeout=4.0)
-    asked = many(half, 8, tokens=200)
+    engine = half.engine_of([proxy.url, half.urls[1]], health_timeout=2.0)
+    asked = many(half, 6, tokens=160)
     expected = engine.generate(asked)
-    assert sum(len(c.token_ids) for c in expected) > 3_000
+    assert sum(len(c.token_ids) for c in expected) > 2_000
     for name, fault, ends in (
         (
             "stopped",
@@ -425,30 +471,33 @@ def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> No
     proxy.close()
 
 
-def test_a_server_killed_in_mid_transfer_comes_back_with_the_newest_weights(fleet: Fleet, half: Half) -> None:
-    (good, bad), server, said = half.clients, half.servers[1], len(fleet.said)
-    engine = half.engine_of(half.urls, GlooTransfer(timeout=120.0, chunk_bytes=1 << 18))
-    half.change("self_attn")
+# keys ----------------------------------------------------------------------------------------
 
-    def cut(tensors: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for place, pair in enumerate(tensors):
-            if place == len(tensors) // 2:
-                os.killpg(server.pid or 0, signal.SIGKILL)
-            yield pair
 
-    started = time.monotonic()
-    assert engine.update_weights(cut(list(half.tensors())), 1) == half.digests()
-    assert time.monotonic() - started < 60.0  # nobody waited for the deadline
-    assert [one.url for one in engine.pool.ready()] == [good.url]
-    assert half.scored(good) < NEAR["float32"]
-    half.change("self_attn")
-    engine.update_weights(half.tensors(), 2)
-    wait_until(lambda: len(engine.pool.ready()) == 2)  # `serve` starts it anew, and the engine sends it all
-    assert "it is started anew" in fleet.said[said]
-    for client in (good, bad):
-        version, digests = held_by(client)
-        assert version.endswith(":2") and digests == half.digests()
-        assert half.scored(client) < NEAR["float32"]
+@pytest.mark.parametrize("half", ["bfloat16"], indirect=True)
+def test_every_endpoint_wants_the_key(half: Half) -> None:
+    (server,), (client,) = half.servers, half.clients
+    key = key_for(server.url)
+    assert key is not None and key == server.settings.key
+    right = {"authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=server.url, timeout=10.0, trust_env=False) as plain:
+        routes = plain.get("/openapi.json", headers=right).json()["paths"]
+        asked = [(method.upper(), path) for path, methods in routes.items() for method in methods]
+        assert {("POST", "/pause"), ("POST", "/update_weights"), ("POST", "/collective_rpc")} <= set(asked)
+        asked += [("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/docs"), ("OPTIONS", "/pause")]
+        for method, path in asked:
+            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key}):
+                answer = plain.request(method, path, headers=headers)
+                assert answer.status_code == 401, (method, path, headers)
+        assert plain.get("/is_paused", headers=right).json() == {"is_paused": False}
+        unknown = {path for _, path in asked} - ENDPOINTS
+        assert "/tokenize" in unknown
+        for path in unknown:
+            assert plain.post(path, headers=right).status_code == 404, path
+    account = client.call("/collective_rpc", {"method": RECEIVED, "other": "x" * (8 << 20)})["results"][0]
+    assert account["finished"]
+    shown = psutil.Process(server.pid).cmdline(), server.log.read_text()
+    assert key not in str(shown)
 
 
 # runs ----------------------------------------------------------------------------------------

@@ -450,7 +450,7 @@ def engine_of(
 ) -> ServedEngine:
     given = {"health_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
     return ServedEngine(
-        [ServerClient(fake.url, key=key, timeout=5, connect_timeout=5) for fake in fakes],
+        [ServerClient(fake.url, key=key, timeout=5) for fake in fakes],
         transfer,
         Processor(),  # type: ignore[arg-type]
         limits=Limits(**given),

@@ -21,7 +21,7 @@ TOGETHER = {
         "test_vllm_turns",
         "test_vllm_weights",
     ),
-    "servers": ("test_vllm_served", "test_cli_served_runs"),
+    "servers": ("test_vllm_served",),
 }
 """How files are named, by group: each family's engine is started once for all that use it, and there are never more
 servers of vLLM than those of one file, for each needs some 3 GB."""

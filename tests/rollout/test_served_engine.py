@@ -26,9 +26,11 @@ from helpers.fake_vllm import (
 )
 from helpers.patience import PATIENCE, until
 
-from mm_grpo.build import build_engine, own_address
+from mm_grpo.build import build_engine
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
+from mm_grpo.rollout.served import pool
+from mm_grpo.rollout.served.broadcast import own_address
 from mm_grpo.rollout.served.protocol import NEEDED
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
@@ -145,8 +147,9 @@ def test_adapters_are_merged_for_servers_that_cannot_take_them(make: Made) -> No
 
 
 @pytest.mark.slow
-def test_hundreds_of_requests_wait_without_their_bodies(make: Made) -> None:
-    engine, fakes = make(max_sequences=16)
+def test_hundreds_of_requests_wait_without_their_bodies(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "MAX_SEQUENCES", 16)
+    engine, fakes = make()
     for fake in fakes:
         fake.delay = 0.005
     asked = requests(300, each=1)
@@ -454,7 +457,7 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
         make(servers=[fake], wait_timeout=0.3)
 
 
-def test_this_machines_address_is_found_from_a_servers_url() -> None:
-    for url in ("unix:///run/vllm.sock", "http://127.0.0.1:8000", "http://no-such-host.invalid:8000"):
-        assert own_address(url) == "127.0.0.1"
-    assert own_address("http://[::1]:8000") == "::1"
+def test_this_machines_address_is_that_by_which_it_reaches_a_host() -> None:
+    for host in (None, "127.0.0.1", "no-such-host.invalid"):
+        assert own_address(host) == "127.0.0.1"
+    assert own_address("::1") == "::1"

@@ -422,7 +422,7 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
         each.parallel_config.world_size, each.parallel_config.rank = 2, index % 2
         each.parallel_config.data_parallel_index = index // 2
     for server in servers:
-        transfer.join(server.client)
+        transfer.join(server.client, "name")
     transfer.close()
     ports = sorted({port for _, _, port, *_ in made})
     groups = [sorted((rank, size) for _, _, p, rank, size, _ in made if p == port) for port in ports]

@@ -4,8 +4,8 @@ engine      ServedEngine: the interface over one or many servers, requests answe
 pool        which server a request goes to, and what becomes of it when that one fails
 protocol    what a server has to have; bodies of requests and their answers: ids, images, log-probs, weight versions
 client      ServerClient: one server's HTTP calls, with deadlines and a key; which failures another server may answer
-launch      servers of this machine: started, watched, and ended with whoever started them
-command     how such a server is started: its command line and environment; with_adapters is one with LoRA layers
+launch      servers of this machine: their command lines, started, watched, and ended with whoever started them;
+            with_adapters is one with LoRA layers
 server_key  a key in front of every endpoint of a server
 transfer    the learner's end of a weight transfer: by files, or by broadcast over gloo or NCCL
 plugin      the other end, in vLLM's workers: what it takes, and an account of what came

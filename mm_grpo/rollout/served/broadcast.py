@@ -127,7 +127,7 @@ class BroadcastGroup:
                 wait_for_workers=True,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-            own = host if listener is not None else address_towards(host, port)
+            own = host if listener is not None else own_address(host)
             self._group = _process_group(backend, self._store, rank, size, limit, own)
             if size > 1:  # a first broadcast makes the connections, within the deadline too
                 self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
@@ -189,12 +189,14 @@ def _first(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def address_towards(host: str, port: int) -> str:
-    """The address of this machine that `host` is reached from; nothing is sent."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+def own_address(host: str | None) -> str:
+    """This machine's address as `host` reaches it; 127.0.0.1 without a host, or where nobody knows it."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:  # a datagram socket sends nothing when it is connected
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def _process_group(backend: str, store: Any, rank: int, size: int, limit: timedelta, host: str) -> Any:

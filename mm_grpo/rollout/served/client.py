@@ -35,6 +35,8 @@ OWN_CONNECTION = frozenset(
     ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
 )
 """Calls whose connection no other call uses: with an error of a worker vLLM closes it, unannounced."""
+CONNECT = 5.0
+"""Most seconds that a connection may take to be made."""
 SHOWN = 400
 """Characters of a server's own message that are shown."""
 
@@ -78,9 +80,9 @@ def reading(url: str, path: str) -> Iterator[None]:
 class ServerClient:
     """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
 
-    `timeout` bounds a call from its first byte to its last, in seconds, `connect_timeout` the wait for a connection.
-    `key` is sent as a bearer token and stands in no message; a function of the url is asked at each request, because
-    a server that was started anew may have another one.
+    `timeout` bounds a call from its first byte to its last, in seconds. `key` is sent as a bearer token and stands in
+    no message; a function of the url is asked at each request, because a server that was started anew may have another
+    one.
     """
 
     def __init__(
@@ -89,11 +91,8 @@ class ServerClient:
         *,
         key: str | Callable[[str], str | None] | None = None,
         timeout: float,
-        connect_timeout: float = 5.0,
     ) -> None:
-        self.url = url.rstrip("/")
-        self.timeout, self.connect_timeout = timeout, connect_timeout
-        self._key = key
+        self.url, self.timeout, self._key = url.rstrip("/"), timeout, key
         self._http: Any = None
         self._asked: set[Future[Any]] = set()
 
@@ -137,7 +136,7 @@ class ServerClient:
                     content=body,
                     headers=headers,
                     params=params,
-                    timeout=httpx.Timeout(None, connect=min(seconds, self.connect_timeout)),
+                    timeout=httpx.Timeout(None, connect=min(seconds, CONNECT)),
                 )
         except TimeoutError as error:
             raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error

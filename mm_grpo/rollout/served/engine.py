@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future
-from concurrent.futures import wait as wait_for
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.distributed.ranks import Ranks
@@ -108,14 +106,14 @@ class ServedEngine(RolloutEngine):
         """
         if not requests:
             return []
-        self._require_current()
-        groups = request_groups(requests)
-        work = [self.requests.sampled(group) for group in groups]
-        self.pool.check()
-        pairs = zip(groups, self.answers(work, self.pool.submit), strict=True)
-        return [c for group, answer in pairs for c in self.requests.completions(group, answer)]
+        with self.stream() as stream:
+            numbers = [number for group in request_groups(requests) for number in stream.add(group)]
+            found: dict[int, Completion] = {}
+            while stream.unfinished:
+                found |= stream.step()
+        return [found[number] for number in numbers]
 
-    def stream(self) -> RequestStream:
+    def stream(self) -> ServedStream:
         """Requests that are answered one by one, as they end."""
         self._require_current()
         self.pool.check()
@@ -197,8 +195,8 @@ class ServedEngine(RolloutEngine):
         if not token_ids:
             return []
         self._require_current()
-        [answer] = self.answers([self.requests.scored(prompt, token_ids)], self.pool.submit)
-        return self.requests.scores(prompt, token_ids, answer)
+        answer = self.pool.submit(self.requests.scored(prompt, token_ids))
+        return self.requests.scores(prompt, token_ids, answer_of(answer, prompt.uid))
 
     def close(self) -> None:
         """Disconnect from the servers, which go on."""
@@ -320,24 +318,6 @@ class ServedEngine(RolloutEngine):
                 "the servers do not hold this trainer's weights; call update_weights with every tensor first"
             )
 
-    # waiting ---------------------------------------------------------------------------------
-
-    def answers(
-        self, work: Sequence[EngineRequest], submit: Callable[[EngineRequest], Future[EngineAnswer]]
-    ) -> list[EngineAnswer]:
-        """All answers; where one fails, or the wait is interrupted, the others are given up."""
-        futures = [submit(one) for one in work]
-        try:
-            done, _ = wait_for(futures, return_when=FIRST_EXCEPTION)
-            for future, one in zip(futures, work, strict=True):
-                if future in done:
-                    raise_as_ours(future.exception(), one.uid)
-            return [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-
 
 @dataclass(frozen=True)
 class ServedReplica:
@@ -360,9 +340,8 @@ class ServedReplica:
         return form.scores(prompt, token_ids, self._ask(form.scored(prompt, token_ids)))
 
     def _ask(self, work: EngineRequest) -> EngineAnswer:
-        ask = partial(self.engine.pool.submit_to, self.server)
         try:
-            return self.engine.answers([replace(work, priority=FIRST)], ask)[0]
+            return answer_of(self.engine.pool.submit_to(self.server, replace(work, priority=FIRST)), work.uid)
         except ServerUnreachable as error:
             raise ReplicaLost(str(error)) from error
 
@@ -375,38 +354,43 @@ class ServedStream(RequestStream):
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self.running: dict[int, tuple[Request, Future[EngineAnswer]]] = {}
+        self.running: dict[
+            int, tuple[Sequence[Request], Future[EngineAnswer]]
+        ] = {}  # by a group's first number
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._urls: dict[int, str] = {}
         self._count = 0
 
     @property
     def unfinished(self) -> int:
-        return len(self.running)
+        return sum(len(group) for group, _ in self.running.values())
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        number, self._count = self._count, self._count + 1
-        prefer = None if follows is None else self._urls.get(follows.number)
-        future = self.engine.pool.submit(self.engine.requests.sampled([request]), prefer)
-        self.running[number] = request, future
-        future.add_done_callback(lambda _: self._done.put(number))
-        return number
+        return self.add([request], None if follows is None else self._urls.get(follows.number))[0]
+
+    def add(self, group: Sequence[Request], prefer: str | None = None) -> list[int]:
+        """Add requests that go as one (`request_groups`), to the server `prefer` where that has room."""
+        first, self._count = self._count, self._count + len(group)
+        future = self.engine.pool.submit(self.engine.requests.sampled(group), prefer)
+        self.running[first] = group, future
+        future.add_done_callback(lambda _: self._done.put(first))
+        return list(range(first, self._count))
 
     def step(self) -> list[tuple[int, Completion]]:
         """The answers that have come; waits for the first."""
         if not self.running:
             return []
-        numbers = [self._done.get()]
+        groups = [self._done.get()]
         with suppress(queue.Empty):
             while True:
-                numbers.append(self._done.get_nowait())
+                groups.append(self._done.get_nowait())
         done = []
-        for number in numbers:
-            request, future = self.running.pop(number)
-            raise_as_ours(future.exception(), request.prompt.uid)
-            answer = future.result()
-            self._urls[number] = answer.url
-            done.append((number, self.engine.requests.completions([request], answer)[0]))
+        for first in groups:
+            group, future = self.running.pop(first)
+            answer = answer_of(future, group[0].prompt.uid)
+            for number, completion in enumerate(self.engine.requests.completions(group, answer), first):
+                self._urls[number] = answer.url
+                done.append((number, completion))
         return done
 
     def release(self, number: int) -> None:
@@ -422,11 +406,11 @@ def _spans(sampled: Sampled) -> tuple[tuple[int, int], ...]:
     return tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions)
 
 
-def raise_as_ours(error: BaseException | None, uid: str) -> None:
-    """Raise what a request of a row failed with, in this house's errors."""
-    if isinstance(error, ServerRefused):
+def answer_of(future: Future[EngineAnswer], uid: str) -> EngineAnswer:
+    """The answer to a row's request; what a server refuses, in this house's errors."""
+    try:
+        return wait(future)
+    except ServerRefused as error:
         if error.status in (401, 403):
             raise ConfigError(key_refused(error.url, error.reason)) from error
         raise DataError(f"{uid}: vLLM refuses the prompt: {error}") from error
-    if error is not None:
-        raise error

@@ -89,18 +89,19 @@ class Account(WorkerAccount):
 
 @dataclass
 class InitInfo:
-    """Arguments of `/init_weight_transfer_engine`. Files: `folder` holds a file `token` with that text.
+    """Arguments of `/init_weight_transfer_engine`. `group` is the learner's name for what is joined.
 
-    Broadcasts: the rendezvous of a group in which the learner is rank 0, and a name for it.
+    Files: `folder` holds a file `token` with that text. Broadcasts: the rendezvous of a group in which the learner is
+    rank 0.
     """
 
+    group: str = ""
     folder: str | None = None
     token: str | None = None
-    host: str | None = None
+    host: str = ""
     port: int | None = None
     world_size: int = 0
     timeout: float = 60.0
-    group: str = ""
 
 
 @dataclass
@@ -137,6 +138,7 @@ class Receiver:
                     f"the learner's folder '{init_info.folder}' is not the one of that name on this host; "
                     "rollout.server.folder has to be shared by both"
                 )
+        self.account.group = init_info.group
 
     def start_weight_update(self) -> None:
         if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
@@ -214,9 +216,8 @@ class GlooReceiver(Receiver):
     _group: BroadcastGroup | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        super().init_transfer_engine(init_info)
-        if init_info.host is None or init_info.port is None:
-            return
+        if init_info.port is None:
+            return super().init_transfer_engine(init_info)
         self.shutdown()
         parallel = self.parallel_config
         place = parallel.data_parallel_index * parallel.world_size + parallel.rank

@@ -1,6 +1,6 @@
 """Several servers as one: which of them a request goes to, and what becomes of it when that one fails.
 
-A request goes to the server with the fewest completions on their way, each server has `max_sequences` of them at most,
+A request goes to the server with the fewest completions on their way, each server has MAX_SEQUENCES of them at most,
 and the rest wait here without their bodies, so a thousand requests take the memory of those that are sent. A request
 whose server refuses a connection, is cut, answers 5xx or hangs goes to another one as it was, seeds included.
 
@@ -40,6 +40,8 @@ from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest
 
 log = logging.getLogger(__name__)
 
+MAX_SEQUENCES = 256
+"""Completions that a server works on at once."""
 BACK_OFF = (0.5, 15.0)
 """Seconds after which a lost server is tried again: at first, and at most."""
 PERIOD = 0.25
@@ -313,7 +315,7 @@ class ServerPool:
             self._waiting.popleft()
 
     def _server_for(self, waiting: Waiting) -> Server | None:
-        most = self.limits.max_sequences - waiting.work.sequences
+        most = MAX_SEQUENCES - waiting.work.sequences
         room = [server for server in self.ready() if server.load <= max(most, 0)]
         preferred = next((server for server in room if server.url == waiting.prefer), None)
         others = [server for server in room if server.url not in waiting.avoid]

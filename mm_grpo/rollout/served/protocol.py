@@ -76,7 +76,7 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of `rollout.server`: seconds, and completions that a server works on at once.
+    """Limits of `rollout.server`, in seconds, and what a run needs of a server.
 
     `max_model_len` is the longest sequence that a server has to take, in tokens; `lora_rank` is that of the learner's
     adapters, 0 without; `sizes` are its model's.
@@ -85,7 +85,6 @@ class Limits:
     timeout: float = 600.0
     health_timeout: float = 30.0
     wait_timeout: float = 300.0
-    max_sequences: int = 256
     max_model_len: int = 0
     lora_rank: int = 0
     sizes: Mapping[str, Any] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, chunks, described, listen, pack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
-from mm_grpo.rollout.served.protocol import WorkerAccount, accounts
+from mm_grpo.rollout.served.protocol import accounts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +53,7 @@ class ServedTransfer(ABC):
     def __init__(self, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.run = secrets.token_hex(4)
         self._held_by: dict[str, str] = {}  # name of the weights, by url, of what was sent whole
+        self._joined: dict[str, str] = {}  # by url, what `join` named its workers' group
         self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
         # a server has three calls at once at most, of which one waits for the others
         self._threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="mm_grpo-transfer")
@@ -82,12 +83,8 @@ class ServedTransfer(ABC):
     # a kind's own ----------------------------------------------------------------------------
 
     @abstractmethod
-    def join(self, client: ServerClient) -> None:
-        """Make a server ready for `transmit`."""
-
-    @abstractmethod
-    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
-        """Whether a server with this account of its worker is still ready."""
+    def join(self, client: ServerClient, name: str) -> None:
+        """Make a server ready for `transmit`; its workers keep `name`, by which they are known to be so still."""
 
     @abstractmethod
     def handed_over(self, chunk: Chunk) -> Any:
@@ -149,8 +146,10 @@ class ServedTransfer(ABC):
                 "it does not hold the weights that it was sent last (it was restarted, or another run sent it some), "
                 "and needs all of them",
             )
-        if not all(self.joined(client, account) for account in workers):
-            self.join(client)
+        if any(account.group != self._joined.get(client.url) for account in workers):
+            name = secrets.token_hex(8)
+            self.join(client, name)
+            self._joined[client.url] = name
         if not all(account.finished for account in workers):
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
@@ -204,24 +203,18 @@ class FileTransfer(ServedTransfer):
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
             self.folder = self._held.enter_context(temporary_folder("weights", parent))
-            self._token = secrets.token_hex(16)
-            (self.folder / "token").write_text(self._token)
+            (self.folder / "token").write_text(self.run)
         except OSError as error:
             raise ConfigError(
                 f"rollout.server.folder = '{folder}': {error.strerror or error}; it has to be a folder that this "
                 "process can write to and the servers can read"
             ) from None
-        self._current: dict[Path, set[str]] = {}
+        self._current: dict[Path, set[str]] = {}  # names of the tensors whose newest copy a file has
         self._count = 0
-        self._seen_by: set[str] = set()  # urls of servers that have found the token
 
-    def join(self, client: ServerClient) -> None:
-        info = {"folder": str(self.folder), "token": self._token}
+    def join(self, client: ServerClient, name: str) -> None:
+        info = {"folder": str(self.folder), "token": self.run, "group": name}
         self._call(client, "/init_weight_transfer_engine", {"init_info": info})
-        self._seen_by.add(client.url)
-
-    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
-        return client.url in self._seen_by
 
     def kept(self) -> list[tuple[Path, list[str]]]:
         return [(path, sorted(names)) for path, names in sorted(self._current.items())]
@@ -273,16 +266,16 @@ class GlooTransfer(ServedTransfer):
     ) -> None:
         super().__init__(timeout, chunk_bytes)
         self.host = host
-        self._groups: dict[str, tuple[str, BroadcastGroup]] = {}
+        self._groups: dict[str, BroadcastGroup] = {}
         self._kept: dict[str, Tensor] = {}
 
-    def join(self, client: ServerClient) -> None:
+    def join(self, client: ServerClient, name: str) -> None:
         self._leave(client)
         answer = client.call("/get_world_size", method="GET", timeout=self.timeout)
         with reading(client.url, "/get_world_size"):
             size = 1 + index(answer["world_size"])  # the learner is rank 0
         seconds = min(self.timeout, JOIN_TIMEOUT)
-        listener, name = listen(self.host), secrets.token_hex(8)
+        listener = listen(self.host)
         port: int = listener.getsockname()[1]
         info = {"host": self.host, "port": port, "world_size": size, "timeout": self.timeout, "group": name}
         asked = self._threads.submit(
@@ -302,10 +295,7 @@ class GlooTransfer(ServedTransfer):
         group = made.result()
         asked.result()
         group.timeout = self.timeout
-        self._groups[client.url] = name, group
-
-    def joined(self, client: ServerClient, account: WorkerAccount) -> bool:
-        return client.url in self._groups and account.group == self._groups[client.url][0]
+        self._groups[client.url] = group
 
     def handed_over(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
         self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
@@ -315,12 +305,12 @@ class GlooTransfer(ServedTransfer):
         return map(self._packed, chunks(self._kept.items(), self.chunk_bytes))
 
     def _packed(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
-        device = next((group.device for _, group in self._groups.values()), "cpu")
+        device = next((group.device for group in self._groups.values()), "cpu")
         return chunk, pack(chunk, device)
 
     def transmit(self, client: ServerClient, part: tuple[Chunk, Tensor]) -> None:
         chunk, buffer = part
-        group = self._groups[client.url][1]
+        group = self._groups[client.url]
         asked = self._threads.submit(self._send_part, client, tensors=described(chunk))
         asked.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
@@ -336,14 +326,14 @@ class GlooTransfer(ServedTransfer):
             raise
 
     def close(self) -> None:
-        for _, group in self._groups.values():
+        for group in self._groups.values():
             group.abort()
         self._groups.clear()
         super().close()
 
     def _leave(self, client: ServerClient) -> None:
-        _, group = self._groups.pop(client.url, ("", None))
-        if group is not None:
+        self._joined.pop(client.url, None)
+        if (group := self._groups.pop(client.url, None)) is not None:
             group.abort()
 
 

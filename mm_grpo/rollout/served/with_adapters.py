@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.command import ENTRY, flags
+from mm_grpo.rollout.served.launch import ENTRY, flags
 from mm_grpo.rollout.vllm.adapters import NAME, PREFIX
 from mm_grpo.rollout.vllm.launch import EngineSettings, lora_arguments
 

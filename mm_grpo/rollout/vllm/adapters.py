@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mm_grpo.rollout.vllm.weight_names import model_classes
 from mm_grpo.rollout.weights import digest
 
 NAME, NUMBER = "policy", 1
@@ -37,14 +38,8 @@ def request() -> Any:
 
 def supports(config: Any, *, tower: bool = False) -> bool:
     """True when vLLM takes adapters of the language model for this transformers config, or also of the `tower`."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for architecture in config.architectures or ():
-        known: Any = ModelRegistry.models.get(architecture)
-        cls: Any = known.load_model_cls() if known is not None else None
-        if getattr(cls, "supports_lora", False):
-            return bool(getattr(cls, "supports_tower_connector_lora", False)) if tower else True
-    return False
+    found = (cls for cls in model_classes(config) if getattr(cls, "supports_lora", False))
+    return any(not tower or getattr(cls, "supports_tower_connector_lora", False) for cls in found)
 
 
 def layers_taken(model: Any, layers: Iterable[str]) -> frozenset[str]:

@@ -77,10 +77,12 @@ class VLLMEngine(RolloutEngine):
         """
         if not requests:
             return []
-        groups = request_groups(requests)
-        answers = internals.run(self._ready(), [self.requests.sampled(group) for group in groups])
-        pairs = zip(groups, answers, strict=True)
-        return [c for group, answer in pairs for c in self.requests.completions(group, answer)]
+        with self.stream() as stream:
+            numbers = stream.add_group(requests)
+            found: dict[int, Completion] = {}
+            while stream.unfinished:
+                found |= stream.step()
+        return [found[number] for number in numbers]
 
     def stream(self) -> RequestStream:
         """Requests that are answered one by one, as they end; vLLM's prefix cache knows what they share."""
@@ -143,8 +145,7 @@ class VLLMEngine(RolloutEngine):
         """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
-        work = self.requests.scored(prompt, token_ids)
-        (answer,) = internals.run(self._ready(), [work])
+        answer = internals.run(self._ready(), self.requests.scored(prompt, token_ids))
         return self.requests.scores(prompt, token_ids, answer)
 
     def close(self) -> None:

@@ -26,17 +26,12 @@ from mm_grpo.user_code.watchdog import Watchdog
 # running -------------------------------------------------------------------------------------
 
 
-def run(handle: Handle, work: Sequence[EngineRequest]) -> list[EngineAnswer]:
-    """Run the requests together. DataError names the row that vLLM refuses; EngineError carries a failure."""
-    with _given_up_on_failure(handle, [item.uid for item in work]):
-        names = [add(handle, item) for item in work]
-        left = {name: item.uid for name, item in zip(names, work, strict=True)}
-        done: dict[str, EngineAnswer] = {}
-        while left:
-            for name, answer in step(handle, list(left.values())):
-                del left[name]
-                done[name] = answer
-        return [done[name] for name in names]
+def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
+    """Run a request alone. DataError where vLLM refuses it; EngineError carries a failure."""
+    add(handle, item)
+    while not (done := step(handle, [item.uid])):
+        pass
+    return done[0][1]
 
 
 def add(handle: Handle, item: EngineRequest) -> str:
@@ -63,18 +58,13 @@ def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
     return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
 
 
-def give_up(handle: Handle) -> None:
-    """Give up the requests that were added and are not done."""
-    _abort(handle)
-
-
 @contextmanager
 def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
     """Give all requests up where something is raised, an interrupt too: the next call would answer them."""
     try:
         yield
     except BaseException as error:
-        _abort(handle)
+        give_up(handle)
         if isinstance(error, (DataError, EngineError)) or not isinstance(error, Exception):
             raise
         known = list(dict.fromkeys(uids))
@@ -104,7 +94,7 @@ def _refusal(uid: str) -> Iterator[None]:
         raise
 
 
-def _abort(handle: Handle) -> None:
+def give_up(handle: Handle) -> None:
     """Give up whatever is queued or half done; an engine that cannot do so is not used again.
 
     A step that died may leave the scheduler believing in cache entries that were never written.
@@ -176,7 +166,7 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
     When `tensors` itself fails, the worker is let finish with what came, for it cannot be left half-way; the
     failure is raised after that, and the engine is whole again once every tensor has been sent. A failure
-    of the worker ends the engine.
+    of the worker, as by weights of another size, ends the engine.
     """
     failures: list[Exception] = []
 
@@ -186,17 +176,8 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
         except Exception as error:
             failures.append(error)
 
-    try:
-        with _eager(), _watched(handle, "took new weights"), quiet_reload():
-            handle.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
-    except BaseException as error:
-        handle.fault = f"its worker failed in a weight update ({first_line(error)})"
-        if not isinstance(error, Exception):
-            raise
-        raise EngineError(
-            f"vLLM could not take the learner's weights: {type(error).__name__}: {first_line(error)}. Both must be "
-            "models of one architecture and size: check model.path against the model that is trained"
-        ) from error
+    with _eager(), _lost_on_failure(handle, "took new weights"), quiet_reload():
+        handle.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": until_failure()})
     if failures:
         raise failures[0]
 
@@ -222,12 +203,8 @@ def put_adapter(handle: Handle, factors: Mapping[str, Tensor]) -> dict[str, str]
         adapters.put(model, factors)
         return adapters.read_back(model, factors)
 
-    try:
-        with _watched(handle, "took an adapter"):
-            found: dict[str, str] = handle.llm.apply_model(put)[0]
-    except BaseException as error:
-        handle.fault = f"its worker failed while it took an adapter ({first_line(error)})"
-        raise
+    with _lost_on_failure(handle, "took an adapter"):
+        found: dict[str, str] = handle.llm.apply_model(put)[0]
     handle.adapter = handle.adapter or adapters.request()
     return found
 
@@ -269,7 +246,7 @@ def reset_encoder_cache(handle: Handle) -> None:
 
 def sleep(handle: Handle, level: int) -> None:
     """Give memory back: at level 1 weights go to the host, at level 2 they are gone; lent ones stay at any level."""
-    with _watched(handle, "gave memory back"), _lost_on_failure(handle, "gave memory back"):
+    with _lost_on_failure(handle, "gave memory back"):
         handle.llm.sleep(level=0 if handle.lent else level)
         if handle.lent:
             handle.llm.llm_engine.release_kv_cache_memory()
@@ -282,16 +259,17 @@ def wake(handle: Handle, *parts: str) -> None:
     if due and torch.cuda.is_available():
         torch.cuda.empty_cache()  # vLLM takes memory from the device, not from torch's cache of freed blocks
     if due:
-        with _watched(handle, "took memory back"), _lost_on_failure(handle, "took memory back"):
+        with _lost_on_failure(handle, "took memory back"):
             handle.llm.wake_up(due)
         handle.asleep -= set(due)
 
 
 @contextmanager
 def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
-    """A call that may leave half of its allocations mapped: an engine that failed in it is not used again."""
+    """A watched call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
     try:
-        yield
+        with _watched(handle, what):
+            yield
     except BaseException as error:
         handle.fault = f"it failed while it {what} ({first_line(error)})"
         if not isinstance(error, Exception):

@@ -240,22 +240,12 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
 def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
-    arguments = {**engine_arguments(settings), **lora}
     try:
-        return LLM(**arguments)
-    except TypeError as error:
-        unknown = next((n for n, _ in settings.engine_kwargs if f"'{n}'" in str(error)), None)
-        if unknown is None:
-            raise
+        return LLM(**engine_arguments(settings), **lora)
+    except (TypeError, ValueError) as error:  # an argument that it does not know, or a value that it refuses
         raise ConfigError(
-            f"rollout.vllm.engine_kwargs.{unknown}: vLLM has no such argument ({error}); see vllm.EngineArgs"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(
-            f"rollout.engine = 'vllm': vLLM refuses to start {_name(settings)}: {first_line(error)}. Arguments: "
-            + ", ".join(
-                f"{k}={v!r}" for k, v in sorted(arguments.items()) if k not in ("model", "disable_log_stats")
-            )
+            f"rollout.vllm.engine_kwargs = {dict(settings.engine_kwargs)}: vLLM refuses to start {_name(settings)}: "
+            f"{first_line(error)}; see vllm.EngineArgs"
         ) from error
 
 

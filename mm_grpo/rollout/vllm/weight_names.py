@@ -9,6 +9,7 @@ beside. Needless when: vLLM's own mapping has them, or its tower has no part `vi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 RENAMED = {
@@ -22,15 +23,21 @@ def teach_names(config: Any) -> None:
     """Patch vLLM's class for the model of this transformers config to take today's names of its weights."""
     if getattr(getattr(config, "vision_config", None), "model_type", None) != "siglip_vision_model":
         return
-    from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.siglip import SiglipVisionModel
     from vllm.model_executor.models.utils import WeightsMapper
 
     if "vision_model" not in SiglipVisionModel.__init__.__code__.co_names:
         return
-    for architecture in config.architectures or ():
-        known: Any = ModelRegistry.models.get(architecture)
-        cls: Any = known.load_model_cls() if known is not None else None
+    for cls in model_classes(config):
         mapper = getattr(cls, "hf_to_vllm_mapper", None)
         if mapper is not None and not RENAMED.keys() & mapper.orig_to_new_regex.keys():
             cls.hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex=RENAMED) | mapper
+
+
+def model_classes(config: Any) -> Iterator[Any]:
+    """vLLM's own classes for the model of this transformers config."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in config.architectures or ():
+        if (known := ModelRegistry.models.get(architecture)) is not None:
+            yield known.load_model_cls()
