@@ -100,7 +100,7 @@ def sharp(path: Any, dtype: torch.dtype = torch.float32) -> Any:
         model.get_output_embeddings().weight.mul_(8)
         for name, weight in model.named_parameters():
             if "self_attn" in name and weight.dim() > 1:
-                weight.mul_(3)
+                weight.mul_(2)
     return model.bfloat16().to(dtype)
 
 
