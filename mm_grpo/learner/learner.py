@@ -244,12 +244,12 @@ class Learner:
     ) -> UpdateRecord:
         """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
         inputs, chosen = minibatch.inputs, None
+        if self.config.algorithm.top_entropy_quantile < 1:
+            inputs, chosen = self._top_entropy(minibatch)
         if self._twins is not None:
             with self.ranks.fail_together("twin views"):
                 twins = self._twins.items(minibatch.live)
             self.module.teacher = self._pass(twins, self.module, states_on_host)
-        if self.config.algorithm.top_entropy_quantile < 1:
-            inputs, chosen = self._top_entropy(minibatch)
         with self.ranks.fail_together("planning packs"):
             most, copies = self.config.optim.max_tokens_per_pack, 1 if self._masked is None else 2
             planned = run = self.module.masks.plan(minibatch.live, most, copies)
