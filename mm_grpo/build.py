@@ -175,7 +175,7 @@ def build_parts(
         if isinstance(given, str | PathLike):
             raise ConfigError(f"{name} = {str(given)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
-    for field in ("perception_coef", "credit"):
+    for field in ("perception_coef", "credit", "twin_view"):
         if getattr(config.algorithm, field) and datasets:  # the training set comes first
             require_images(datasets[0], field, several_turns=toolbox is not None)
     device = resolve_device(config.model.device)

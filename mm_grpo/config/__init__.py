@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RolloutConfig,
         RunConfig,
         ServerConfig,
+        TwinViewConfig,
         VLLMConfig,
     )
     from mm_grpo.config.yaml_file import apply_overrides
@@ -47,6 +48,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "ServerConfig",
+    "TwinViewConfig",
     "VLLMConfig",
     "apply_overrides",
     "check_seed_plan",

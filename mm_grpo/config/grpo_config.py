@@ -345,6 +345,14 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
             "rollout.vllm.engine_kwargs",
             "vLLM's layers of bitsandbytes take no weights that are sent; leave it out",
         )
+    twin = config.algorithm.twin_view
+    if tools and twin is not None:
+        yield "algorithm.twin_view", "must be null with rollout.tools and rollout.environment"
+    if twin is not None and twin.view == "high_resolution":
+        seen, most = config.data.max_pixels, twin.max_pixels
+        if seen == most or (seen is not None and most is not None and most < seen):
+            why = f"must be above data.max_pixels, which is {'null' if seen is None else seen}, to show more"
+            yield "algorithm.twin_view.max_pixels", why
     if tools and config.algorithm.perception_coef > 0:
         why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
         yield "algorithm.perception_coef", why

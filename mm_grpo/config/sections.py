@@ -351,6 +351,26 @@ class CreditConfig(Section):
     vppo about 0.4 of it. Default: true."""
 
 
+class TwinViewConfig(Section):
+    """A better view of the image as a teacher (`algorithm.twin_view: {view: high_resolution, max_pixels: 1003520}`)."""
+
+    where: ClassVar[str] = "algorithm.twin_view"
+    view: Literal["high_resolution", "crop"] = "high_resolution"
+    """What the teacher sees: high_resolution or crop. Default: high_resolution."""
+    coef: Number = Field(default=0.1, gt=0)
+    """Weight of the KL, > 0. Default: 0.1."""
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Most pixels of an image in high_resolution, >= 1; null as in data.max_pixels. Default: null."""
+
+    @model_validator(mode="after")
+    def _limit_of_this_view(self) -> Self:
+        if self.view == "crop" and self.max_pixels is not None:
+            raise CheckError(
+                f"algorithm.twin_view.max_pixels = {self.max_pixels}: is for view = high_resolution; leave it out"
+            )
+        return self
+
+
 class AlgorithmConfig(Section):
     """Advantages and loss."""
 
@@ -432,9 +452,15 @@ class AlgorithmConfig(Section):
     ] = None
     """Weigh the advantage of each token by how much the token depends on its image (docs/algorithms.md); null does not.
     Default: null."""
+    twin_view: Annotated[TwinViewConfig | None, Accepts("null or a mapping of view, coef and max_pixels")] = (
+        None
+    )
+    """Learn from the same weights with a better view of the image (docs/algorithms.md); null is none. Default: null."""
 
     @model_validator(mode="after")
     def _options_of_this_loss(self) -> Self:
+        if self.twin_view is not None and self.perception_coef > 0:
+            raise CheckError("algorithm.twin_view: must be null with algorithm.perception_coef > 0")
         legal = LOSS_OPTIONS.get(self.loss_type, {}) | (
             PERCEPTION_OPTIONS if self.perception_coef > 0 else {}
         )

@@ -8,6 +8,7 @@ One step
 - `step_report.py`: the metrics of a step.
 - `perception.py`: packs with the masked images of PAPO's term.
 - `credit.py`: the pass of credit by sight, and the advantages that come of it.
+- `twin_view.py`: prompts with a better view of the image, after which the same weights are a teacher.
 - `controls.py`: prompts with the images of another row, which answers are compared with.
 - `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.controls import ANSWERS
+from mm_grpo.learner.twin_view import BOX
 from mm_grpo.types import EnginePrompt, Group, Prompt, Sample
 
 GAIN = 0.05
@@ -23,10 +24,15 @@ Cost = tuple[int, int]
 
 
 def balanced(
-    groups: Sequence[Group], cost: Callable[[Group], Cost], ranks: Ranks, *, images: bool = False
+    groups: Sequence[Group],
+    cost: Callable[[Group], Cost],
+    ranks: Ranks,
+    *,
+    images: bool = False,
+    originals: bool = False,
 ) -> list[Group]:
     """This process's groups after the exchange, in the order of their slots; what moves keeps its `images` where asked
-    to. Collective."""
+    to, at their final size or as the `originals`. Collective."""
     shares = ranks.all_gather({g.slot: cost(g) for g in groups}, "loads")
     moves: dict[int, int] = {}
     for update in sorted({c[0] for share in shares for c in share.values()}):
@@ -37,7 +43,7 @@ def balanced(
     parcels: list[list[Group]] = [[] for _ in range(ranks.world)]
     for group in groups:
         if group.slot in moves:
-            prompt = _moved(group.prompt, images=images)
+            prompt = _moved(group.prompt, images=images, originals=originals)
             parcels[moves[group.slot]].append(replace(group, prompt=prompt, parts={}, extra={}))
     received = [group for parcel in ranks.all_to_all(parcels, "groups") for group in parcel]
     kept = [g for g in groups if g.slot not in moves]
@@ -70,10 +76,11 @@ def plan_moves(loads: Sequence[Mapping[int, int]]) -> dict[int, int]:
         moves[slot] = light
 
 
-def _moved(prompt: Prompt, *, images: bool) -> Prompt:
+def _moved(prompt: Prompt, *, images: bool, originals: bool) -> Prompt:
     """What the learner needs of a prompt; with `images` it can be laid out anew, and lend them (controls.py)."""
     if not images:
         return replace(prompt, sample=Sample(prompt.uid, ()), engine_prompt=EnginePrompt((), ()))
-    columns = {name: value for name, value in prompt.sample.columns.items() if name in ANSWERS}
-    sample = replace(prompt.sample, images=prompt.engine_prompt.images, columns=columns, row=None)
+    columns = {name: value for name, value in prompt.sample.columns.items() if name in (*ANSWERS, BOX)}
+    pictures = prompt.sample.images if originals else prompt.engine_prompt.images
+    sample = replace(prompt.sample, images=pictures, columns=columns, row=None)
     return replace(prompt, sample=sample)

@@ -12,7 +12,7 @@ the place of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.image_features import SharedFeatures, zero_of_blank
 from mm_grpo.learner.logprobs import token_logprobs
+from mm_grpo.learner.minibatch import to_pack_order
 from mm_grpo.learner.pack import Pack, prompt_pack
 from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, PromptStates
 from mm_grpo.learner.transformers_patches import features_for_pixels
@@ -59,14 +60,16 @@ class PackForward(nn.Module):
         self.chunk_bytes = chunk_bytes
         self.features: SharedFeatures | None = None  # set for passes that share them
         self.prompts: PromptStates | None = None  # as well, where packs go on from prompts that are run apart
+        self.teacher: Mapping[int, Tensor] = {}  # by completion, for updates of the twin view
         self.blank_images = True  # false where no optimizer looks at the order of gradients
         self.masks = Masks(model, attn, family=family, shared=shared)
         patch_vision_tower(family.tower(model))
 
-    def forward(self, pack: Pack | PromptEnd) -> tuple[Tensor, Tensor]:
+    def forward(self, pack: Pack | PromptEnd) -> tuple[Tensor, ...]:
         """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order.
 
-        Of a prompt's end both are the scalar 0 whose backward is that of the prompt.
+        Where a completion has a `teacher`, whose states [T, D] are given, the third is the KL of its tokens from that,
+        and 0 of others. Of a prompt's end both are the scalar 0 whose backward is that of the prompt.
         """
         head = self.family.head(self.model).weight
         if isinstance(pack, PromptEnd):
@@ -74,19 +77,29 @@ class PackForward(nn.Module):
             tied = head is self.model.get_input_embeddings().weight  # which the prompt reaches as it is
             end = self.prompts.joined(pack.prompt, None if tied else head)
             return end, end
+        states, teacher = self.states(pack), None
+        order = pack.completion_index.tolist() if self.teacher else []
+        if not self.teacher.keys().isdisjoint(order):
+            kept = {index: self.teacher[index].to(states) for index in {*order} & self.teacher.keys()}
+            teacher = to_pack_order(kept, order, states)
+        return token_logprobs(
+            states,
+            head,
+            pack.targets.to(states.device),
+            temperature=self.temperature,
+            banned=self.media_token_ids,
+            chunk_bytes=self.chunk_bytes,
+            teacher=teacher,
+        )
+
+    def states(self, pack: Pack) -> Tensor:
+        """The last hidden states [M, D] that predict the pack's completion tokens."""
         pack = pack.to(self.model.device)
         prefixes = self._prefixes(pack)
         states = self._hidden_states(pack, prefixes=prefixes).flatten(0, 1)
         if prefixes is not None:
             states = torch.cat([states, *(state.last for state in prefixes.states)])
-        return token_logprobs(
-            states.index_select(0, pack.sources),
-            head,
-            pack.targets,
-            temperature=self.temperature,
-            banned=self.media_token_ids,
-            chunk_bytes=self.chunk_bytes,
-        )
+        return states.index_select(0, pack.sources)
 
     def _hidden_states(self, pack: Pack, **states: Any) -> Tensor:
         """The last hidden states [B, N, D] of a pack."""

@@ -105,6 +105,15 @@ def score(
     return [found[i].tolist() for i in range(len(items))]
 
 
+def states_on_host(module: PackForward, packs: Iterable[Pack]) -> ByCompletion:
+    """The states [T, D] that predict each completion's tokens, without gradients, in the host's memory."""
+    found: ByCompletion = {}
+    with torch.no_grad():
+        for pack in packs:
+            found |= split_by_completion(module.states(pack).cpu(), pack.completion_index.tolist())
+    return found
+
+
 def logprobs_and_entropies(module: PackForward, packs: Iterable[Pack]) -> tuple[ByCompletion, ByCompletion]:
     """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
     logps: ByCompletion = {}

@@ -16,12 +16,12 @@ update and not the update.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from mm_grpo.learner.balance import balanced
 from mm_grpo.learner.credit import acting, after_controls, credit_metrics, weighed
 from mm_grpo.learner.flex import graphs
 from mm_grpo.learner.forward import PackForward, wrap_model
-from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
+from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score, states_on_host
 from mm_grpo.learner.image_features import SharedFeatures
 from mm_grpo.learner.lora import (
     adapted_layers,
@@ -57,7 +57,7 @@ from mm_grpo.learner.minibatch import (
 )
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.pack import Item, dummy_pack
+from mm_grpo.learner.pack import Item, Pack, dummy_pack
 from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
 from mm_grpo.learner.reference import MovingReference, load_reference_model
 from mm_grpo.learner.step_report import (
@@ -68,9 +68,12 @@ from mm_grpo.learner.step_report import (
     update_metrics,
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
+from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.processors.base import Layout, Processor
 from mm_grpo.timing import span, timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
+
+R = TypeVar("R")
 
 
 class Learner:
@@ -122,6 +125,7 @@ class Learner:
         # where the tower alone is trained, the loss of a text has no gradient but through a blank image
         self.module.blank_images = self.optimizer.reads_order or not others
         self._masked: MaskedPrompts | None = None
+        self._twins = None if config.algorithm.twin_view is None else TwinPrompts(processor, config)
         self._work = PackStatistics()
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
@@ -135,7 +139,10 @@ class Learner:
         perceives, credit = algorithm.perception_coef > 0, algorithm.credit
         if self.ranks.world > 1:
             cost = partial(group_cost, config=self.config, shared=self.module.masks.shared)
-            groups = balanced(groups, cost, self.ranks, images=perceives or credit is not None)
+            images = perceives or credit is not None or self._twins is not None
+            groups = balanced(groups, cost, self.ranks, images=images, originals=self._twins is not None)
+        if self._twins is not None:
+            self._twins.begin(groups)
         masked = MaskedPrompts(groups, self.processor, algorithm.option("perception_mask_ratio"))
         self._masked = masked if perceives else None
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
@@ -239,6 +246,10 @@ class Learner:
         inputs, chosen = minibatch.inputs, None
         if self.config.algorithm.top_entropy_quantile < 1:
             inputs, chosen = self._top_entropy(minibatch)
+        if self._twins is not None:
+            with self.ranks.fail_together("twin views"):
+                twins = self._twins.items(minibatch.live)
+            self.module.teacher = self._pass(twins, self.module, states_on_host)
         with self.ranks.fail_together("planning packs"):
             most, copies = self.config.optim.max_tokens_per_pack, 1 if self._masked is None else 2
             planned = run = self.module.masks.plan(minibatch.live, most, copies)
@@ -252,12 +263,22 @@ class Learner:
         with whole:
             for rows, pack in zip(planned, whole.packs(), strict=True):
                 with span("forward", device=True):
-                    logp, entropy = self.optimizer.forward(pack)
+                    logp, entropy, *kl = self.optimizer.forward(pack)
                 own = pack if self._masked is None else own_tokens(pack, rows)
                 logp, masked_logp = logp.tensor_split([len(own.completion_index)])
                 tokens = logprobs.pack_tokens(own, logp, entropy[: len(logp)], chosen, minibatch.advantages)
                 if self._masked is not None:
                     tokens = with_masked(tokens, rows, masked_logp)
+                if self._twins is not None:
+                    taught = [
+                        item.index in self.module.teacher
+                        for row in rows
+                        for item in row
+                        for _ in item.token_ids
+                    ]
+                    tokens = replace(
+                        tokens, taught=torch.tensor(taught).to(logp.device), twin_kl=kl[0] if kl else None
+                    )
                 loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
                 with span("backward", device=True):
                     number += 1
@@ -265,6 +286,7 @@ class Learner:
                     for end in whole.ended(pack):
                         number += 1
                         self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
+        self.module.teacher = {}
         while number < count:
             number += 1
             dummy = dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
@@ -306,6 +328,8 @@ class Learner:
         work.images += self.module.features.encoded if self.module.features is not None else 0
         self._use_features(None)
         self._masked = None
+        if self._twins is not None:
+            self._twins.begin(())
         metrics = {
             **statistics.metrics(len(updates)),
             **update_metrics(updates),
@@ -331,11 +355,21 @@ class Learner:
         self, items: Sequence[Item], module: PackForward, work: PackStatistics | None = None
     ) -> tuple[ByCompletion, ByCompletion]:
         """Log-probs [T] and entropies [T] of each completion under `module`, counted as `work`, None as the step's."""
+        return self._pass(items, module, logprobs_and_entropies, work)
+
+    def _pass(
+        self,
+        items: Sequence[Item],
+        module: PackForward,
+        read: Callable[[PackForward, Iterable[Pack]], R],
+        work: PackStatistics | None = None,
+    ) -> R:
+        """What `read` makes of the packs of `items`. Collective."""
         name = "pass without gradients"
         with span(name, device=True), self.ranks.fail_together(f"a {name}"):
             planned = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
             with ForwardPass(module, planned, self.processor.media_token_ids, work or self._work) as whole:
-                return logprobs_and_entropies(module, whole.packs())
+                return read(module, whole.packs())
 
     def _under_reference(self, items: Sequence[Item]) -> ByCompletion:
         """Log-probabilities [T] of each completion under the reference policy."""

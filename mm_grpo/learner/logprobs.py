@@ -5,7 +5,8 @@ tokens over 152k entries take 20 GB in fp32). Here they exist a tile at a time, 
 vocabulary, in forward and again in backward, where a tile is computed anew. Forward goes along the
 vocabulary with a running maximum and running sums; backward finishes one slice of the vocabulary after
 the other, so that the head's gradient is summed in fp32 for that slice alone. The results are those of
-the plain computation up to rounding.
+the plain computation up to rounding. A teacher's logits, for the KL over the whole vocabulary, are made tile by tile
+too, from its hidden states and the same head.
 
 Products of 16-bit numbers are rounded to 16 bits on a CPU before they are summed, and are fp32 on a GPU, where that
 costs nothing.
@@ -42,12 +43,16 @@ def token_logprobs(
     temperature: float = 1.0,
     banned: Sequence[int] = (),
     chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    teacher: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Log-probabilities [M] and entropies [M] (nats) of `targets` [M], in fp32.
 
     `hidden` [M, D] are the states that predict the targets and `head` [V, D] the output weights. The
     distribution is softmax(hidden @ head.T / temperature) over the entries that are not `banned`.
-    Both results carry gradients to `hidden` and `head`. None for `chunk_bytes` is what suits the device.
+    The results carry gradients to `hidden` and `head`. None for `chunk_bytes` is what suits the device.
+
+    With the states [M, D] of a `teacher`, which get no gradient, the third result is KL(teacher || this distribution)
+    [M], where the teacher's distribution is made of its states in the same way.
     """
     gpu, given = hidden.device.type != "cpu", chunk_bytes
     most = chunk_bytes_of(gpu=gpu) if given is None else given
@@ -55,13 +60,14 @@ def token_logprobs(
     slices = (
         2 if gpu else 1
     )  # of the head's gradient in fp32: what is summed, and on a GPU what is added to it
-    columns = max(1, min(len(head), most // (4 * (2 * rows + slices * head.shape[1]))))
+    tiles_at_once = 2 if teacher is None else 4
+    columns = max(1, min(len(head), most // (4 * (tiles_at_once * rows + slices * head.shape[1]))))
     ids = sorted(banned)
     # on the device once: a copy for each tile would have the host wait for all that was begun before
     tiles = Tiles(
         rows, columns, 1.0 / temperature, ids, torch.tensor(ids, dtype=torch.long).to(hidden.device)
     )
-    results: tuple[Tensor, Tensor] = _Tiled.apply(hidden, head, targets, tiles)  # type: ignore[no-untyped-call]
+    results: tuple[Tensor, ...] = _Tiled.apply(hidden, head, targets, tiles, teacher)  # type: ignore[no-untyped-call]
     return results
 
 
@@ -104,74 +110,101 @@ class _Running:
     """Running sums of each row [R] over a slice of the vocabulary.
 
     `top` is the largest logit so far, `mass` the sum of exp(logit - top), `moment` that of
-    exp(logit - top) * (logit - top), and `chosen` the target's logit, 0 while no tile held it.
+    exp(logit - top) * (logit - top), and `chosen` the target's logit, 0 while no tile held it. `taught` are the top and
+    the mass of a teacher's logits, and the sum of exp(its logit - its top) * (its logit - its top - (logit - top)).
     """
 
     top: Tensor
     mass: Tensor
     moment: Tensor
     chosen: Tensor
+    taught: tuple[Tensor, Tensor, Tensor] | None = None
 
     @classmethod
-    def over(cls, tile: Tensor, targets: Tensor) -> _Running:
-        """One tile alone; its logits become logit - top in place. `targets` count from its first column."""
+    def over(cls, tile: Tensor, targets: Tensor, teacher: Tensor | None = None) -> _Running:
+        """One tile alone; its logits become logit - top in place. `targets` count from its first column. The tile of a
+        `teacher` is used up."""
         top = tile.amax(-1)
         inside = (targets >= 0) & (targets < tile.shape[1])
         chosen = tile.gather(1, targets.clamp(0, tile.shape[1] - 1)[:, None])[:, 0]
         weights = tile.sub_(top[:, None]).exp()
         mass = weights.sum(-1)
         moment = weights.mul_(tile).sum(-1)
-        return cls(top, mass, moment, torch.where(inside, chosen, 0.0))
+        if teacher is None:
+            return cls(top, mass, moment, torch.where(inside, chosen, 0.0))
+        del weights  # before the teacher's are made
+        teacher_top = teacher.amax(-1)
+        weights = teacher.sub_(teacher_top[:, None]).exp()
+        taught = teacher_top, weights.sum(-1), weights.mul_(teacher.sub_(tile)).sum(-1)
+        return cls(top, mass, moment, torch.where(inside, chosen, 0.0), taught)
 
     def joined(self, other: _Running) -> _Running:
         """Both slices of the vocabulary together."""
         top = torch.maximum(self.top, other.top)
         mass, moment = torch.zeros_like(top), torch.zeros_like(top)
+        taught: tuple[Tensor, Tensor, Tensor] | None = None
+        if self.taught is not None and other.taught is not None:
+            taught = (
+                torch.maximum(self.taught[0], other.taught[0]),
+                torch.zeros_like(top),
+                torch.zeros_like(top),
+            )
         for part in (self, other):
             shift = (part.top - top).clamp(min=-1e3)  # a slice that is banned has the floor for its top
             mass += part.mass * shift.exp()
             moment += (part.moment + part.mass * shift) * shift.exp()
-        return _Running(top, mass, moment, self.chosen + other.chosen)
+            if taught is not None and part.taught is not None:
+                teacher_top, own_mass, own_gap = part.taught
+                move = (teacher_top - taught[0]).clamp(min=-1e3)
+                taught[1].add_(own_mass * move.exp())
+                taught[2].add_((own_gap + own_mass * (move - shift)) * move.exp())
+        return _Running(top, mass, moment, self.chosen + other.chosen, taught)
 
 
 class _Tiled(torch.autograd.Function):
-    """d logp / d logits = onehot - p;  d H / d logits = -p * (log p + H)."""
+    """d logp / d logits = onehot - p;  d H / d logits = -p * (log p + H);  d KL(q || p) / d logits = p - q."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, tiles: Tiles
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, tiles: Tiles, teacher: Tensor | None
+    ) -> tuple[Tensor, ...]:
         logp = torch.empty(len(targets), device=hidden.device)
-        entropy, normaliser = torch.empty_like(logp), torch.empty_like(logp)
+        entropy, normaliser, kl, taught = (torch.empty_like(logp) for _ in range(4))
         ctx.whole = None
         for rows in _cuts(len(targets), tiles.rows):
             running: _Running | None = None
             for columns in _cuts(len(head), tiles.columns):
                 tile = tiles.logits(hidden[rows], head, columns)
-                found = _Running.over(tile, targets[rows] - columns.start)
+                other = None if teacher is None else tiles.logits(teacher[rows], head, columns)
+                found = _Running.over(tile, targets[rows] - columns.start, other)
                 running = found if running is None else running.joined(found)
                 if tile.shape == (len(targets), len(head)):  # the only one: backward need not make it again
                     ctx.whole = tile.sub_(found.mass.log()[:, None])
-                del tile  # before the next one is made
+                del tile, other  # before the next ones are made
             assert running is not None
             normaliser[rows] = running.top + running.mass.log()
             # less the top first: the sum of both is a larger number, and rounds more
             logp[rows] = running.chosen - running.top - running.mass.log()
             # not normaliser - sum(p * logit), which loses digits when the logits are large
             entropy[rows] = running.mass.log() - running.moment / running.mass
-        ctx.save_for_backward(hidden, head, targets, normaliser, entropy)
+            if running.taught is not None:
+                top, mass, gap = running.taught
+                taught[rows] = top + mass.log()
+                kl[rows] = gap / mass + running.mass.log() - mass.log()
+        ctx.save_for_backward(hidden, head, targets, normaliser, entropy, teacher, taught)
         ctx.tiles = tiles
         ctx.set_materialize_grads(False)
-        return logp, entropy
+        return (logp, entropy) if teacher is None else (logp, entropy, kl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, head, targets, normaliser, entropy, teacher, taught = ctx.saved_tensors
         tiles: Tiles = ctx.tiles
-        grad_logp, grad_entropy = grads
+        grad_logp, grad_entropy, grad_kl = (*grads, None)[:3]
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
+        of_p = grad_logp if grad_kl is None else grad_logp - grad_kl  # what is multiplied by -p
         kept, ctx.whole = ctx.whole, None  # it is used up here; a second backward makes it anew
         # sums over tiles are fp32: bf16 sums of many would lose the small ones
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
@@ -184,12 +217,16 @@ class _Tiled(torch.autograd.Function):
                 else:
                     log_p, kept = kept, None
                 if grad_entropy is None:
-                    g = log_p.exp_().mul_(-grad_logp[rows, None])
+                    g = log_p.exp_().mul_(-of_p[rows, None])
                 else:
                     g = log_p.exp()
                     log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-                    g.mul_(log_p.add_(grad_logp[rows, None]).neg_())
+                    g.mul_(log_p.add_(of_p[rows, None]).neg_())
                     del log_p
+                if grad_kl is not None:
+                    q = tiles.logits(teacher[rows], head, columns).sub_(taught[rows, None]).exp_()
+                    g.sub_(q.mul_(grad_kl[rows, None]))
+                    del q
                 places = targets[rows] - columns.start
                 inside = (places >= 0) & (places < g.shape[1])
                 own = torch.where(inside, grad_logp[rows], 0.0)
@@ -202,7 +239,7 @@ class _Tiled(torch.autograd.Function):
                 del g  # before the next tile is made
             if grad_head is not None and slice_grad is not None and head.dtype != slice_grad.dtype:
                 grad_head[columns] = slice_grad
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -2,12 +2,14 @@
 
     loss = sum over tokens of  w[c] * (m_t * loss_t + beta * kl_t) - entropy_coef * entropy_t / tokens
                                [ - w[c] * perception_coef * KL_prcp_t - its entropies / tokens ]
+                               [ + w[c] * twin_view.coef * KL(teacher || policy)_t ]
 
 with w[c] the weight of completion c's tokens and loss_t that of the loss type (both `algorithm/losses.py`), and
 m_t the corrections for a policy that is not the one that sampled, 0 for tokens outside the top entropies. The
 entropy is averaged over all other tokens whatever the loss type, as in TRL. Denominators count the whole
 update. A pack's loss is a partial sum, so packs, accumulation and processes add up to one
-update. The perception term (`algorithm/perception.py`) is that of tokens whose row has images.
+update. The perception term (`algorithm/perception.py`) is that of tokens whose row has images, the last one that of
+tokens whose row has a twin (`learner/twin_view.py`).
 
 Axes: [M], the completion tokens of the pack; [R], the completions of this process's step.
 """
@@ -46,7 +48,8 @@ class PackTokens:
     `logp` and `entropy` carry gradients; `sampling_logp` is the engine's, `ref_logp` None without a KL term.
     `chosen` is 1 for tokens of the top entropies and 0 for others, None where all are taken. `advantages` are those of
     the tokens' turns, None where a completion has one. `masked_logp`, with gradients, are those after the masked
-    images, of the tokens that are `pictured` [M]; None without a perception term.
+    images, of the tokens that are `pictured` [M]; None without a perception term. `twin_kl` [M], with gradients, is the
+    KL from the teacher of the tokens that are `taught` [M]; None where none is.
     """
 
     completion_index: Tensor
@@ -59,6 +62,8 @@ class PackTokens:
     advantages: Tensor | None = None
     masked_logp: Tensor | None = None
     pictured: Tensor | None = None
+    twin_kl: Tensor | None = None
+    taught: Tensor | None = None
 
 
 def pack_loss(
@@ -107,6 +112,12 @@ def pack_loss(
         loss = loss + _perception(
             config, inputs, logp[seen], pack.masked_logp, weights[seen], chosen, statistics
         )
+    if config.twin_view is not None and pack.taught is not None:
+        taught = active & pack.taught
+        statistics.add(taught=taught)
+        if pack.twin_kl is not None:
+            loss = loss + config.twin_view.coef * (weights * pack.twin_kl * taught).sum()
+            statistics.add(taught, twin_kl=pack.twin_kl)
     live = active & ~no_gradient & (advantages != 0)
     statistics.add(loss=loss, tokens=active, live=live)
     statistics.add(active, entropy=pack.entropy, low=term.clipped_low, high=term.clipped_high)

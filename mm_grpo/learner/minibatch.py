@@ -130,7 +130,8 @@ def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost
         if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm, group.prompt) or acts)
     ]
     prompts = min(1, len(live)) if shared else len(live)
-    twins = 2 if config.algorithm.perception_coef > 0 and group.prompt.vision else 1
+    doubled = config.algorithm.perception_coef > 0 or config.algorithm.twin_view is not None
+    twins = 2 if doubled and group.prompt.vision else 1
     return update_of(group.slot, config), twins * (prompts * len(group.prompt.token_ids) + sum(live))
 
 
@@ -142,9 +143,10 @@ def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:
 
 def has_dense_objective(algorithm: AlgorithmConfig, prompt: Prompt | None = None) -> bool:
     """True when every token, or those after `prompt`, have a gradient at any advantage: from a KL term in the loss, an
-    entropy bonus, or the perception term where the prompt has images."""
+    entropy bonus, or the perception term or a twin view where the prompt has images."""
     everywhere = (algorithm.beta > 0 and not algorithm.kl_in_reward) or algorithm.entropy_coef != 0
-    return everywhere or (algorithm.perception_coef > 0 and prompt is not None and bool(prompt.vision))
+    of_images = algorithm.perception_coef > 0 or algorithm.twin_view is not None
+    return everywhere or (of_images and prompt is not None and bool(prompt.vision))
 
 
 def split_by_completion(values: Tensor, completion_index: Sequence[int]) -> ByCompletion:

@@ -74,12 +74,13 @@ def with_masked(tokens: PackTokens, rows: Sequence[Sequence[Item]], masked_logp:
 
 
 def require_images(train: Dataset, field: str, *, several_turns: bool) -> None:
-    """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, or, for the
-    perception term, conversations of several turns."""
-    if several_turns and field == "perception_coef":
+    """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, or, but for
+    credit, conversations of several turns."""
+    if several_turns and field != "credit":
+        off = "0" if field == "perception_coef" else "null"
         raise ConfigError(
-            "algorithm.perception_coef: must be 0 in conversations of several turns (rollout.tools, "
-            "rollout.environment), whose tools may show what the mask hides"
+            f"algorithm.{field}: must be {off} in conversations of several turns (rollout.tools, "
+            "rollout.environment), whose tools may show what the other view hides"
         )
     few = min(ROWS, len(train))
     if not any(train.fields(i * len(train) // few).images for i in range(few)):

@@ -90,6 +90,10 @@ class LossStatistics:
             metrics["kl"] = sums["kl"] / tokens
         if sums.get("pictured"):
             metrics["perception/kl"] = sums["perception_kl"] / sums["pictured"]
+        if "taught" in sums:
+            metrics["twin_view/share"] = sums["taught"] / counted
+        if sums.get("taught"):
+            metrics["twin_view/kl"] = sums["twin_kl"] / sums["taught"]
         if "importance" in sums:
             metrics["sampling/importance_sampling_ratio/mean"] = sums["importance"] / tokens
             metrics["sampling/masked_ratio"] = sums["masked"] / tokens

@@ -157,11 +157,12 @@ def learner_memory(
     gpu: bool = True,
     pixels: int = 0,
     kept: int = 0,
+    teacher: bool = False,
 ) -> Bytes:
     """Estimate what one of `processes` holds for packs of `tokens` tokens and `pixels` of images; see the module.
 
-    `kept` are the tokens of prompts that are kept for several packs. `zero_stage` 0 is the whole state in each process,
-    which one process without offload has at any stage.
+    `kept` are the tokens of prompts that are kept for several packs; a `teacher` has last states too. `zero_stage` 0 is
+    the whole state in each process, which one process without offload has at any stage.
     """
     b, n, full = model.numbers, model.trained, model.full_layers
     own = model.trained_numbers or b
@@ -187,7 +188,7 @@ def learner_memory(
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
         "activations": activations,
         # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
-        "log-probs": tokens * (4 + b) * model.hidden + head + chunk_bytes_of(gpu=gpu),
+        "log-probs": tokens * (4 + b * (1 + teacher)) * model.hidden + head + chunk_bytes_of(gpu=gpu),
         "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
         # a dense mask for each kind of layer, and what attention makes of it in a layer's dtype
         "attention masks": tokens**2 * (model.mask_kinds + b * masked) if model.mask_kinds else 0,
@@ -244,6 +245,7 @@ def memory_of_run(
         gpu=gpu,
         pixels=max_pixels * images_in_pack(config, processes),
         kept=kept_tokens(config),
+        teacher=config.algorithm.twin_view is not None,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}

@@ -50,10 +50,10 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
 
     walk(config, redact(config.model_dump()), "")
     flat |= config.resolved_fields
-    # by the pack goes which rows are dropped where that is the narrower limit, and which have a control of credit
-    longest, credit = config.data.max_prompt_length, config.algorithm.credit
+    # by the pack goes which rows are dropped where that is the narrower limit, and which have a control or a twin
+    longest, credit, twin = config.data.max_prompt_length, config.algorithm.credit, config.algorithm.twin_view
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
-    if drops or (isinstance(credit, CreditConfig) and credit.control == "other_image"):
+    if drops or twin is not None or (isinstance(credit, CreditConfig) and credit.control == "other_image"):
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
     if config.data.pass_rate is not None:  # it says what a success is
         flat["run.headline"] = config.run.headline

@@ -67,6 +67,9 @@ def matrix() -> list[Case]:
     perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
     cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
+    crops = {"twin_view": {"view": "crop", "coef": 500.0}}  # as large as the advantages
+    cases.append(case("twins", set="apart", algorithm=crops, sharp=True))
+    cases.append(case("twins-lora", set="uneven", algorithm=crops, sharp=True, lora=4))
     of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
     cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
@@ -149,7 +152,8 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
             assert distance <= limit, (case["name"], name, distance)
         assert not any(bool(got["update"][n].any()) for n in still)
         assert got["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], rel=1e-4, abs=1e-4)
-        assert got["metrics"]["entropy"] == pytest.approx(want["metrics"]["entropy"], rel=1e-4)
+        for name in want["metrics"].keys() & {"entropy", "twin_view/kl", "twin_view/share"}:
+            assert got["metrics"][name] == pytest.approx(want["metrics"][name], rel=1e-4)
         for mine, theirs in zip(got["records"], want["records"], strict=True):
             assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
             assert mine["update_norm"] == pytest.approx(theirs["update_norm"], rel=1e-4)

@@ -67,7 +67,7 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
         }[advantages]
         if kind == "-":
             continue
-        sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind])
+        sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind], box=[4, 4, 60, 40])
         completions = tuple(
             Completion(
                 ids, (-5.0,) * len(ids), "", "length" if len(ids) == 8 else "stop", slot * GENERATIONS + g
@@ -119,6 +119,10 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     """The learner of a case, and the groups that are this process's."""
     kept, processor = loaded(path, getattr(torch, case.get("dtype", "float32")))
     model = copy.deepcopy(kept)
+    if case.get("sharp"):  # answers that depend on the view of their image
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.mul_(3 if "self_attn" in name and weight.dim() > 1 else 1)
     if case.get("freeze_vision"):
         model.model.visual.requires_grad_(False)
     if "lora" in case:  # other random numbers on every process: the first one's count
@@ -138,8 +142,9 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     config = config_of(path, case)
     if (packs := case.get("packs")) != "one":  # "many" are as small as they can be
         tokens = (max(len(g.prompt.token_ids) for g in groups) + 8) * (1 if packs == "many" else 2)
-        # a pack holds each row with the masked images too, and with longer ones of another row
-        tokens *= 2 if config.algorithm.perception_coef or config.algorithm.credit else 1
+        # a pack holds each row with the masked images too, and with longer ones of another row or view
+        terms = config.algorithm
+        tokens *= 2 if terms.perception_coef or terms.credit or terms.twin_view else 1
         config = config.with_values({"optim.max_tokens_per_pack": tokens})
     adamw = optimizer.adamw
     if case.get("optimizer") == "sgd":

@@ -49,6 +49,10 @@ algorithm/losses.py < algorithm/test_losses.py algorithm/test_surrogate.py algor
     * denominator | 1.0 / max(int(lengths.sum()), 1) ==> 1.0 / max(len(lengths), 1)
     * denominator | max(len(lengths) * max_completion_length, 1) ==> max(int(lengths.sum()), 1)
     missing detach | ratio = torch.exp(weight).detach() ==> ratio = torch.exp(weight)
+algorithm/credit.py < algorithm/test_credit_rules.py learner/test_credit.py
+    denominator | return raw * len(raw) / raw.sum() ==> return raw / raw.sum()
+    off by one | [: math.ceil(kept * len(s) - 1e-9)] ==> [: math.floor(kept * len(s) + 1e-9)]
+    swapped | w * (before / after) if after ==> w * (after / before) if after
 algorithm/masks.py < algorithm/test_masks.py
     off by one | math.floor(share * (n - 1) + 1e-6) + 1 ==> math.floor(share * (n - 1) + 1e-6)
 learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
@@ -56,6 +60,19 @@ learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
     dropped factor | token_loss + config.beta * kl ==> token_loss + kl
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
     * live tokens | live = active & ~no_gradient & (advantages != 0) ==> live = active & (advantages != 0)
+learner/loss.py < learner/test_twin_view.py
+    sign | loss = loss + config.twin_view.coef ==> loss = loss - config.twin_view.coef
+    dropped mask | taught = active & pack.taught ==> taught = active
+learner/twin_view.py < learner/test_twin_view.py
+    off by one | len(twin.token_ids) + longest > self.max_tokens ==> len(twin.token_ids) + longest >= self.max_tokens
+    wrong space | math.floor(y0) ==> math.ceil(y1)
+    skipped check | same = not self.crops and ==> same = False and
+learner/credit.py < learner/test_credit.py
+    stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
+    swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
+learner/controls.py < learner/test_sight.py learner/test_credit.py learner/test_conversations.py
+    off by one | (*slots[place + 1 :], *slots[:place]) ==> (*slots[place:], *slots[:place])
+    wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
     * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
     * denominator | len(i.token_ids) if i.counts else 0) for ==> len(i.token_ids)) for
@@ -77,6 +94,9 @@ learner/prompt_states.py < learner/test_prompt_states.py learner/test_image_feat
 learner/logprobs.py < learner/test_logprobs.py
     * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]
     * dtype of sums | torch.zeros(hidden.shape, device=hidden.device) if ==> torch.zeros_like(hidden) if
+learner/logprobs.py < learner/test_twin_view.py
+    sign | grad_logp - grad_kl  # what ==> grad_logp + grad_kl  # what
+    dropped factor | own_gap + own_mass * (move - shift) ==> own_gap
 learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
     off by one | source[0] = last ==> source[0] = at - 1
     dropped mask | ((key == prompt_of(query)) | (key == query)) ==> (key <= query)

@@ -69,15 +69,20 @@ def make_groups(processor: Processor) -> list[Group]:
 
 def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
     """(log-probs, entropies) [2, T] by transformers' forward."""
+    logp = distribution(model, config, media, group, c)
+    entropy = -(logp.exp() * logp).sum(-1)  # of what is banned 0 times -1e9
+    return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
+
+
+def distribution(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
+    """Log-probs [T, V] of all tokens at each place of a completion, -1e9 of what is banned."""
     ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
     kinds = (ids == model.config.image_token_id).int()
     out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
     logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
     keep = torch.ones(logits.shape[1], dtype=torch.bool)
     keep[list(media)] = False
-    logp = logits.masked_fill(~keep, -1e9).log_softmax(-1)
-    entropy = -(logp.exp() * logp)[:, keep].sum(-1)
-    return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
+    return logits.float().masked_fill(~keep, -1e9).log_softmax(-1)
 
 
 def segments_of(rows: Sequence[Sequence[Any]]) -> Tensor:

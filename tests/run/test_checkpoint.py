@@ -231,9 +231,12 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
             "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
         ) == decides
     assert is_neutral("run.dir") and not is_neutral("run.seed")
-    for control, decides in (("masked", False), ("other_image", True)):
-        credit = config_for(path, algorithm={"credit": {"control": control}})
-        assert ("optim.max_tokens_per_pack" in deciding_fields(credit)) == decides
+    for term, decides in (
+        ({"credit": {"control": "masked"}}, False),
+        ({"credit": {"control": "other_image"}}, True),
+        ({"twin_view": {"view": "crop"}}, True),
+    ):
+        assert ("optim.max_tokens_per_pack" in deciding_fields(config_for(path, algorithm=term))) == decides
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))
 
@@ -241,8 +244,9 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize("leaf", [path for path, _ in leaves(GRPOConfig)])
 def test_every_other_field_is_refused_by_name(leaf: str) -> None:
-    parts = {"model": {"path": "x", "lora": {"rank": 2}}, "algorithm": {"credit": {"control": "masked"}}}
-    config = GRPOConfig.from_dict(parts)
+    twins = leaf.startswith("algorithm.twin_view.")
+    algorithm = {"twin_view": {"view": "crop"}} if twins else {"credit": {"control": "masked"}}
+    config = GRPOConfig.from_dict({"model": {"path": "x", "lora": {"rank": 2}}, "algorithm": algorithm})
 
     def changed(section: Any, names: list[str]) -> Any:
         value = changed(getattr(section, names[0]), names[1:]) if names[1:] else another

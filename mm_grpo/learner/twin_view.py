@@ -1,0 +1,103 @@
+"""A better view of the image as a teacher: the same weights score the student's own completions after a twin prompt.
+
+    loss = ... + coef * sum over tokens of  w[c] * sum over v of  q(v) (log q(v) - log p(v))
+
+p is the policy after the row's own images, q after its twin, a constant, and v the vocabulary that may be sampled, at
+the temperature of training. The twin's images are the file's at up to `twin_view.max_pixels` (`high_resolution`), or
+the first image's gold box, enlarged to the area at which the student sees the whole (`crop`). Self-distillation from a
+crop is that of Vision-OPD (arXiv:2605.18740), from more detail that of VA-OPD (arXiv:2605.21924).
+
+Before an update the twins are run in packs of their own, without gradients: the completions of a group share the twin
+prompt, `optim.max_tokens_per_pack` bounds each pack, and the number of backward passes stays. Kept are the states that
+predict the tokens, in the host's memory; logits are made from them tile by tile (logprobs.py). No term have rows
+without images, without a gold box, whose twin has images of the same size, or whose twin and longest completion are
+more than a pack holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mm_grpo.config import GRPOConfig
+from mm_grpo.errors import DataError
+from mm_grpo.learner.pack import Item
+from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.processors.special_tokens import set_special_tokens
+from mm_grpo.rewards.builtins.boxes import Frame
+from mm_grpo.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BOX = "box"
+"""Column of the gold box: [x0, y0, x1, y1] in pixels of the first image's file."""
+
+
+class TwinPrompts:
+    """The twin prompts of a run, by group of the step that `begin` was told of; one is made when it is asked for."""
+
+    def __init__(self, processor: Processor, config: GRPOConfig) -> None:
+        assert config.algorithm.twin_view is not None
+        self.crops = config.algorithm.twin_view.view == "crop"
+        self.processor = processor if self.crops else _seeing_more(config)
+        self.max_tokens = config.optim.max_tokens_per_pack
+        self.begin(())
+
+    def begin(self, groups: Sequence[Group]) -> None:
+        """Begin a step with this process's groups; forgets the prompts of the last one."""
+        self._groups, self._made = groups, dict[int, Prompt | None]()
+
+    def items(self, items: Iterable[Item]) -> list[Item]:
+        """The items after their twin prompts, without those that have none."""
+        pairs = ((item, self._of(item.group)) for item in items)
+        return [replace(item, prompt=twin) for item, twin in pairs if twin is not None]
+
+    def _of(self, number: int) -> Prompt | None:
+        if number not in self._made:
+            self._made[number] = self._twin(self._groups[number])
+        return self._made[number]
+
+    def _twin(self, group: Group) -> Prompt | None:
+        sample, seen = group.prompt.sample, group.prompt.engine_prompt.images
+        if not seen or (self.crops and sample.columns.get(BOX) is None):
+            return None
+        if self.crops:
+            images = (gold_crop(sample, seen[0].width * seen[0].height), *sample.images[1:])
+            sample = replace(sample, images=images)
+        twin = self.processor.prompt(sample)
+        same = not self.crops and [i.size for i in twin.engine_prompt.images] == [i.size for i in seen]
+        longest = max(c.run_length for c in group.completions)
+        return None if same or len(twin.token_ids) + longest > self.max_tokens else twin
+
+
+def gold_crop(sample: Sample, area: int) -> Image:
+    """The gold box cut out of the first image, in whole pixels, and enlarged to `area` pixels where it has fewer.
+
+    DataError where the box is none, or does not lie in the image.
+    """
+    image = sample.images[0]
+    try:
+        x0, y0, x1, y1 = Frame(image.size, image.size).gold(sample.columns[BOX], "xyxy", "original")
+    except ValueError as error:
+        raise DataError(f"{sample.uid}: {error}") from error
+    cut = image.crop((max(math.floor(x0), 0), max(math.floor(y0), 0), math.ceil(x1), math.ceil(y1)))
+    factor = math.sqrt(area / (cut.width * cut.height))
+    return cut if factor <= 1 else cut.resize((round(cut.width * factor), round(cut.height * factor)))
+
+
+def _seeing_more(config: GRPOConfig) -> Processor:
+    """The processor of the run's model with the pixel limit of the twin view."""
+    assert config.algorithm.twin_view is not None
+    processor = load_processor(
+        config.model.path,
+        named=config.model.processor,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.algorithm.twin_view.max_pixels,
+        trust_remote_code=config.model.trust_remote_code,
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    set_special_tokens(processor, config.data.special_tokens)
+    return processor

@@ -1,0 +1,275 @@
+"""The twin view: gradients are those of plain autograd over whole rows, its pictures, and what it is refused for."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.families import is_rounding
+from helpers.steps import config_for, distribution, gradients_of, load, make_groups
+from PIL import Image
+from torch import Tensor
+
+from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.config import DataConfig
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.logprobs import token_logprobs
+from mm_grpo.learner.perception import require_images
+from mm_grpo.learner.twin_view import gold_crop
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Group
+
+SEEN, LIMIT = 3200, 12544
+"""Pixels of an image for the student and for the teacher."""
+MORE = {"view": "high_resolution", "coef": 0.3, "max_pixels": LIMIT}
+CROP = {"view": "crop", "coef": 0.3}
+BOXES = {"r:0": [10, 4, 50, 40], "r:2": [0, 0, 84, 20.5]}
+"""Gold boxes; the last row with images has none."""
+
+
+def rows_of(path: Any) -> list[Group]:
+    """Two images, none, one, two; the first and the third with a gold box."""
+    processor = load_processor(str(path), max_pixels=SEEN)
+    groups = make_groups(processor)
+    samples = [
+        replace(g.prompt.sample, columns={"box": BOXES.get(g.prompt.uid)} if g.prompt.vision else {})
+        for g in groups
+    ]
+    return [replace(g, prompt=processor.prompt(s)) for g, s in zip(groups, samples, strict=True)]
+
+
+def twins_of(path: Any, groups: list[Group], view: str) -> dict[int, Group]:
+    """By hand: the crop of the third group is 84 x 21 of 84 x 84, enlarged to the 3136 (3072) pixels that are seen."""
+    found = {}
+    for group in groups:
+        sample, box = group.prompt.sample, BOXES.get(group.prompt.uid)
+        if view == "high_resolution" and sample.images:
+            prompt = load_processor(str(path), max_pixels=LIMIT).prompt(sample)
+        elif view == "crop" and box is not None:
+            x0, y0, x1, y1 = (round(edge + 0.1) for edge in box)
+            image = sample.images[0].crop((x0, y0, x1, y1))
+            seen = group.prompt.engine_prompt.images[0]
+            factor = (seen.width * seen.height / ((x1 - x0) * (y1 - y0))) ** 0.5
+            if factor > 1:
+                image = image.resize((round((x1 - x0) * factor), round((y1 - y0) * factor)))
+            sample = replace(sample, images=(image, *sample.images[1:]))
+            prompt = load_processor(str(path), max_pixels=SEEN).prompt(sample)
+        else:
+            continue
+        found[group.slot] = replace(group, prompt=prompt)
+    return found
+
+
+def oracle(
+    model: Any, path: Any, groups: list[Group], config: Any
+) -> tuple[dict[str, Tensor], float, float, float]:
+    """Gradient, loss, mean KL and share of tokens with a twin, by a forward of each whole completion."""
+    algorithm = config.algorithm
+    media = sorted(load_processor(str(path)).media_token_ids)
+    twins = twins_of(path, groups, algorithm.twin_view.view)
+    pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
+    lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
+    weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
+    total, kls = torch.zeros(()), list[float]()
+    for (group, c, advantage), weight in zip(pairs, weights, strict=True):
+        every = distribution(model, config, media, group, c)
+        logp = every.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
+        total = total - weight * advantage * torch.exp(logp - logp.detach()).sum()
+        if group.slot in twins:
+            with torch.no_grad():
+                teacher = distribution(model, config, media, twins[group.slot], c)
+            kl = (teacher.exp() * (teacher - every)).sum(-1)
+            total = total + algorithm.twin_view.coef * weight * kl.sum()
+            kls += kl.tolist()
+    total.backward()
+    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    return grads, float(total.detach()), sum(kls) / len(kls), len(kls) / int(lengths.sum())
+
+
+def sharp(path: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The tiny model, whose answers depend on their images by a nat, in weights that 16 bits hold."""
+    model = load(path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8)
+        for name, weight in model.named_parameters():
+            if "self_attn" in name and weight.dim() > 1:
+                weight.mul_(2)
+    return model.bfloat16().to(dtype)
+
+
+def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
+    config = config_for(path, data={"max_pixels": SEEN}, **changes)
+    return Learner(policy, load_processor(str(path), max_pixels=SEEN), config, 10)
+
+
+@pytest.mark.parametrize(
+    ("family", "packs", "algorithm"),
+    [
+        ("qwen2_5_vl", 4096, {"twin_view": MORE}),
+        ("qwen2_5_vl", 70, {"twin_view": MORE, "loss_type": "grpo"}),
+        ("qwen3_vl", 70, {"twin_view": CROP}),
+        ("qwen2_5_vl", 4096, {"twin_view": CROP, "loss_type": "grpo"}),
+    ],
+)
+def test_the_gradient_is_that_of_plain_autograd(
+    family: str, packs: int, algorithm: dict[str, Any], models: dict[str, Any]
+) -> None:
+    path = models[family]
+    groups = rows_of(path)
+    learner = learner_of(path, sharp(path), algorithm=algorithm, optim={"max_tokens_per_pack": packs})
+    ours, report = gradients_of(learner, groups)
+    theirs, loss, kl, share = oracle(sharp(path), path, groups, learner.config)
+    whole = torch.stack([t.norm() for t in theirs.values()]).norm()
+    for name, want in theirs.items():
+        assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()) or is_rounding(name), name
+    plain = learner_of(path, sharp(path), algorithm=algorithm | {"twin_view": None})
+    without, _ = gradients_of(plain, groups)
+    difference = torch.stack([(without[n] - t).norm() for n, t in theirs.items()]).norm()
+    assert float(difference) > 1e-2 * float(whole)  # the term is a visible part of it
+    metrics = report.metrics
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["twin_view/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+    assert metrics["twin_view/share"] == pytest.approx(share)
+    # five images and those of the twins, each once: without gradients, and with
+    twins = twins_of(path, groups, learner.config.algorithm.twin_view.view)  # type: ignore[union-attr]
+    assert metrics["learner/images_encoded"] == 5 + sum(len(g.prompt.sample.images) for g in twins.values())
+
+
+def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The distance of two gradients, relative to the second."""
+    both = [(found[n].float() - want.float(), want.float()) for n, want in truth.items()]
+    return float(sum(d.square().sum() for d, _ in both) / sum(w.square().sum() for _, w in both)) ** 0.5
+
+
+def test_in_bfloat16_the_gradient_rounds_no_more_than_plain_autograd(models: dict[str, Any]) -> None:
+    """Both against autograd in fp32 over the same weights, in the same place of the vocabulary's tiles.
+
+    Both round hidden states and logits to 8 bits, in other orders: so far apart as one of them is from the truth, and
+    half of that again, is rounding; a wrong sign or factor of the term is 100 times as far.
+    """
+    path = models["qwen2_5_vl"]
+    groups, algorithm = rows_of(path), {"twin_view": MORE}
+    learner = learner_of(path, sharp(path, torch.bfloat16), algorithm=algorithm)
+    ours, report = gradients_of(learner, groups)
+    truth, _, kl, _ = oracle(sharp(path), path, groups, learner.config)
+    plain, *_ = oracle(sharp(path, torch.bfloat16), path, groups, learner.config)
+    assert 0 < far(ours, truth) <= 1.5 * far(plain, truth) < 0.2
+    assert report.metrics["twin_view/kl"] == pytest.approx(kl, rel=0.05)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
+def test_kl_by_hand_in_one_tile_and_in_many(chunk_bytes: int) -> None:
+    """Three entries, of which the last is banned: the teacher has 3/4 and 1/4, the student a half of each."""
+    head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], requires_grad=True)
+    hidden = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], requires_grad=True)
+    teacher = torch.tensor([[2 * math.log(3) + 7, 7.0], [-1.0, -1.0]], requires_grad=True)
+    logp, _, kl = token_logprobs(
+        hidden,
+        head,
+        torch.tensor([0, 1]),
+        temperature=2.0,
+        banned=[2],
+        chunk_bytes=chunk_bytes,
+        teacher=teacher,
+    )
+    assert logp.tolist() == pytest.approx([-math.log(2)] * 2)
+    # 3/4 log(3/2) + 1/4 log(1/2)
+    assert kl.tolist() == pytest.approx([0.1308120, 0.0], abs=1e-6)
+    kl.sum().backward()
+    assert hidden.grad is not None and head.grad is not None and teacher.grad is None
+    # (p - q) / temperature = (-1/8, 1/8) through the head, and times the states
+    assert hidden.grad.flatten().tolist() == pytest.approx([-0.125, 0.125, 0.0, 0.0], abs=1e-6)
+    assert head.grad.flatten().tolist() == pytest.approx([-0.25, -0.25, 0.25, 0.25, 0.0, 0.0], abs=1e-6)
+
+
+def test_many_tiles_give_what_autograd_gives() -> None:
+    """With gradients of all three results, and a teacher far from the student."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(n, 8, generator=generator) * 3 for n in (40, 7, 7)]
+    targets, banned, scales = torch.arange(7) * 5, [3, 38, 39], torch.randn(3, 7, generator=generator)
+    found = []
+    for chunk_bytes in (None, 2000):
+        head, hidden = (t.clone().requires_grad_() for t in drawn[:2])
+        if chunk_bytes is None:
+            keep = torch.ones(40).index_fill(0, torch.tensor(banned), 0) > 0
+            student, teacher = (
+                (h @ head.T / 0.7).masked_fill(~keep, -1e9).log_softmax(-1) for h in (hidden, drawn[2])
+            )
+            logp, q = student.gather(1, targets[:, None])[:, 0], teacher.detach()
+            results = logp, -(student.exp() * student).sum(-1), (q.exp() * (q - student)).sum(-1)
+        else:
+            given: dict[str, Any] = {"temperature": 0.7, "banned": banned, "chunk_bytes": chunk_bytes}
+            results = token_logprobs(hidden, head, targets, teacher=drawn[2], **given)
+        torch.stack([(s * r).sum() for s, r in zip(scales, results, strict=True)]).sum().backward()
+        found.append([*(r.detach() for r in results), hidden.grad, head.grad])
+    for want, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_twin_that_no_pack_holds_is_left_out(models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    groups = rows_of(path)
+    longest = [max(c.run_length for c in g.completions) for g in groups]
+    twins = twins_of(path, groups, "high_resolution")
+    most = len(twins[3].prompt.token_ids) + longest[3] - 1  # of slot 3 all but one, of slot 0 all
+    assert len(twins[0].prompt.token_ids) + longest[0] <= most
+    for tokens, slots in ((most, (0, 2)), (most + 1, (0, 2, 3))):
+        changes: Any = {"algorithm": {"twin_view": MORE}, "optim": {"max_tokens_per_pack": tokens}}
+        metrics = learner_of(path, sharp(path), **changes).update(groups).metrics
+        share = sum(len(c.token_ids) for s in slots for c in groups[s].completions) / 48
+        assert metrics["twin_view/share"] == pytest.approx(share)
+    # files that are no larger than what is seen have no other view
+    seen = Learner(
+        sharp(path),
+        load_processor(str(path), max_pixels=LIMIT),
+        config_for(path, algorithm={"twin_view": MORE}),
+        10,
+    )
+    processor = load_processor(str(path), max_pixels=LIMIT)
+    same = [replace(g, prompt=processor.prompt(g.prompt.sample)) for g in groups]
+    metrics = seen.update(same).metrics
+    assert metrics["twin_view/share"] == 0 and "twin_view/kl" not in metrics
+
+
+def test_a_crop_is_the_box_in_the_files_pixels() -> None:
+    image = Image.new("RGB", (100, 80))
+    image.paste((255, 0, 0), (20, 10, 60, 30))
+    sample = tiny.sample("r:7", "what", (image,), box=[20, 10, 59.5, 30])
+    for area, size in ((800, (40, 20)), (3200, (80, 40)), (100, (40, 20))):
+        cut = gold_crop(sample, area)
+        assert cut.size == size and cut.getcolors() == [(size[0] * size[1], (255, 0, 0))]
+    for box in ([20, 10, 20, 30], [0, 0, 400, 400], "here"):
+        with pytest.raises(DataError, match="r:7"):
+            gold_crop(replace(sample, columns={"box": box}), 800)
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("twin_view.coef", {"algorithm": {"twin_view": MORE | {"coef": 0}}}),
+        ("twin_view.view", {"algorithm": {"twin_view": {"view": "zoom"}}}),
+        ("twin_view.max_pixels", {"algorithm": {"twin_view": CROP | {"max_pixels": 100}}}),
+        ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE}, "data": {"max_pixels": LIMIT}}),
+        ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE | {"max_pixels": None}}}),
+        ("twin_view", {"algorithm": {"twin_view": CROP}, "rollout": {"environment": "zoom"}}),
+        ("twin_view", {"algorithm": {"twin_view": CROP, "perception_coef": 0.1}}),
+    ],
+)
+def test_what_a_twin_view_is_refused_with(field: str, changes: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"algorithm.{field}")):
+        config_for("x", **changes).check()
+
+
+def test_a_set_without_what_the_view_needs_is_refused() -> None:
+    rows = [{"prompt": f"say {i}", "answer": "a", "images": [tiny.picture(i)]} for i in range(3)]
+    require_images(Dataset(rows, DataConfig()), "twin_view", several_turns=False)
+    for several_turns, given in ((True, rows), (False, [{"prompt": "say", "answer": "a"}])):
+        with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
+            require_images(Dataset(given, DataConfig()), "twin_view", several_turns=several_turns)
