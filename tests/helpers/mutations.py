@@ -71,7 +71,6 @@ learner/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
 learner/controls.py < learner/test_sight.py learner/test_credit.py learner/test_conversations.py
-    off by one | (*slots[place + 1 :], *slots[:place]) ==> (*slots[place:], *slots[:place])
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
     * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
@@ -117,6 +116,9 @@ rollout/conversation.py < rollout/test_turns.py
     * budget | len(self.start.token_ids) >= below: ==> len(self.start.token_ids) > below:
 rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
     * seeds by turn | start + (number * (self.max_turns - 1) + turn - 1) ==> start + (number + turn - 1)
+rollout/success.py < rollout/test_success.py
+    bound | score >= mark) ==> score > mark)
+    dropped condition | if len(scores) == 1 and not any( ==> if not any(
 rollout/engine.py < parity/test_gaps.py rollout/test_pipeline.py rollout/test_turns.py
     * budget | <= request.sampling.max_tokens or ==> <= request.sampling.max_tokens + 1 or
     * spans | starts[-1] < tokens ==> starts[-1] <= tokens
@@ -167,12 +169,19 @@ processors/special_tokens.py < processors/test_special_tokens.py
     wrong order | key=lambda token: (-len(token), token) ==> key=lambda token: (len(token), token)
 data/order.py < data/test_order.py
     wrong key | f"{self.seed}/spare" ==> self.seed
+data/pass_rate_order.py < data/test_pass_rate_order.py
+    wrong peak | 4 * rate * (1 - rate) ==> 4 * rate * (1 - rate / 2)
+    wrong factor | rate + self.factor * (share - rate) ==> rate + (share - rate) / 2
+    * late pass | self.factor, self.lag = factor, 2 + staleness ==> self.factor, self.lag = factor, 1 + staleness
 data/mixture_order.py < data/test_mixture_order.py
     skipped check | if lag >= self.total: ==> if lag >= 0:
 data/images.py < data/test_images.py
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
     dropped part | json.dumps([fields.messages, images, fields.columns] ==> json.dumps([fields.messages, images]
+rewards/outcome.py < rewards/test_outcome.py
+    bound | score is not None and score < mark ==> score is not None and score <= mark
+    dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
 run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     * state on resume | "adam_steps": optimizer.adam_steps, ==> "adam_steps": optimizer.updates,
     skipped check | if manifest["frozen"] != identity["frozen"]: ==> if False:
