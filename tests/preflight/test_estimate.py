@@ -36,8 +36,16 @@ def bare(models: dict[str, Path], tmp_path: Path) -> Path:
     return tmp_path / "bare"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["full", "frozen", "lora", "qlora"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("full", "float32"),
+        ("full", "bfloat16"),
+        ("frozen", "bfloat16"),
+        ("lora", "bfloat16"),
+        ("qlora", "bfloat16"),
+    ],
+)
 def test_weights_gradients_and_states_are_those_of_a_learner_to_the_byte(
     kind: str, dtype: str, models: dict[str, Path], bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
