@@ -1,7 +1,7 @@
-"""Which tests took more than a second of the last whole run, over_a_second.txt: `make test` leaves them out.
+"""Which tests without a mark took more than a second, over_a_second.txt: `make test` leaves them out.
 
-    .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --junitxml=all.xml
-    python tests/helpers/over_a_second.py all.xml
+    .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not long" --junitxml=x.xml
+    python tests/helpers/over_a_second.py x.xml
 
 A name that is no test's any more changes nothing. Tests that are slow by what they do have the mark `slow` or `long`.
 """

@@ -85,7 +85,7 @@ def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
     assert code == 0
     for words in (
         "engine transformers", "limit 0.001", "train:", "4 of 4", "prompt ids equal: yes",
-        "seeds: 8 of 8 distinct, the first ", "weight versions sampled under: [0, 1]", "weight update: ", "\nok\n",
+        "weight update: ", "\nok\n",
     ):  # fmt: skip
         assert words in out, words
     assert not (job.parent / "run").exists()
