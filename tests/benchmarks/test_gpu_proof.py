@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,19 +181,3 @@ def test_a_side_without_memory_is_a_result_beside_the_other(
     assert not {"fault", "seconds_trl", "ratio", "fault_ours"} & row.keys()
     (_, line) = script("readme").gpu_trl([{"stage": "trl", "rows": [row | {"case": "x"}]}])
     assert line[3:5] == ["out of memory", ""]
-
-
-def test_a_wheel_is_trimmed_and_stays_one(script: Script, tmp_path: Path) -> None:
-    wheel = tmp_path / "vllm-0.25.1-cp38-abi3-linux_x86_64.whl"
-    record = (
-        "vllm/__init__.py,sha256=a,1\nvllm/_vllm_fa2_C.abi3.so,sha256=b,9\nvllm-0.25.1.dist-info/RECORD,,\n"
-    )
-    files = {"vllm/__init__.py": "x", "vllm/_vllm_fa2_C.abi3.so": "y" * 9, "vllm/third_party/a/b.py": "z"}
-    with zipfile.ZipFile(wheel, "w") as whole:
-        for name, content in (files | {"vllm-0.25.1.dist-info/RECORD": record}).items():
-            whole.writestr(name, content)
-    script("gpu_wheels").trim(wheel)
-    with zipfile.ZipFile(wheel) as kept:
-        assert kept.namelist() == ["vllm/__init__.py", "vllm-0.25.1.dist-info/RECORD"]
-        lines = kept.read("vllm-0.25.1.dist-info/RECORD").decode().splitlines()
-    assert lines == ["vllm/__init__.py,sha256=a,1", "vllm-0.25.1.dist-info/RECORD,,"]
