@@ -26,10 +26,10 @@ demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/d
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
 test: setup  ## run the tests that take a second at most, in about three minutes
-	$(BIN)/python $(PYTEST) -m "not slow and not long"
+	$(BIN)/python $(PYTEST) -m "not slow and not long and not over_a_second"
 
 test-long: setup  ## run the others
-	$(BIN)/python $(PYTEST) -m "slow or long"
+	$(BIN)/python $(PYTEST) -m "slow or long or over_a_second"
 
 # Each process imports torch and vLLM once, builds the tiny models once and starts one fork server.
 test-all: setup  ## run both

@@ -28,7 +28,6 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="The adapters of model.lora for peft, not the merged model.")
     ] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights, as 5GB.")] = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
     push: Annotated[
         str | None, typer.Option(metavar="NAME", help="Send it to this repository of the Hub, private.")
@@ -51,7 +50,6 @@ def export(
         adapter=adapter,
         overwrite=overwrite,
         overrides=overrides or [],
-        max_shard_size=max_shard_size,
         trust=trust_remote_code,
     )
     typer.echo(printable(str(proof)))
@@ -77,7 +75,7 @@ def ask(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the run's.")] = None,
 ) -> None:
-    """Ask a trained model one question about images; prints the answer, on a terminal while it is sampled."""
+    """Ask a trained model one question about images; prints the answer."""
     with heavy_imports():
         from mm_grpo.trained.ask import ask as answer
         from mm_grpo.trained.ask import load_answering
@@ -85,13 +83,8 @@ def ask(
     loaded = load_answering(source, which=checkpoint, device=device, trust=trust_remote_code)
     for note in loaded.notes:
         print(printable(note), file=sys.stderr)
-    on_text = _print_piece if sys.stdout.isatty() else None
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
-    found = answer(loaded, question, image or [], **sampling, on_text=on_text)
-    typer.echo("" if sys.stdout.isatty() else printable(found.text))
+    found = answer(loaded, question, image or [], **sampling)
+    typer.echo(printable(found.text))
     if found.finish_reason == "length":
         print(f"cut after {len(found.token_ids)} tokens (--max-tokens)", file=sys.stderr)
-
-
-def _print_piece(text: str) -> None:
-    print(printable(text), end="", flush=True)

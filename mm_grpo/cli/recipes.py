@@ -22,8 +22,6 @@ from mm_grpo.config.shipped import find_layers, find_recipes, shipped_folder
 from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.terminal import printable
 
-LEFT_OUT = ("__pycache__",)
-
 
 def recipes(
     name: Annotated[str | None, typer.Argument(help="A recipe or a layer.", show_default=False)] = None,

@@ -156,33 +156,34 @@ def page(spec: RewardSpec) -> str:
 
 def example(spec: RewardSpec) -> list[str]:
     """Lines of YAML that use the reward, with the columns and arguments it has."""
-    named = spec.source if ":" in spec.source else spec.name
-    settings = [f"name: {named}", f"weight: {spec.weight:g}"]
+    settings = [f"name: {spec.source if ':' in spec.source else spec.name}", f"weight: {spec.weight:g}"]
     settings += [f"{name}: VALUE" for name in spec.required if _is_setting(spec, name)]
-    settings += [f"{name}: {_yaml(_default(spec, name))}" for name in spec.config_only]
+    settings += [f"{name}: {_default(spec, name)}" for name in spec.config_only]
     lines = [f"rewards: [{{{', '.join(settings)}}}]"]
-    asked = dict.fromkeys((*spec.needs, *spec.required))
-    columns = [name for name in asked if name not in spec.supplied and not _is_setting(spec, name)]
-    if columns:
-        lines.append(f"data: {{columns: {{{columns[0]}: name_in_the_dataset}}}}")
+    for name in dict.fromkeys((*spec.needs, *spec.required)):
+        if name not in spec.supplied and not _is_setting(spec, name):
+            return [*lines, f"data: {{columns: {{{name}: name_in_the_dataset}}}}"]
     return lines
 
 
 def _role(spec: RewardSpec, name: str) -> str:
     if name in spec.supplied:
         return "given by the run"
-    if name in spec.config_only:
-        return f"argument, default {_yaml(_default(spec, name))}"
     if name in spec.needs:
         return "column; rows where it is null get no score"
+    if name in spec.config_only:
+        return f"argument, default {_default(spec, name)}"
+    is_setting = _is_setting(spec, name)
     if name in spec.optional:
-        kind = "argument" if _is_setting(spec, name) else "column or argument"
-        return f"{kind}, default {_yaml(_default(spec, name))}"
-    return "argument, to be set" if _is_setting(spec, name) else "column or argument"
+        return f"{'argument' if is_setting else 'column or argument'}, default {_default(spec, name)}"
+    return "argument, to be set" if is_setting else "column or argument"
 
 
-def _default(spec: RewardSpec, name: str) -> Any:
-    return inspect.signature(spec.fn).parameters[name].default
+def _default(spec: RewardSpec, name: str) -> str:
+    """The default of a parameter, as YAML."""
+    value = inspect.signature(spec.fn).parameters[name].default
+    value = list(value) if isinstance(value, tuple | set | frozenset) else value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _is_setting(spec: RewardSpec, name: str) -> bool:
@@ -192,9 +193,3 @@ def _is_setting(spec: RewardSpec, name: str) -> bool:
     if spec.kind == "batch":
         return spec.source == "built-in" and name not in spec.needs
     return inspect.signature(spec.fn).parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def _yaml(value: Any) -> str:
-    if isinstance(value, tuple | set | frozenset):
-        value = list(value)
-    return json.dumps(value, ensure_ascii=False, default=str)

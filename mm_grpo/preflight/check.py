@@ -21,10 +21,9 @@ from mm_grpo.build import plan_run, processor_of
 from mm_grpo.data.sources import load_eval, load_train, shared_sentence
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import ConfigError, DataError, UserError, by_cause
+from mm_grpo.errors import DataError, UserError, by_cause
 from mm_grpo.health.image_files import readable
 from mm_grpo.pages.check_page import ROWS, CheckPage
-from mm_grpo.preflight.estimate import checkpoint_note
 from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
@@ -90,8 +89,6 @@ def check_config(  # noqa: PLR0915
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
     notes = list(plan.sentences)
-    with suppress(ConfigError):  # of a model that the estimate cannot read
-        notes += filter(None, [checkpoint_note(config)])
     reports: dict[str, list[RewardReport]] = {}
     for name, dataset in sets.items():
         conversational = True

@@ -186,10 +186,6 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         lines += [
             "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves"
         ]
-        seeds = [seed for p in report.before for seed in p.seeds]
-        versions = sorted({v for p in (*report.before, *report.after) for v in p.versions})
-        distinct = f"seeds: {len(set(seeds))} of {len(seeds)} distinct, the first {seeds[0]}"
-        lines += [f"{distinct}; weight versions sampled under: {versions}"]
     lines += [f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}"]
     if (done := report.update) is not None:
         lines += [

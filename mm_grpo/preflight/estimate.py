@@ -7,7 +7,7 @@ again with one setting more, in the order of what costs least.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,34 +27,23 @@ from mm_grpo.preflight.memory import (
     FORWARD,
     GB,
     TEXT,
+    Image,
+    Lengths,
     ModelSizes,
     Phases,
-    in_gb,
-    largest_pack,
-    longest,
+    image_of,
     memory_of_run,
-    prompt_tokens,
-    with_prompt_length,
 )
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
-from mm_grpo.run.environment import memory_limit
 from mm_grpo.terminal import print_line
 
 PROCESSES = "--processes"
-CARDS = (24, 48, 80)
+CARDS = (24.0, 48.0, 80.0)
 """Sizes of GPUs [GB] that are shown beside what is asked for."""
 FEWEST = 512
 """Fewest tokens of a pack that are tried."""
-
-
-@dataclass(frozen=True)
-class Image:
-    """The largest image that `data.max_pixels` allows."""
-
-    pixels: int
-    tokens: int
 
 
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
@@ -77,50 +66,34 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     return model, family
 
 
+_KNOWN: dict[tuple[str, ...], tuple[ModelSizes, Image]] = {}
+"""By what decides them: a model is built again for each card and each setting that is tried."""
+
+
 def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     """Counts and axes of a config's model, and its largest image. ConfigError where its config does not tell them."""
-    model, family = build_on_meta(config)
-    try:
-        sizes = ModelSizes.of(model, _reference(config, model))
+    pixels, policy = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
+    key = (config.model.model_dump_json(), pixels, f"{policy.beta > 0} {policy.reference_path}")
+    if key not in _KNOWN:
+        model, family = build_on_meta(config)
+        try:
+            sizes = ModelSizes.of(model, _reference(config, model))
+        except (AttributeError, TypeError) as error:
+            where = f"model.path = '{config.model.path}'"
+            raise ConfigError(
+                f"{where}: its text config names its axes unlike Llama's ({quoted(error)})"
+            ) from None
         if config.model.quantization is not None:
             text = family.language_model(model).named_modules()
             frozen = [m for n, m in text if isinstance(m, nn.Linear) and ".lora_" not in n]
             sizes = replace(sizes, quantised=sum(m.weight.numel() for m in frozen))
-    except (AttributeError, TypeError) as error:
-        where = f"model.path = '{config.model.path}'"
-        raise ConfigError(
-            f"{where}: its text config names its axes unlike Llama's ({quoted(error)})"
-        ) from None
-    return sizes, _image(config, model, family)
+        _KNOWN[key] = sizes, _image(config, model, family)
+    return _KNOWN[key]
 
 
-def phases(sizes: ModelSizes, image: Image, config: GRPOConfig, card: int, *, processes: int) -> Phases:
-    """What one process of a run holds of a GPU of `card` bytes, with gradient checkpointing unless the config says
-    otherwise."""
-    config = with_prompt_length(config, image.tokens)
-    checkpointing = config.optim.gradient_checkpointing is not False
-    return memory_of_run(
-        sizes, config, card, processes=processes, checkpointing=checkpointing, max_pixels=image.pixels
-    )
-
-
-def checkpoint_note(config: GRPOConfig) -> str:
-    """What is to be said before a run whose state in the host's memory is more than there is; "" where it fits."""
-    limit = memory_limit()
-    if limit is None or not (config.run.save_every or config.optim.offload_optimizer):
-        return ""
-    trained = sizes_of(config)[0].trained
-    copy, offloaded = (
-        12 * trained if config.run.save_every else 0,
-        16 * trained * config.optim.offload_optimizer,
-    )
-    if copy + offloaded <= limit:
-        return ""
-    return (
-        f"run.save_every, optim.offload_optimizer: a copy for a checkpoint ({in_gb(copy)}) and an optimizer in the "
-        f"host's memory ({in_gb(offloaded)}) are more than its {in_gb(limit)}; checkpoints will be written while the "
-        "run waits"
-    )
+def phases(config: GRPOConfig, card: int, *, processes: int) -> Phases:
+    """What one process of a run holds of a GPU of `card` bytes."""
+    return memory_of_run(*sizes_of(config), config, card, processes=processes)
 
 
 # what helps ----------------------------------------------------------------------------------
@@ -137,80 +110,63 @@ class Remedy:
 def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:
     """Settings, in the order of what costs least, with which a config fits; None where none do.
 
-    One after another is added while it helps, and once all fits those that it does not need are taken back, the
-    dearest first.
+    One after another is added until all fits; then those that it does not need are taken back, the dearest first.
     """
-    known: dict[str, tuple[ModelSizes, Image]] = {}
 
-    def tried(settings: Mapping[str, Any]) -> Phases:
-        changed = config.with_values({n: v for n, v in settings.items() if n != PROCESSES})
-        model = changed.model.model_dump_json()
-        if model not in known:
-            known[model] = sizes_of(changed)
-        return phases(*known[model], changed, card, processes=int(settings.get(PROCESSES, processes)))
+    def tried(knobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Phases]:
+        settings = {name: value for knob in knobs for name, value in knob.items()}
+        changed = config.with_values({name: value for name, value in settings.items() if name != PROCESSES})
+        return settings, phases(changed, card, processes=settings.get(PROCESSES, processes))
 
-    def legal(settings: Mapping[str, Any]) -> bool:
-        return "model.quantization" not in settings or bool(config.model.lora or settings.get("model.lora"))
+    def fits(knobs: Sequence[dict[str, Any]]) -> bool:
+        found = tried(knobs)[1]
+        return not found.fault and found.peak <= card
 
-    taken: dict[str, Any] = {}
-    current = tried(taken)
-    sizes, image = known[config.model.model_dump_json()]
-    for name, value in _knobs(with_prompt_length(config, image.tokens), sizes, card, processes):
-        if _fits(current, card):
-            break
-        if not legal({**taken, name: value}):
-            continue
-        found = tried({**taken, name: value})
-        if _excess(found, card) < _excess(current, card) or (current.fault and not found.fault):
-            taken[name], current = value, found
-    if not _fits(current, card):
-        return None
-    for name in reversed(list(taken)):
-        fewer = {n: v for n, v in taken.items() if n != name}
-        if legal(fewer) and _fits(found := tried(fewer), card):
-            taken, current = fewer, found
+    taken: list[dict[str, Any]] = []
+    more = _knobs(config, card, processes)
+    while not fits(taken):
+        if (knob := next(more, None)) is None:
+            return None
+        taken.append(knob)
+    for knob in taken[::-1]:
+        fewer = [one for one in taken if one is not knob]
+        if fits(fewer):
+            taken = fewer
+    settings, found = tried(taken)
     shown = (
-        f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in taken.items()
+        f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in settings.items()
     )
-    return Remedy(tuple(shown), current.peak)
+    return Remedy(tuple(shown), found.peak)
 
 
-def _knobs(config: GRPOConfig, sizes: ModelSizes, card: int, processes: int) -> Iterator[tuple[str, Any]]:
+def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
     """Settings to try, from what costs least: seconds of a step, then time, then machines, then what is learned."""
-    optim, vllm = config.optim, config.rollout.vllm
+    (sizes, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
+    lengths = Lengths.of(config, image, processes)
     if config.rollout.engine == "vllm":
         if vllm.sleep_level == 0:
-            yield "rollout.vllm.sleep_level", 2
-        sequences = sizes.cache_token * longest(config) * config.rollout.num_generations
+            yield {"rollout.vllm.sleep_level": 2}
+        sequences = sizes.cache_token * lengths.sequence * config.rollout.num_generations
         share = -(-100 * (sizes.sent + FORWARD + sequences) // card) / 100
         if share <= 1 and share != vllm.gpu_memory_utilization:
-            yield "rollout.vllm.gpu_memory_utilization", share
+            yield {"rollout.vllm.gpu_memory_utilization": share}
     if optim.gradient_checkpointing is False:
-        yield "optim.gradient_checkpointing", True
-    tokens = largest_pack(config, processes)
-    while tokens // 2 >= FEWEST:
+        yield {"optim.gradient_checkpointing": True}
+    tokens = lengths.pack // 2
+    while tokens >= max(FEWEST, lengths.sequence):
+        yield {"optim.max_tokens_per_pack": tokens}
         tokens //= 2
-        if tokens >= longest(config):
-            yield "optim.max_tokens_per_pack", tokens
     if not optim.offload_optimizer:
-        yield "optim.offload_optimizer", True
+        yield {"optim.offload_optimizer": True}
     for more in (2, 4, 8):
         if more > processes and config.rollout.prompts_per_step % more == 0:
-            yield PROCESSES, more
-    if config.model.lora is None:
-        if not config.model.freeze_vision:
-            yield "model.freeze_vision", True
-        yield "model.lora", {"rank": 16}
-    yield "model.quantization", "nf4"
-
-
-def _fits(found: Phases, card: int) -> bool:
-    return not found.fault and found.peak <= card
-
-
-def _excess(found: Phases, card: int) -> int:
-    """Bytes that both phases are past the card: what helps one of them counts though the other is larger."""
-    return sum(max(0, sum(phase.values()) - card) for phase in (found.learner, found.rollout))
+            yield {PROCESSES: more}
+    lora = {} if config.model.lora is not None else {"model.lora": {"rank": 16}}
+    if lora and not config.model.freeze_vision:
+        yield {"model.freeze_vision": True}
+    if lora:
+        yield lora
+    yield {**lora, "model.quantization": "nf4"}
 
 
 # what is shown -------------------------------------------------------------------------------
@@ -222,29 +178,29 @@ def show(
     """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
+    lengths = Lengths.of(config, image, processes)
     counted = "data.max_prompt_length"
     if config.data.max_prompt_length is None:
         counted = f"{counted} is null: the image and {TEXT} of text"
-        config = with_prompt_length(config, image.tokens)
     how = "without" if config.optim.gradient_checkpointing is False else "with"
-    length = longest(config)
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
-        f"{processes} process(es), packs of at most {largest_pack(config, processes):,} tokens {how} gradient "
-        f"checkpointing\nan image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a "
-        f"prompt, prompts of {prompt_tokens(config):,} tokens ({counted})",
+        f"{processes} process(es), packs of at most {lengths.pack:,} tokens {how} gradient checkpointing\n"
+        f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
+        f"{lengths.prompt:,} tokens ({counted})",
         console,
     )
     for card in cards:
-        found = phases(sizes, image, config, round(card * GB), processes=processes)
+        found = phases(config, round(card * GB), processes=processes)
         console.print(_table(found, card))
+        sequences = f"{found.cache // lengths.sequence:,} sequences of {lengths.sequence:,}"
         notes = {
             "vllm_server": "vLLM servers have GPUs of their own, which are not counted",
-            "vllm": f"vLLM's cache: {found.cache:,} tokens, {found.cache // length:,} sequences of {length:,}",
+            "vllm": f"vLLM's cache: {found.cache:,} tokens, {sequences}",
         }
         if note := found.fault or notes.get(config.rollout.engine):
             print_line(note, console)
-    for card in sorted({*map(float, cards), *map(float, CARDS)}):
+    for card in sorted({*cards, *CARDS}):
         print_line(fit_sentence(what_fits(config, round(card * GB), processes=processes), card), console)
 
 
@@ -255,9 +211,8 @@ def fit_sentence(found: Remedy | None, card: float) -> str:
     """
     if found is None:
         return f"does not fit on {card:g} GB, whatever is set: take a smaller model"
-    if not found.settings:
-        return f"fits on {card:g} GB ({found.peak / GB:.1f} GB)"
-    return f"fits on {card:g} GB with {', '.join(found.settings)} ({found.peak / GB:.1f} GB)"
+    settings = f" with {', '.join(found.settings)}" if found.settings else ""
+    return f"fits on {card:g} GB{settings} ({found.peak / GB:.1f} GB)"
 
 
 def _table(found: Phases, card: float) -> Table:
@@ -265,15 +220,13 @@ def _table(found: Phases, card: float) -> Table:
     for title in ("", "while it learns", "while it samples"):
         table.add_column(title, justify="left" if not title else "right")
     columns = [found.learner, found.rollout]
-
-    def add(name: str, counts: Sequence[int]) -> None:
-        if any(counts):
-            table.add_row(name, *(f"{count / GB:.2f}" if count else "-" for count in counts))
-
-    for name in dict.fromkeys([*found.learner, *found.rollout]):
-        add(name, [phase.get(name, 0) for phase in columns])
-    table.add_section()
-    add("sum", [sum(phase.values()) for phase in columns])
+    counts = {n: [phase.get(n, 0) for phase in columns] for n in dict.fromkeys([*columns[0], *columns[1]])}
+    counts["sum"] = [sum(phase.values()) for phase in columns]
+    for name, row in counts.items():
+        if name == "sum":
+            table.add_section()
+        if any(row):
+            table.add_row(name, *(f"{count / GB:.2f}" if count else "-" for count in row))
     return table
 
 
@@ -293,11 +246,8 @@ def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
     """The largest image, by the processor's files, or for Qwen-VL by the model's config where they are not there."""
     folder = Path(config.model.path)
     files = ("preprocessor_config.json", "processor_config.json")
-    has_files = any((folder / name).is_file() for name in files)
-    if not folder.is_dir() or has_files:
-        processor: Any = processor_of(config)
-        tokens = processor.max_image_tokens() if hasattr(processor, "max_image_tokens") else 0
-        return Image(processor.max_pixels, tokens)
+    if not folder.is_dir() or any((folder / name).is_file() for name in files):
+        return image_of(processor_of(config))
     if not isinstance(family, QwenVLFamily):
         raise ConfigError(
             f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; copy it beside config.json"

@@ -14,7 +14,9 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.preflight.gold_text import UNWRITTEN, gold_text, lacks_column, read_columns
@@ -102,16 +104,8 @@ class RewardCheck:
     `call_judges` allows rewards that may use a network. Call `add` for each row and `finish` at the end.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[RewardSpec],
-        *,
-        template: str | None = None,
-        conversational: bool = True,
-        several_turns: bool = False,
-        call_judges: bool = False,
-    ) -> None:
-        self._checks = [_Check(spec, template, conversational, several_turns, call_judges) for spec in specs]
+    def __init__(self, specs: Sequence[RewardSpec], **options: Any) -> None:
+        self._checks = [_Check(spec, **options) for spec in specs]
         self._rows: list[tuple[str, Prompt]] = []
 
     def add(self, row: str, prompt: Prompt) -> None:
@@ -122,11 +116,10 @@ class RewardCheck:
 
     def finish(self) -> list[RewardReport]:
         """Score what is left, stop all workers, and give a report for each reward."""
-        try:
-            self._flush()
-        finally:
+        with ExitStack() as held:
             for check in self._checks:
-                check.scorer.close()
+                held.callback(check.scorer.close)
+            self._flush()
         return [check.report for check in self._checks]
 
     def _flush(self) -> None:
@@ -139,14 +132,20 @@ class _Check:
     """One reward, and what is known of it so far."""
 
     def __init__(
-        self, spec: RewardSpec, template: str | None, conversational: bool, several_turns: bool, call: bool
+        self,
+        spec: RewardSpec,
+        *,
+        template: str | None = None,
+        conversational: bool = True,
+        several_turns: bool = False,
+        call_judges: bool = False,
     ) -> None:
         self.spec, self.template, self.several_turns = spec, template, several_turns
         self.builtin = builtin_name(spec)
         self.scorer = Scorer([alone(spec)], conversational=conversational, several_turns=several_turns)
         idle = spec.weight == 0 or bool(spec.options.only_if)
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
-        self.may_call = call or not (spec.is_async or self.builtin in JUDGES)
+        self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
         self.judged = self.form = self.builtin in FORMS and template is not None
         self.pool: dict[str, None] = {}
         if not self.may_call:

@@ -182,7 +182,6 @@ def learner_memory(
     masked = 1 if checkpointing else full
     return {
         "weights": b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + own * n,
-        "dequantised layer": b * model.hidden * model.inner if model.quantised else 0,
         "reference": b * model.reference,
         "gradients": gradients,
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
@@ -198,8 +197,45 @@ def learner_memory(
 
 
 @dataclass(frozen=True)
+class Image:
+    """The largest image that `data.max_pixels` allows; 0 tokens where the processor does not know."""
+
+    pixels: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a config's longest prompts, sequences and packs in one of `processes`, images of such a pack, and
+    tokens of prompts that are kept for several packs, which is where the largest group is larger than a pack.
+
+    A prompt whose length nothing bounds is one image, or `rollout.vllm.max_images`, and TEXT.
+    """
+
+    prompt: int
+    sequence: int
+    pack: int
+    images: int
+    kept: int
+
+    @classmethod
+    def of(cls, config: GRPOConfig, image: Image, processes: int) -> Lengths:
+        rollout, most = config.rollout, config.optim.max_tokens_per_pack
+        images = rollout.vllm.max_images or 1
+        guess = images * image.tokens + TEXT if image.tokens else PROMPT
+        prompt = config.data.max_prompt_length or guess
+        group = prompt + rollout.num_generations * rollout.max_completion_length
+        prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
+        pack = min(most, prompts * group)
+        copies = 2 if config.algorithm.perception_coef > 0 else 1  # the masked prompt of the perception term
+        kept = copies * prompt if copies * group > most else 0
+        return cls(prompt, prompt + rollout.max_completion_length, pack, images * -(-pack // group), kept)
+
+
+@dataclass(frozen=True)
 class Phases:
-    """Bytes of one process while it learns and while it samples; `cache` is the engine's, in tokens."""
+    """Bytes of one process while it learns and while it samples; `cache` is the engine's, in tokens, and `fault` says
+    why vLLM would not start."""
 
     learner: Bytes
     rollout: Bytes
@@ -224,53 +260,52 @@ class Phases:
 
 def memory_of_run(
     sizes: ModelSizes,
+    image: Image,
     config: GRPOConfig,
     device: int,
     *,
     processes: int,
-    checkpointing: bool,
-    max_pixels: int,
+    checkpointing: bool | None = None,
     gpu: bool = True,
 ) -> Phases:
-    """What one process of a run holds of a `device` of so many bytes; images have at most `max_pixels`."""
-    rollout, optim = config.rollout, config.optim
+    """What one process of a run holds of a `device` of so many bytes; `checkpointing` None is as the config says, on
+    where that leaves it open."""
+    rollout, optim, lengths = config.rollout, config.optim, Lengths.of(config, image, processes)
     alone = processes == 1 and not optim.offload_optimizer
     learner = learner_memory(
         sizes,
-        tokens=largest_pack(config, processes),
-        checkpointing=checkpointing,
+        tokens=lengths.pack,
+        checkpointing=optim.gradient_checkpointing is not False if checkpointing is None else checkpointing,
         zero_stage=0 if alone else optim.zero_stage,
         offload=optim.offload_optimizer,
         processes=processes,
         gpu=gpu,
-        pixels=max_pixels * images_in_pack(config, processes),
-        kept=kept_tokens(config),
+        pixels=image.pixels * lengths.images,
+        kept=lengths.kept,
         teacher=config.algorithm.twin_view is not None,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
-    length, fault = longest(config), ""
+    cache, fault = 0, ""
     if rollout.engine == "vllm" and gpu:
         share = round(device * rollout.vllm.gpu_memory_utilization)
-        asleep = rollout.vllm.sleep_level > 0
         lent = shares_base(sizes, config)
         if lent:
             for held in (learner, sampling):
                 held["weights"] -= sizes.numbers * (sizes.weights - sizes.trained)
+        asleep = rollout.vllm.sleep_level > 0
         learner["vLLM"] = (sizes.sent if lent else 0) if asleep else share
         learner["vLLM's CUDA graphs"] = GRAPHS
         # the canary's logits in fp32, and what the softmax makes of them
-        scores = 2 * 4 * sizes.vocabulary * min(SCORED, length)
+        scores = 2 * 4 * sizes.vocabulary * min(SCORED, lengths.sequence)
         sampling |= {"vLLM": share, "vLLM's CUDA graphs": GRAPHS, "vLLM's scores of a prompt": scores}
         cache = max(0, share - sizes.sent - FORWARD) // sizes.cache_token
-        if cache < length:
-            least = (sizes.sent + FORWARD + sizes.cache_token * length) / GB
-            fault = f"vLLM's share of {share / GB:.1f} GB has no room for its weights and one sequence ({least:.1f} GB)"
-    elif rollout.engine == "vllm_server":
-        cache = 0
-    else:
+        if cache < lengths.sequence:
+            least = in_gb(sizes.sent + FORWARD + sizes.cache_token * lengths.sequence)
+            fault = f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({least})"
+    elif rollout.engine != "vllm_server":
         rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
-        cache = rows * length
+        cache = rows * lengths.sequence
         sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
     return Phases(learner, sampling, cache, fault)
 
@@ -291,65 +326,24 @@ def run_sentence(learner: Learner, *, brief: bool = False) -> str:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
     except (AttributeError, TypeError):
         return ""
-    tokens = getattr(learner.processor, "max_image_tokens", lambda: 0)()
-    config, processes = with_prompt_length(learner.config, tokens), learner.ranks.world
-    checkpointing = learner.checkpointing
+    image, config, processes = image_of(learner.processor), learner.config, learner.ranks.world
     available = device_memory(model.device)
     found = memory_of_run(
-        sizes, config, available, processes=processes, checkpointing=checkpointing,
-        max_pixels=learner.processor.max_pixels, gpu=model.device.type == "cuda",
+        sizes, image, config, available, processes=processes, checkpointing=learner.checkpointing,
+        gpu=model.device.type == "cuda",
     )  # fmt: skip
-    how = "with" if checkpointing else "without"
-    line = (
-        f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated"
-        if brief
-        else f"{found.sentence(available)} (packs of {largest_pack(config, processes)} tokens {how} checkpointing)"
-    )
+    line = f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated"
+    if not brief:
+        how = "with" if learner.checkpointing else "without"
+        pack = Lengths.of(config, image, processes).pack
+        line = f"{found.sentence(available)} (packs of {pack} tokens {how} checkpointing)"
     more = "; more than there is: `mm-grpo estimate` says what helps" if found.peak > available else ""
     return line + more
 
 
-def prompt_tokens(config: GRPOConfig) -> int:
-    """Tokens that a prompt is taken for: `data.max_prompt_length`, 1,024 where it is null."""
-    return config.data.max_prompt_length or PROMPT
-
-
-def with_prompt_length(config: GRPOConfig, image_tokens: int) -> GRPOConfig:
-    """The config; where `data.max_prompt_length` is null with TEXT and the tokens of the images, one where
-    `rollout.vllm.max_images` is null."""
-    if config.data.max_prompt_length is not None or not image_tokens:
-        return config
-    images = image_tokens * (config.rollout.vllm.max_images or 1)
-    return config.with_values({"data.max_prompt_length": images + TEXT})
-
-
-def longest(config: GRPOConfig) -> int:
-    """Tokens of the longest sequence: a prompt and its completion."""
-    return prompt_tokens(config) + config.rollout.max_completion_length
-
-
-def largest_pack(config: GRPOConfig, processes: int) -> int:
-    """Tokens of the largest pack: `optim.max_tokens_per_pack`, or fewer where an update has no more for a process."""
-    prompts = -(-config.rollout.prompts_per_step // (config.optim.updates_per_step * processes))
-    return min(config.optim.max_tokens_per_pack, prompts * _group_tokens(config))
-
-
-def images_in_pack(config: GRPOConfig, processes: int) -> int:
-    """Images of the largest pack of long completions: `rollout.vllm.max_images` to a prompt, one where it is null."""
-    groups = -(-largest_pack(config, processes) // _group_tokens(config))
-    return groups * (config.rollout.vllm.max_images or 1)
-
-
-def kept_tokens(config: GRPOConfig) -> int:
-    """Tokens of prompts that are kept for several packs: one prompt where the largest group is larger than a pack, with
-    the masked one of the perception term; 0 where it fits."""
-    copies = 2 if config.algorithm.perception_coef > 0 else 1
-    spread = copies * _group_tokens(config) > config.optim.max_tokens_per_pack
-    return copies * prompt_tokens(config) if spread else 0
-
-
-def _group_tokens(config: GRPOConfig) -> int:
-    return prompt_tokens(config) + config.rollout.num_generations * config.rollout.max_completion_length
+def image_of(processor: Any) -> Image:
+    """The largest image that a processor makes tokens of."""
+    return Image(processor.max_pixels, getattr(processor, "max_image_tokens", lambda: 0)())
 
 
 def device_memory(device: torch.device) -> int:

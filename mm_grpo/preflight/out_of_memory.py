@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError, GuardStop, UserError
 from mm_grpo.learner.model import resolve_device
-from mm_grpo.preflight.estimate import phases, sizes_of, what_fits
+from mm_grpo.preflight.estimate import phases, what_fits
 from mm_grpo.preflight.memory import EMBEDDED_CACHE, Phases, device_memory
 
 SMALLER = 0.9
@@ -72,7 +72,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def _phases(config: GRPOConfig, card: int, processes: int) -> Phases | None:
     with suppress(ConfigError):  # of a model whose axes the estimate cannot read
-        return phases(*sizes_of(config), config, card, processes=processes)
+        return phases(config, card, processes=processes)
     return None
 
 

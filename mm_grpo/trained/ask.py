@@ -6,7 +6,7 @@ it; a model folder has none. The answer is sampled by the embedded engine, as a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,10 @@ def ask(
     temperature: float | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
-    on_text: Callable[[str], None] | None = None,
 ) -> Completion:
     """The answer to a question about images, which stand before its text. DataError for an image that cannot be read.
 
-    None is the run's own sampling in evaluation, which is greedy where nothing else was asked for. `on_text` is given
-    the answer's text in pieces while it is sampled (`TextPieces`); the answer is the same.
+    None is the run's own sampling in evaluation, which is greedy where nothing else was asked for.
     """
     config, processor = answering.config, answering.processor
     if absent := [each for each in images if not Path(each).is_file()]:
@@ -119,47 +117,8 @@ def ask(
             f"--max-tokens {sampling.max_tokens}: the question has {length} tokens, and the model's context is "
             f"{context}; lower it, or ask with fewer or smaller images"
         )
-    engine, request = TransformersEngine(answering.model, processor), Request(prompt, seed, sampling)
-    if on_text is None:
-        return engine.generate([request])[0]
-    pieces = TextPieces(processor.decode, on_text)
-    with engine.stream() as stream:
-        number = stream.add_request(request)
-        while not (found := stream.step()):
-            pieces.add(stream.tokens_of(number))
-    ((_, completion),) = found
-    pieces.finish(completion.text)
-    return completion
-
-
-class TextPieces:
-    """Hands on the text of tokens as they come, each piece once; a character whose bytes are incomplete waits.
-
-    A token's text may depend on the tokens before it, so each piece is the difference of two decoded stretches: that
-    of the last piece, and the same with what is new. The work of a piece does not grow with the text.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str], send: Callable[[str], None]) -> None:
-        self.decode, self.send = decode, send
-        self.sent = ""
-        self._start = self._end = 0
-
-    def add(self, token_ids: Sequence[int]) -> None:
-        """All tokens so far; what they add to the text is sent."""
-        before = self.decode(token_ids[self._start : self._end])
-        now = self.decode(token_ids[self._start :])
-        if len(now) > len(before) and now.startswith(before) and not now.endswith("\ufffd"):
-            self._send(now[len(before) :])
-            self._start, self._end = self._end, len(token_ids)
-
-    def finish(self, text: str) -> None:
-        """Send what is missing of the whole text; all of it on a line of its own where other text was sent before."""
-        self._send(text[len(self.sent) :] if text.startswith(self.sent) else f"\n{text}")
-
-    def _send(self, piece: str) -> None:
-        self.sent += piece
-        if piece:
-            self.send(piece)
+    (answer,) = TransformersEngine(answering.model, processor).generate([Request(prompt, seed, sampling)])
+    return answer
 
 
 def _base_of(path: Path) -> str:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
@@ -18,9 +17,6 @@ from mm_grpo.data.sources import BLIND
 from mm_grpo.pages.svg_chart import line_chart
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
-
-SMOOTHED = 9
-"""Steps over which the second reward curve is the running mean, where there are twice as many."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +94,8 @@ def draw_curves(history: History) -> dict[str, str]:
     rewards = [(row["step"], row["reward"]) for row in history.rows if row.get("reward") is not None]
     made: dict[str, str] = {}
     if len(rewards) > 1:
-        lines: list[tuple[str, Any]] = [("each step", rewards)]
-        if len(rewards) >= 2 * SMOOTHED:
-            values = [value for _, value in rewards]
-            near = [values[max(0, i - SMOOTHED // 2) : i + SMOOTHED // 2 + 1] for i in range(len(values))]
-            means = [(step, fmean(window)) for (step, _), window in zip(rewards, near, strict=True)]
-            lines.append((f"mean of {SMOOTHED} steps", means))
-        made["reward.svg"] = line_chart("mean reward", lines)
-    lines = []
+        made["reward.svg"] = line_chart("mean reward", [("each step", rewards)])
+    lines: list[tuple[str, Any]] = []
     for name, before in history.before.items():
         what = "accuracy" if before.get("accuracy") is not None else "reward"
         key = f"eval/{name}/{what}"

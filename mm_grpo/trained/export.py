@@ -47,7 +47,6 @@ def export_run(
     adapter: bool = False,
     overwrite: bool = False,
     overrides: Sequence[str] = (),
-    max_shard_size: str = SHARD,
     trust: bool = False,
 ) -> Proof:
     """Write a checkpoint of the run `source` to the folder `out`; the proof that it is the trained model.
@@ -63,18 +62,11 @@ def export_run(
     rows = [json.loads(line) for line in (found.checkpoint.log or b"").splitlines()]
     rewards = [str(reward["name"]) for reward in found.checkpoint.extra["rewards"]]
     history = History([row for row in rows if row["step"] <= found.step], rewards)
-    options: dict[str, Any] = {"overwrite": overwrite, "max_shard_size": max_shard_size}
-    return write_export(trained, history, out, adapter=adapter, **options)
+    return write_export(trained, history, out, adapter=adapter, overwrite=overwrite)
 
 
 def write_export(
-    trained: Trained,
-    history: History,
-    out: Path,
-    *,
-    adapter: bool,
-    overwrite: bool = False,
-    max_shard_size: str = SHARD,
+    trained: Trained, history: History, out: Path, *, adapter: bool, overwrite: bool = False
 ) -> Proof:
     """Write a trained model to `out` and prove it; takes memory for a second copy of the model."""
     check_out(out, overwrite=overwrite)
@@ -87,7 +79,7 @@ def write_export(
             expected = expected_of(trained, asked, _tensors(trained, adapter=adapter))
         except ValueError as error:
             raise ConfigError(f"the merge is wrong: {error}; nothing was kept") from None
-        write_model(trained, tmp, adapter=adapter, max_shard_size=max_shard_size)
+        write_model(trained, tmp, adapter=adapter)
         proof = prove(tmp, config, expected, adapter=adapter)
         write_card(tmp, config, history, step=step, adapter=adapter, proof=str(proof))
         _mark(tmp, config, step, proof, expected, adapter=adapter)
@@ -101,7 +93,7 @@ def write_export(
     return proof
 
 
-def write_model(trained: Trained, folder: Path, *, adapter: bool, max_shard_size: str) -> None:
+def write_model(trained: Trained, folder: Path, *, adapter: bool) -> None:
     """Weights or adapter, configs, processor and chat template."""
     model, config = trained.model, trained.config
     if adapter:
@@ -110,7 +102,7 @@ def write_model(trained: Trained, folder: Path, *, adapter: bool, max_shard_size
             model.generation_config.save_pretrained(str(folder))
     else:
         own = {"state_dict": dict(merged_tensors(model))} if has_adapters(model) else {}
-        save_pretrained(model, folder, max_shard_size=max_shard_size, **own)
+        save_pretrained(model, folder, max_shard_size=SHARD, **own)
     trained.processor.save(folder)
 
 

@@ -85,7 +85,8 @@ def find_model(
     user's own config: its path is the base model where that which the run names is not there, and the code that it
     names may be run, as any may with `trust`. Raises ConfigError for what is no such model.
     """
-    _check_word(which)
+    if which not in (None, "best", "last") and STEP.fullmatch(which or "") is None:
+        raise ConfigError(f"--checkpoint {which}: must be best, last or step-N")
     path = Path(given)
     if which is None and not path.exists() and STEP.fullmatch(path.name) and is_run(path.parent.parent):
         path, which = path.parent.parent, path.name  # removed since: the answer is what there is
@@ -125,10 +126,9 @@ def find_checkpoint(
     path: Path, which: str | None = None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunCheckpoint:
     """As `find_model`, but a checkpoint it must be. Raises ConfigError for any other model too."""
-    _check_word(which)
     if not is_run(path):
         raise ConfigError(f"'{path}' is {NO_RUN}")
-    found = _of_run(path, which, overrides, None, trust)
+    found = find_model(str(path), which, overrides, trust=trust)
     if isinstance(found, WholeModel):
         raise ConfigError(
             f"--checkpoint {which or DEFAULT}: is no checkpoint, but '{found.path}', {found.note}"
@@ -154,11 +154,6 @@ def is_run(path: Path) -> bool:
 
 def _has(path: Path, name: str) -> bool:
     return (path / name).is_file() and not (path / "config.json").is_file()  # which a model folder has
-
-
-def _check_word(which: str | None) -> None:
-    if which not in (None, "best", "last") and STEP.fullmatch(which or "") is None:
-        raise ConfigError(f"--checkpoint {which}: must be best, last or step-N")
 
 
 def _of_run(

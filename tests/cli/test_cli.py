@@ -152,6 +152,7 @@ from mm_grpo.user_code.kept_state import kept_state
 with kept_state("reward 'f'"):
     threading.Thread(target=time.sleep, args=(600,)).start()
 sys.argv = ["mm-grpo", *sys.argv[1:]]
+sys.modules["mm_grpo.cli.main"].LEFT_LIMIT = 0.1
 main()
 """
     command = [sys.executable, "-c", code, "recipes", "nothing"]

@@ -228,21 +228,3 @@ def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, job: Path) -
     watched = command("check", job, "rewards=[format,{name: exact_match, weight: 0}]")
     assert watched.code == 0, watched.out
     assert command("check", job, "--rows", "2").code == 0  # two rows do not show what the others hold
-
-
-def test_what_an_environment_puts_into_a_prompt_is_counted(command: Any, job: Path) -> None:
-    """The opening picture of `grid_world` and the list of its tools; its own reward is enough."""
-    rows = job.parent / "walks.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": "Walk.", "seed": n, "size": 3}) + "\n" for n in range(3)))
-    config = yaml.safe_load(job.read_text())
-    config["data"] = {"train": str(rows), "text_only": True}
-    config["rewards"] = []
-    job.write_text(yaml.safe_dump(config))
-    result = command("check", job)
-    assert result.code == 2 and "rewards" in result.err
-    config["rollout"]["environment"] = "grid_world"
-    job.write_text(yaml.safe_dump(config))
-    result = command("check", job)
-    assert result.code == 0, result.err
-    _, count, usable, images, tokens = row_of(result.out, "train")
-    assert (count, usable, images) == ("3", "3", "3") and int(tokens.split(" / ")[0]) > 300

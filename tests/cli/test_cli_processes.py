@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import processes
+from helpers import forkserver, processes
 from helpers.sessions import stat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -34,17 +32,19 @@ LAUNCH = "import sys; from mm_grpo.distributed.launch import launch; sys.exit(la
 
 
 @contextmanager
-def started(*arguments: object, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """`python ARGUMENTS`; killed with its processes when the test goes wrong."""
+def started(folder: Path, *arguments: object, **env: str) -> Iterator[forkserver.Forked]:
+    """`python ARGUMENTS` in a fork; it and its processes are killed when the test goes wrong. See `ended`."""
     known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, *map(str, arguments)], env={**known, **env}, **pipes)
+    with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
+        process = forkserver.start(
+            arguments, env={**known, **env}, cwd=processes.ROOT, stdout=out, stderr=err
+        )
     try:
         yield process
     finally:
-        for pid in [*ranks_of(process).values(), process.pid] if process.poll() is None else []:
+        for pid in ranks_of(process).values() if process.poll() is None else []:
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        process.end()
 
 
 def peers(folder: Path, mode: str) -> list[object]:
@@ -52,12 +52,12 @@ def peers(folder: Path, mode: str) -> list[object]:
     return ["-c", LAUNCH, PEERS, folder, mode]
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=DEADLINE)
-    return process.returncode, out, err
+def ended(process: forkserver.Forked, folder: Path) -> tuple[int, str]:
+    """The exit code, and what was written to standard error."""
+    return process.wait(DEADLINE), (folder / "err.txt").read_text()
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+def ranks_of(process: forkserver.Forked) -> dict[int, int]:
     """The processes that a launcher has started: pid by rank."""
     found = {}
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
@@ -92,8 +92,8 @@ def threads(folder: Path) -> list[str]:
 
 @pytest.mark.long
 def test_a_guard_ends_the_run_with_3_and_the_report_is_written(tmp_path: Path) -> None:
-    with started(*peers(tmp_path, "guard"), OMP_NUM_THREADS="5") as process:
-        code, _, err = ended(process)
+    with started(tmp_path, *peers(tmp_path, "guard"), OMP_NUM_THREADS="5") as process:
+        code, err = ended(process, tmp_path)
     assert (code, err) == (3, "stopped: guard logp_gap: too far\n")
     assert threads(tmp_path) == ["5", "5"]  # what the user has set stays
     assert (tmp_path / "report").read_text() == "whole"
@@ -101,12 +101,12 @@ def test_a_guard_ends_the_run_with_3_and_the_report_is_written(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
-    with started(*peers(tmp_path, "loop")) as process:
+    with started(tmp_path, *peers(tmp_path, "loop")) as process:
         wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
-        code, _, err = ended(process)
+        code, err = ended(process, tmp_path)
     assert code == 1
     assert f"error: process 1 of 2 (pid {ranks[1]}) was ended by SIGKILL" in err, err
     assert "Traceback" not in err and "elastic" not in err, err
@@ -115,7 +115,7 @@ def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
-    with started(*peers(tmp_path, "ignoring")) as process:
+    with started(tmp_path, *peers(tmp_path, "ignoring")) as process:
         wait_for(lambda: len(list(tmp_path.glob("ignoring-*"))) == 2 or process.poll() is not None)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGINT)
@@ -123,19 +123,19 @@ def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)  # is no Ctrl-C
         process.send_signal(signal.SIGINT)
-        code, _, err = ended(process)
+        code, err = ended(process, tmp_path)
     assert (code, err.strip()) == (130, "interrupted")
     assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
 @pytest.mark.long
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
-    with started(*peers(tmp_path, "loop")) as process:
+    with started(tmp_path, *peers(tmp_path, "loop")) as process:
         wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
         process.kill()
-        process.wait()
+        process.wait(DEADLINE)
         wait_for(lambda: not any(stat(pid)[0] != "Z" for pid in ranks.values()))
 
 
@@ -146,12 +146,12 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     (job.parent / "mine.py").write_text((job.parent / "mine.py").read_text() + last)
     run, number, seen = tmp_path / "run", signal.SIGTERM, set[str]()
     arguments = ("-m", "mm_grpo.cli", "train", job, "--processes", "2", "run.max_steps=400")
-    with started(*arguments) as process:
+    with started(tmp_path, *arguments) as process:
         while process.poll() is None and not (run / "metrics.jsonl").exists():
             seen |= listening([process.pid, *ranks_of(process).values()])
             time.sleep(0.05)
         process.send_signal(number)
-        code, _, err = ended(process)
+        code, err = ended(process, tmp_path)
     assert code == 128 + number, err
     assert seen == {"0100007F"}  # 127.0.0.1
     (newest,) = (run / "checkpoints").iterdir()

@@ -50,10 +50,11 @@ def test_the_config_gives_the_model_a_third_of_the_picture() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_short_run_learns_where_to_look(tmp_path: Path) -> None:
-    steps = 44
-    summary, folder = run(
-        tmp_path, f"run.max_steps={steps}", "optim.lr_scheduler_type=constant", "data.eval.patterns.size=90"
+    steps, optim = (
+        26,
+        ("optim.lr_scheduler_type=constant", "optim.learning_rate=2e-4", "optim.warmup_steps=2"),
     )
+    summary, folder = run(tmp_path, f"run.max_steps={steps}", *optim, "data.eval.patterns.size=90")
     print(summary)
     first, last = (looks(rollouts(folder, step)) for step in (1, steps))
     assert 0.3 <= first[0] <= 0.7 and first[1] <= 0.25

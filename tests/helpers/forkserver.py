@@ -85,7 +85,7 @@ class Forked:
         except subprocess.TimeoutExpired:
             return None
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float | None = PATIENCE) -> int:
         """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             self.channel.settimeout(timeout)

@@ -47,7 +47,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("program", "printed"), [(REWARDS, "[3.0]"), (RANKS, "[6]")])
+@pytest.mark.parametrize(
+    ("program", "printed"), [(REWARDS, "[3.0]"), pytest.param(RANKS, "[6]", marks=pytest.mark.slow)]
+)
 def test_helper_processes_import_the_standard_library(folder: Path, program: str, printed: str) -> None:
     script = folder / "bin" / "script.py"  # in another folder, as mm-grpo is; not with -P, which is handed on
     script.parent.mkdir()

@@ -145,7 +145,9 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
     (snippet,) = re.findall(
         r"```python\n(from mm_grpo import GRPOConfig.*?)```", README.read_text(), re.DOTALL
     )
-    given_all = [str(site), snippet.replace("max_steps=20", "max_steps=6"), *lines]
+    few = '"run.max_steps=2", "data.eval.colour_and_shape.size=20", "data.eval.count.size=5"'
+    assert '"run.max_steps=20"' in snippet
+    given_all = [str(site), snippet.replace('"run.max_steps=20"', few), *lines]
     output = run(sys.executable, "-c", PROGRAM, json.dumps(given_all), cwd=here)
     answer = json.loads(output.splitlines()[-1])
     assert Path(answer["file"]).is_relative_to(site)

@@ -58,11 +58,12 @@ def plain(folder: Path, run: Finished, base: Path | None = None) -> list[float]:
     ("kind", "which", "step"), [("lora", "best", 2), ("full", "last", 3), ("adapter", "best", 2)]
 )
 def test_an_export_answers_as_the_trainer_did(
-    kind: str, which: str, step: int, runs: Runs, tmp_path: Path
+    kind: str, which: str, step: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("mm_grpo.trained.export.SHARD", "100KB")
     adapter = kind == "adapter"
     run = runs("lora" if adapter else kind)
-    made = export_run(run.root, tmp_path / "out", which=which, adapter=adapter, max_shard_size="100KB")
+    made = export_run(run.root, tmp_path / "out", which=which, adapter=adapter)
     assert made.gap.max <= 1e-4 and made.gap.tokens > 8 and made.prompts == 4
     base = Path(run.trainer.config.model.path)
     found = plain(tmp_path / "out", run, base if adapter else None)
