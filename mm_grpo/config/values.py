@@ -97,19 +97,11 @@ def _action(value: Any) -> Any:
     return "off" if value is False else value  # PyYAML reads `off` as false
 
 
-def _profile(value: Any) -> bool | int | str:
-    if value == "torch" or isinstance(value, bool) or (isinstance(value, int) and value >= 1):
-        return value  # type: ignore[no-any-return]
-    raise ValueError
-
-
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 _MARK = "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
 HeadlineText = Annotated[str | None, PlainValidator(_headline), Accepts(_MARK)]
-ProfileChoice = Annotated[
-    bool | int | str, PlainValidator(_profile), Accepts("true, false, torch or an integer >= 1")
-]
+ProfileChoice = Annotated[bool | Literal["torch"], Accepts("true, false or torch")]
 RewardEntry = Annotated[
     str | dict[str, Any],
     PlainValidator(_reward),

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
-from mm_grpo.timing import record
 from mm_grpo.user_code import loop as background
 from mm_grpo.user_code.kept_state import kept_alive
 from mm_grpo.user_code.watchdog import Watchdog, lock_held
@@ -146,10 +145,7 @@ class _RewardTasks:
 
     async def _one(self, call: Call) -> None:
         async with self._limit:
-            start = time.perf_counter()
             await _call(call, self.results)
-            name = f"reward {self.results.spec.name}"
-            record(name, f"{name}, call", time.perf_counter() - start, completions=len(call.rows))
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._left -= 1

@@ -6,7 +6,7 @@
     environment  environment.json: the versions and the machine
     metrics      metrics.jsonl, one object a step
     events       events.jsonl: the guards that fired
-    profile      run.profile: where the time goes, as a table, as trace.json and as torch's own trace
+    profile      run.profile: where the time goes, as a table, and torch's own trace
     summary      summary.json, the run in a few numbers
     evaluations  what the evaluations of a run found, before, best and last
     rollout_log  rollouts/step-000001.jsonl and rollouts/images/

@@ -25,15 +25,15 @@ FILES = (
 )
 FOLDERS = ("rollouts", "tensorboard")
 SOME_FOLDERS = ("checkpoints", "model", "adapter")
-TRACES = ("trace.json", "torch_trace.json")
-"""Written by some runs only, as SOME_FOLDERS are, and most likely somebody else's in a folder without them."""
+TRACE = "torch_trace.json"
+"""Written by some runs only, as SOME_FOLDERS are."""
 
 
 def names_of(config: GRPOConfig, *, saves: bool) -> list[str]:
-    """Those of SOME_FOLDERS and TRACES that a run of this config writes; `saves` says whether it writes checkpoints."""
+    """Those of SOME_FOLDERS and TRACE that a run of this config writes; `saves` says whether it writes checkpoints."""
     model = config.run.save_model
     written = {"checkpoints": saves, "model": model, "adapter": model and config.model.lora is not None}
-    written |= {"trace.json": bool(config.run.profile), "torch_trace.json": config.run.profile == "torch"}
+    written[TRACE] = config.run.profile == "torch"
     return [name for name, does in written.items() if does]
 
 
@@ -85,7 +85,7 @@ def _written(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
     rollouts = (*paths.rollouts.glob("*.jsonl"), *paths.images.glob("*.png"))
     checkpoints = (path for path in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(path.name))
     outputs: dict[str, Iterable[Path]] = {
-        **{name: [paths.root / name] for name in (*FILES, *TRACES)},
+        **{name: [paths.root / name] for name in (*FILES, TRACE)},
         "rollouts": (path for path in rollouts if _is_rollout(path.name)),
         "checkpoints": (*checkpoints, *left_in(paths.checkpoints)),
         "tensorboard": paths.tensorboard.glob("events.out.tfevents.*"),
