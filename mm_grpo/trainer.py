@@ -29,7 +29,8 @@ from mm_grpo.health.image_files import readable
 from mm_grpo.health.logp_gap import sampled_gap
 from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
-from mm_grpo.pages.report import LivePage, Report, check_expected
+from mm_grpo.pages.curves import read_expected_curve
+from mm_grpo.pages.report import LivePage, Report
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.preflight.memory import run_sentence
@@ -44,12 +45,11 @@ from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.evaluations import Evaluations
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import REPORT_EVERY, dated
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
@@ -150,12 +150,12 @@ class GRPOTrainer:
                 overwrite=run.overwrite,
                 inputs=inputs,
                 resume=self.resume,
-                writes=names_of(self.config, saves=self.save_every > 0),
+                writes=outputs_of(self.config, saves=self.save_every > 0),
                 keep_rollouts=run.keep_rollouts,
                 expected=run.expected_curve,
             )
             if run.expected_curve is not None:
-                check_expected(run.expected_curve)
+                read_expected_curve(run.expected_curve)
             if self.ranks.first:
                 folder.check()
         return folder

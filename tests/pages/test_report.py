@@ -10,10 +10,10 @@ import pytest
 from helpers.runs import group
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.pages.curves import MOST_BUCKETS
+from mm_grpo.pages.curves import MOST_BUCKETS, read_expected_curve
 from mm_grpo.pages.gallery import WHILE_RUNNING
 from mm_grpo.pages.page import inert_json, render
-from mm_grpo.pages.report import LivePage, Report, check_expected
+from mm_grpo.pages.report import LivePage, Report
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
 
@@ -112,13 +112,13 @@ def charts(*folders: RunFolder) -> dict[str, list[dict[str, Any]]]:
 def test_an_expected_curve_is_checked_and_goes_with_the_run(tmp_path: Path) -> None:
     curve, root = tmp_path / "curve.json", tmp_path / "run"
     with pytest.raises(ConfigError, match=r"run.expected_curve = '.*curve.json'"):
-        check_expected(curve)
+        read_expected_curve(curve)
     values = {"metric": "rewrad", "steps": [1], "values": [0.5], "source": "here"}
     curve.write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="rewrad"):
-        check_expected(curve)
+        read_expected_curve(curve)
     curve.write_text(json.dumps(values | {"metric": "reward"}))
-    check_expected(curve)
+    read_expected_curve(curve)
     folder = RunFolder(root, expected=curve).start("x: 1\n")
     folder.on_log(1, {"reward": 0.25})
     assert charts(folder)["Reward"] == [

@@ -23,8 +23,8 @@ from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
-from mm_grpo.run.deciding_fields import deciding_fields, differing_field, is_neutral
 from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
 from mm_grpo.types import Completion, Group
 
 
