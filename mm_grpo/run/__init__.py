@@ -7,9 +7,8 @@
     profile      run.profile: where the time goes, as a table, and torch's own trace
     summary      summary.json, the run in a few numbers
     evaluations  what the evaluations of a run found, before, best and last
-    rollout_log  rollouts/step-000001.jsonl and rollouts/images/
+    rollout_log  rollouts/step-000001.jsonl, rollouts/images/, and run.keep_rollouts
     overlays     gold and predicted boxes and points, in pixels of a row's images
-    rollout_budget  run.keep_rollouts: the oldest rollouts go when there are too many bytes of them
     json_records records as JSON values, and back by their type hints
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
@@ -20,8 +19,7 @@
     inputs       what a run reads, which may not lie in its folder
     same_run     what a resumed run must have in common with the checkpoint: fields, rows, rewards, length
     stop_signals Ctrl-C, SIGTERM and SIGHUP: the end after a whole step
-    trackers     tensorboard, wandb, trackio
-    tracker_table  the completions of a step with their images, as trackers show them
+    trackers     tensorboard, wandb, trackio: numbers, and tables of completions with their images
 
 To add a file that a run writes: its path in RunPaths, its name in `folder.FILES`.
 """

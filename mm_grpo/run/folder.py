@@ -24,8 +24,7 @@ from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
 from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text, write_summary
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
-from mm_grpo.run.rollout_budget import RolloutBudget
-from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.run.rollout_log import RolloutBudget, write_rollouts
 from mm_grpo.timing import span
 from mm_grpo.types import Group
 
@@ -55,7 +54,7 @@ class RunFolder:
 
     `overwrite` allows `start` to replace the run that is there, and with `resume` that run goes on. `inputs` are the
     fields and paths that the run reads (its base model, its data): one that lies in the folder is refused. `writes` are
-    the names of BY_CONFIG that the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
+    the names of BY_CONFIG that the run will write. `keep_rollouts` is the limit of `RolloutBudget` in bytes.
     `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
 

@@ -130,10 +130,9 @@ parity/sync.py < parity
     * canary | = 0 if message is None ==> = self._unmoved.get(name, 0) if message is None
     * staleness | (self.version - version) * farthest ==> farthest
     threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
-health/logp_gap.py < health/test_guards.py
+health/checks.py < health/test_guards.py
     * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
     dropped side | abs(gap.ratio - 1) > RATIO_BIAS ==> gap.ratio - 1 > RATIO_BIAS
-health/update_happens.py < health/test_guards.py
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py

@@ -57,8 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", [{}, MOVING], ids=["", "with a reference that moves"])
+@pytest.mark.parametrize(("dtype", "algorithm"), [(torch.float32, MOVING), (torch.bfloat16, {})])
 def test_a_checkpoint_is_of_its_step_although_training_goes_on(
     algorithm: dict[str, Any],
     dtype: torch.dtype,
