@@ -117,6 +117,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each completion, with the fields `also` after the step; writes the images that are new.
 
+    A group without advantages, as in evaluation, has null in their place.
     A column that rewards logged for some groups only (`Group.extra`) is null for the others.
     """
     # not with parents: a run's folder that was removed does not come back
@@ -124,7 +125,50 @@ def _rows(
     paths.images.mkdir(exist_ok=True)
     extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
     for group in groups:
-        yield from _rows_of(paths, step, group, specs, extra, also or {})
+        prompt = group.prompt
+        shared: dict[str, Any] = {
+            "uid": prompt.uid,
+            "messages": _plain_messages(prompt.sample.messages),
+            "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
+        }
+        gold, _ = gold_overlays(specs, prompt)
+        columns = _plain_columns(prompt.sample.columns)
+        advantages = group.advantages or (None,) * len(group.completions)
+        scored = zip(group.completions, group.rewards, advantages, strict=True)
+        for generation, (completion, reward, advantage) in enumerate(scored):
+            row = {
+                "step": step,
+                **(also or {}),
+                "slot": group.slot,
+                "attempt": group.attempt,
+                **({"place": group.place} if group.place is not None else {}),
+                **shared,
+                "generation": generation,
+                "completion": completion.text,
+                "tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "seed": completion.seed,
+                "weight_versions": completion.weight_versions,
+                "reward": reward,
+                "parts": {name: values[generation] for name, values in group.parts.items()},
+                "advantage": advantage,
+                "columns": columns,
+            }
+            if gold:
+                row["gold"] = [overlay.as_dict() for overlay in gold]
+            if predicted := predicted_overlays(specs, prompt, completion.text):
+                row["marks"] = [overlay.as_dict() for overlay in predicted]
+            if prompt.opens_thinking:
+                row["opens_thinking"] = True
+            if completion.turns:
+                row["turns"] = _turns(paths, group, generation)
+                row["masked"] = completion.masked
+            if extra:
+                row["extra"] = {
+                    name: plain_value(group.extra[name][generation]) if name in group.extra else None
+                    for name in extra
+                }
+            yield row
 
 
 def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:
@@ -136,61 +180,6 @@ def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any
         for turn, reward, advantage in zip(own, rewards, advantages, strict=True):
             turn |= {"reward": reward, "advantage": advantage}
     return turns
-
-
-def _rows_of(
-    paths: RunPaths,
-    step: int,
-    group: Group,
-    specs: Sequence[RewardSpec],
-    extra: Sequence[str],
-    also: Mapping[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """The rows of a scored group. One without advantages, as in evaluation, has null in their place."""
-    prompt = group.prompt
-    shared: dict[str, Any] = {
-        "uid": prompt.uid,
-        "messages": _plain_messages(prompt.sample.messages),
-        "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
-    }
-    gold, _ = gold_overlays(specs, prompt)
-    columns = _plain_columns(prompt.sample.columns)
-    advantages = group.advantages or (None,) * len(group.completions)
-    scored = zip(group.completions, group.rewards, advantages, strict=True)
-    for generation, (completion, reward, advantage) in enumerate(scored):
-        row = {
-            "step": step,
-            **also,
-            "slot": group.slot,
-            "attempt": group.attempt,
-            **({"place": group.place} if group.place is not None else {}),
-            **shared,
-            "generation": generation,
-            "completion": completion.text,
-            "tokens": len(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "seed": completion.seed,
-            "weight_versions": completion.weight_versions,
-            "reward": reward,
-            "parts": {name: values[generation] for name, values in group.parts.items()},
-            "advantage": advantage,
-            "columns": columns,
-        }
-        if gold:
-            row["gold"] = [overlay.as_dict() for overlay in gold]
-        if predicted := predicted_overlays(specs, prompt, completion.text):
-            row["marks"] = [overlay.as_dict() for overlay in predicted]
-        if prompt.opens_thinking:
-            row["opens_thinking"] = True
-        if completion.turns:
-            row["turns"] = _turns(paths, group, generation)
-            row["masked"] = completion.masked
-        if extra:
-            row["extra"] = {
-                name: plain_value(group.extra[name][generation]) if name in group.extra else None
-                for name in extra
-            }
-        yield row
 
 
 def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
