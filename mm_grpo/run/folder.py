@@ -228,13 +228,13 @@ class RunFolder:
 
     def _check(self) -> None:
         paths = self.paths
-        for place in (paths.root, *paths.root.parents):
-            with self.writing("the folder"):  # a name that is too long, a folder that may not be looked into
-                taken = place.exists() and not place.is_dir()
-            if taken:
-                raise ConfigError(
-                    f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
-                )
+        with self.writing("the folder"):  # a name that is too long, a folder that may not be looked into
+            way = (paths.root, *paths.root.parents)
+            taken = [place for place in way if place.exists() and not place.is_dir()]
+        if taken:
+            raise ConfigError(
+                f"run.dir = '{paths.root}': there is a file at '{taken[0]}'; name a folder that can be made"
+            )
         refuse_inputs(paths.root, self._inputs)
         mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
         foreign = [name for name in self._writes if not mark.owns(name) and _is_there(paths.root / name)]
