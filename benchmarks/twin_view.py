@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for coef in given.coefs:
             curve = found[f"{coef} {seed}"] = run(base, given.out, coef, seed, given.steps)
             file.write_text(json.dumps(found))
-            scores = [f"{row['eval/score']:.2f}" for row in curve if "eval/eval/score" in row]
+            scores = [f"{row['eval/eval/score']:.2f}" for row in curve if "eval/eval/score" in row]
             print(f"coef {coef} seed {seed}: held-out {' '.join(scores)}", flush=True)
 
 

@@ -24,19 +24,19 @@ from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_r
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
+from mm_grpo.health.checks import finite_loss, sampled_gap, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.health.image_files import readable
-from mm_grpo.health.logp_gap import sampled_gap
-from mm_grpo.health.update_happens import finite_loss, update_happens
 from mm_grpo.migrate.arguments import explain_arguments
-from mm_grpo.pages.report import LivePage, Report, check_expected
+from mm_grpo.pages.curves import read_expected_curve
+from mm_grpo.pages.report import LivePage, Report
 from mm_grpo.parity.gaps import check_start, first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.rollout.collect import Collector, Rollout
+from mm_grpo.rollout.collect import Collector
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Evaluation
 from mm_grpo.rollout.pipeline import scheduled_version
@@ -44,12 +44,11 @@ from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.evaluations import Evaluations
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.outputs import names_of
 from mm_grpo.run.paths import REPORT_EVERY, dated
 from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
@@ -150,12 +149,12 @@ class GRPOTrainer:
                 overwrite=run.overwrite,
                 inputs=inputs,
                 resume=self.resume,
-                writes=names_of(self.config, saves=self.save_every > 0),
+                writes=outputs_of(self.config, saves=self.save_every > 0),
                 keep_rollouts=run.keep_rollouts,
                 expected=run.expected_curve,
             )
             if run.expected_curve is not None:
-                check_expected(run.expected_curve)
+                read_expected_curve(run.expected_curve)
             if self.ranks.first:
                 folder.check()
         return folder
@@ -300,7 +299,10 @@ class GRPOTrainer:
                 shares = ranks.broadcast(self.collector.pass_rates(rollout), "pass rates")
                 self._pass_rates.observe(step, shares)
             with ranks.fail_together("guards"):
-                self._log_rollouts(rollout)  # the evidence, before a guard may stop the run
+                if ranks.first:  # every group that was sampled: the evidence, before a guard may stop the run
+                    with timed(rollout.times, "time/log"):
+                        sampled = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
+                        self.folder.write_rollouts(step, sampled, self.scorer.specs)
             self._call("on_rollouts", step=step, groups=rollout.sampled)
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
                 canary = self.sync.canary(groups)
@@ -338,13 +340,6 @@ class GRPOTrainer:
         return {
             **rollout.metrics, **report.metrics, **synced.metrics, **images, **counted, **rollout.times, **times
         }  # fmt: skip
-
-    def _log_rollouts(self, rollout: Rollout) -> None:
-        """Every group that was sampled, on the first process."""
-        if self.ranks.first:
-            with timed(rollout.times, "time/log"):
-                groups = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
-                self.folder.write_rollouts(rollout.step, groups, self.scorer.specs)
 
     # the run around the steps ----------------------------------------------------------------
 

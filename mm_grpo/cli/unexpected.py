@@ -50,8 +50,7 @@ def keep_traceback(root: Path) -> Iterator[None]:
     except Exception as error:
         path = RunPaths(root).error
         with suppress(OSError, UserError):  # a full disk, a folder that is gone
-            mark = read_mark(root)
-            if mark is not None and mark.owns(path.name):
+            if read_mark(root).owns(path.name):
                 atomic_write(path, printable(redact("".join(traceback.format_exception(error)))))
                 error.add_note(f"the whole traceback is in {path}")
         raise

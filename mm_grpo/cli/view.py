@@ -29,8 +29,7 @@ def view(
     if twice := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
         raise ConfigError(f"view: '{twice}' is named twice; name each run once")
     named = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
-    mark = read_mark(folders[0].root)
-    own = output is None and len(folders) == 1 and mark is not None and mark.owns(named.name)
+    own = output is None and len(folders) == 1 and read_mark(folders[0].root).owns(named.name)
     page = OutputFile("--output", named, mark=b"" if own else GENERATOR)
     try:
         html = Report(folders).html()

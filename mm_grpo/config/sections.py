@@ -589,7 +589,7 @@ class RunConfig(Section):
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
     phantom_advantage. Default: {}."""
     profile: ProfileChoice = False
-    """Print where the time goes and write trace.json: true (of 10 steps), a number of steps, or torch, which adds
-    torch's own trace of an update (docs/report.md). Default: false."""
+    """Print where the time goes: true, or torch, which also writes torch's own trace of an update (docs/report.md).
+    Default: false."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Where metrics and tables of completions with images go as well: tensorboard, wandb, trackio. Default: []."""

@@ -95,9 +95,7 @@ _Headline = StringConstraints(
     strip_whitespace=True, pattern=r"^\S.*(>=\s*[-+]?(\d{1,18}(\.\d*)?|\.\d+)|\smean)$"
 )
 HeadlineText = Annotated[Annotated[str, _Headline] | None, Accepts(_MARK)]
-ProfileChoice = Annotated[
-    bool | Annotated[int, Field(ge=1)] | Literal["torch"], Accepts("true, false, torch or an integer >= 1")
-]
+ProfileChoice = Annotated[bool | Literal["torch"], Accepts("true, false or torch")]
 RewardEntry = Annotated[
     str | dict[str, Any],
     PlainValidator(_reward),

@@ -3,16 +3,13 @@
     rows                   those that read metrics of several steps, a row each; a new one is a row here
     history                what a run has shown so far, which the rows read
     sight                  `sight_lost`, which keeps measurements of its own
-    duplicate_completions  a group repeats itself more than its own probabilities allow
-    logp_gap               engine and learner disagree about the log-probs of the same tokens
-    update_happens         the optimizer ran and nothing moved, or nothing could
-    unread_images          log-probs that are the same without the image
+    checks                 those of one moment: functions that return a message or None
     guards                 all of them together: what a step shows them, what is done, what a resume gives back
     image_files            no guard: rows whose images cannot be read, before a model is loaded
 
-The last four before `guards` are of one moment: functions that return a message or None. The others are rebuilt from
-metrics.jsonl when a run is resumed. Each name stands in the config's `run.guards` too, which says what the guard does
-when it fires: `stop`, `warn` or `off`. By itself it stops a run that is certainly broken, and warns of others.
+Those of several steps are rebuilt from metrics.jsonl when a run is resumed. Each name stands in the config's
+`run.guards` too, which says what the guard does when it fires: `stop`, `warn` or `off`. By itself it stops a run that
+is certainly broken, and warns of others.
 """
 
 from __future__ import annotations

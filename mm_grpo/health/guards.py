@@ -13,7 +13,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.health import Alarm, apply_guard
-from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.health.checks import duplicate_completions
 from mm_grpo.health.history import History
 from mm_grpo.health.rows import Guard, at_the_end, rows_of
 from mm_grpo.health.sight import SightLost

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.health.logp_gap import SampledGap
+from mm_grpo.health.checks import SampledGap
 from mm_grpo.learner.pack import Item, Pack, by_group
 from mm_grpo.types import Prompt, UpdateRecord
 

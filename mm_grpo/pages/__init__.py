@@ -3,8 +3,7 @@
     page            the shell of both: data as inert JSON, pictures, and page.css and page.js, which draw everything
     report          the page of one or several runs: report.html, view.html
     curves          the metrics that it draws, in a bounded number of points
-    gallery         its groups and evaluation rows, chosen by a budget
-    token_heatmap   the tokens of a completion with their sight
+    gallery         its groups and evaluation rows, chosen by a budget, with the sight of their tokens
     check_page      the page of a check: what the model sees of the first rows
     svg_chart       line charts as SVG files, for what has no script: a model's card, the README
 

@@ -2,7 +2,8 @@
 
 `Curves.take` is given each row of metrics.jsonl once. A metric's points are exact up to MOST_BUCKETS rows; from then on
 neighbouring points share a bucket, whose lowest and highest value stay, so that no spike is lost. Buckets double as the
-run goes on. CURVES says which metrics are drawn, and how: to add a curve, a line there.
+run goes on. CURVES says which metrics are drawn, and how: to add a curve, a line there. An `ExpectedCurve` is one that
+was measured before (`run.expected_curve`, docs/recipes.md), which a page draws beside the user's own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,17 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+
+from mm_grpo.errors import ConfigError
+from mm_grpo.files import read_regular_file
+from mm_grpo.terminal import printable
 
 Point = tuple[float, float | None]
 """A step and the value there; None where nothing was measured."""
@@ -200,3 +210,46 @@ def _number(value: Any) -> float | None:
     """A number that can be drawn, else None."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return value if known else None
+
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class ExpectedCurve(BaseModel):
+    """A metric's values at some steps of a run that was measured before; 0 is before the first.
+
+    `source` says where the figures are from: hardware, seeds, what else ran.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    metric: Name
+    steps: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    values: tuple[float, ...]
+    source: Name
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if any(b <= a for a, b in pairwise(self.steps)) or len(self.values) != len(self.steps):
+            raise ValueError("steps must rise, and values must be as many")
+        return self
+
+
+def read_expected_curve(path: str | PathLike[str]) -> ExpectedCurve:
+    """The curve in a file. ConfigError when there is none, or none that a page draws."""
+    try:
+        curve = ExpectedCurve.model_validate_json(read_regular_file(Path(path)))
+    except OSError as error:
+        raise ConfigError(
+            f"run.expected_curve = '{path}': cannot be read ({error.strerror}); name a JSON file, or null"
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"run.expected_curve = '{path}': {where}: {first['msg']}") from None
+    if not places_of(curve.metric):
+        raise ConfigError(
+            f"run.expected_curve = '{path}': metric '{printable(curve.metric, lines=False)}' is none that report.html "
+            "draws; name one of its curves, such as reward or eval/<set>/accuracy"
+        )
+    return curve

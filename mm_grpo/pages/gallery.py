@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.pages.page import Picture, as_text, cut, data_url, encode_image
-from mm_grpo.pages.token_heatmap import Heatmap, Tokens, heatmap, tokens_of, total_of
 from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import GOLD, evaluated_steps, logged_steps, message_text
@@ -37,6 +36,12 @@ FOLDED_FROM, IN_VIEW = 1500, 600
 """Characters from which an answer without tags is folded, and those at its end that stay in view."""
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MOST_OVERLAYS = 200
+SHADED_FROM = 0.1
+"""Nats, above and below 0, from which page.js shades a token (SHADES there)."""
+
+Tokens = Sequence[tuple[str, float]]
+Heatmap = list[str | tuple[str, float]]
+"""Pieces of a text: those that are shaded with their nats, and what lies between them."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,8 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
     """One completion, without keys that have no value."""
     text = row["completion"]
     thinking, answer = split_thinking(text, opened=bool(row.get("opens_thinking")))
-    tokens, turns = tokens_of(row), row.get("turns") or []
+    sight, turns = row.get("sight"), row.get("turns") or []
+    tokens = list(zip(sight["pieces"], sight["tokens"], strict=True)) if sight else []
     own = () if turns else tokens
     found: dict[str, Any] = {
         **{name: row.get(name) for name in AS_LOGGED},
@@ -180,7 +186,7 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
         "thinking": _shown(text, 0, len(thinking), own),
         "turns": [],
         "marks": (row.get("marks") or [])[:MOST_OVERLAYS],
-        "sight": total_of(row),
+        "sight": sight and {name: sight[name] for name in ("nats", "other")},
     }
     place = 0
     for turn in turns:
@@ -203,6 +209,30 @@ def _shown(whole: str, start: int, end: int, tokens: Tokens) -> str | Heatmap:
     if not tokens or (pieces := heatmap(tokens, whole, start, last)) is None:
         return shown
     return [*pieces, *filter(None, [shown[last - start :]])]
+
+
+def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
+    """`whole[start:end]` in pieces; None where `tokens` are not those of `whole`, or none of them is shaded.
+
+    >>> heatmap([("It", 0.0), (" is", 0.01), (" red", 4.5)], "It is red", 1, 9)
+    ['t is', (' red', 4.5)]
+    """
+    if "".join(piece for piece, _ in tokens) != whole:
+        return None
+    found: Heatmap = []
+    place = 0
+    for piece, nats in tokens:
+        text = piece[max(0, start - place) : max(0, end - place)]
+        place += len(piece)
+        if not text:
+            continue
+        if abs(nats) >= SHADED_FROM:
+            found.append((text, round(nats, 4)))
+        elif found and isinstance(found[-1], str):
+            found[-1] += text
+        else:
+            found.append(text)
+    return found if any(isinstance(piece, tuple) for piece in found) else None
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:

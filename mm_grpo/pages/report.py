@@ -12,22 +12,19 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
-from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.errors import UserError
 from mm_grpo.files import atomic_write, read_json
-from mm_grpo.pages.curves import CURVES, Curve, Curves, places_of
+from mm_grpo.pages.curves import CURVES, Curve, Curves, ExpectedCurve, places_of, read_expected_curve
 from mm_grpo.pages.gallery import WHILE_RUNNING, WHOLE, Budget, Pictures, gather_gallery
 from mm_grpo.pages.page import Picture, render
-from mm_grpo.run.events import read_events
-from mm_grpo.run.expected_curve import ExpectedCurve, read_expected_curve
-from mm_grpo.run.metrics import new_rows, read_summary
+from mm_grpo.run.metrics import new_rows, read_events, read_summary
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.terminal import printable, redact
+from mm_grpo.terminal import redact
 
 PAGE = 10
 """Groups and evaluation rows that are shown at a time."""
@@ -196,16 +193,6 @@ def expected_lines(
                 label = f"expected {line_name(metric, kind)}" if named else "expected"
                 found[curve] = {"label": label, "points": list(zip(curve.steps, curve.values, strict=True))}
     return list(found.values())
-
-
-def check_expected(path: str | PathLike[str]) -> None:
-    """ConfigError unless the file `run.expected_curve` holds a curve that the page draws."""
-    metric = read_expected_curve(path).metric
-    if not places_of(metric):
-        raise ConfigError(
-            f"run.expected_curve = '{path}': metric '{printable(metric, lines=False)}' is none that report.html draws; "
-            "name one of its curves, such as reward or eval/<set>/accuracy"
-        )
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import DataError
 from mm_grpo.health import apply_guard
-from mm_grpo.health.logp_gap import limit_for, logp_gap
+from mm_grpo.health.checks import limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rollout.engine import (
     Replica,

@@ -1,6 +1,6 @@
 """Measures of images in a step: that they are read at all, and how much completions depend on them (sight).
 
-`unread` scores one completion with other pixels (health/unread_images.py); only a change of exactly 0 is a failure.
+`unread` scores one completion with other pixels (health/checks.py); only a change of exactly 0 is a failure.
 `sight` runs a few groups with the images of another row (learner/sight.py), as often as `run.sight_every` says, and
 adds what it finds to the step's rollout file.
 """
@@ -14,8 +14,8 @@ from statistics import fmean, stdev
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.health.checks import is_due, unread_images, with_other_pixels
 from mm_grpo.health.guards import Guards
-from mm_grpo.health.unread_images import is_due, unread_images, with_other_pixels
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.sight import GroupSight, measure
 from mm_grpo.parity.gaps import gap_of

@@ -27,8 +27,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
-from mm_grpo.health.logp_gap import limit_for, logp_gap
-from mm_grpo.health.unread_images import is_due
+from mm_grpo.health.checks import is_due, limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import Gap, gap_of
 from mm_grpo.rollout.background import Background

@@ -21,7 +21,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
-from mm_grpo.health.duplicate_completions import duplicate_completions
+from mm_grpo.health.checks import duplicate_completions
 from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
 from mm_grpo.preflight.out_of_memory import refuse_too_large
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers

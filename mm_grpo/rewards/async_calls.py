@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
-from mm_grpo.timing import record
 from mm_grpo.user_code import loop as background
 from mm_grpo.user_code.kept_state import kept_alive
 from mm_grpo.user_code.watchdog import Watchdog, lock_held
@@ -174,7 +173,7 @@ class _RewardTasks:
 
 
 async def _call(call: Call, results: RewardCalls) -> None:
-    task, start, name = asyncio.current_task(), time.perf_counter(), f"reward {call.spec.name}"
+    task = asyncio.current_task()
     assert task is not None
     results.begun.add(call.rows)
     try:
@@ -191,4 +190,3 @@ async def _call(call: Call, results: RewardCalls) -> None:
     else:
         if not task.cancelling():
             results.answered(call, answer)
-    record(name, f"{name}, call", time.perf_counter() - start, completions=len(call.rows))

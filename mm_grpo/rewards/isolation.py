@@ -20,7 +20,6 @@ from mm_grpo.rewards.call import Call, Fault, RewardCalls, WorkerTrace
 from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
-from mm_grpo.timing import record
 from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, default_size, packed
 
 LONGEST_ANSWER = 2**30
@@ -160,8 +159,6 @@ class WorkerPool:
         if outcome.unread:  # made again
             self._waiting.appendleft(job)
             return
-        name = f"reward {self.spec.name}"
-        record(name, f"{name}, worker", outcome.seconds, completions=len(job.call.rows))
         answer = _read(outcome)
         if "died" in answer:
             self.workers.end(outcome.worker)  # also where it goes on after what was no answer

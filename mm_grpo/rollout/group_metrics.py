@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 from mm_grpo.data.dataset import TASK
-from mm_grpo.health.duplicate_completions import unique_ratio
+from mm_grpo.health.checks import unique_ratio
 from mm_grpo.types import Completion, Group
 
 T = TypeVar("T")

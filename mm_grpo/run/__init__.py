@@ -2,29 +2,24 @@
 
     folder       RunFolder: a new run's folder, or one that is there already
     paths        RunPaths: where each file is
-    outputs      which names a run writes, and how what a run wrote is removed
     environment  environment.json: the versions and the machine
-    metrics      metrics.jsonl, one object a step
-    events       events.jsonl: the guards that fired
-    profile      run.profile: where the time goes, as a table, as trace.json and as torch's own trace
+    metrics      metrics.jsonl, one object a step, and events.jsonl, the guards that fired
+    profile      run.profile: where the time goes, as a table, and torch's own trace
     summary      summary.json, the run in a few numbers
     evaluations  what the evaluations of a run found, before, best and last
-    rollout_log  rollouts/step-000001.jsonl and rollouts/images/
+    rollout_log  rollouts/step-000001.jsonl, rollouts/images/, and run.keep_rollouts
     overlays     gold and predicted boxes and points, in pixels of a row's images
-    rollout_budget  run.keep_rollouts: the oldest rollouts go when there are too many bytes of them
     json_records records as JSON values, and back by their type hints
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
-    checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, deciding_fields say what it is of
+    checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
     checkpoint_writer  its files, in the thread that writes while the run goes on
     progress     the bar on the terminal
     callbacks    objects of the user's that are called during a run
     lock         the mark of a run folder, and the lock on it while a run writes there
     inputs       what a run reads, which may not lie in its folder
-    expected_curve  the measured curve that a recipe ships, read from its JSON file
-    same_run     what a resumed run must have in common with the checkpoint: rows, rewards, length
+    same_run     what a resumed run must have in common with the checkpoint: fields, rows, rewards, length
     stop_signals Ctrl-C, SIGTERM and SIGHUP: the end after a whole step
-    trackers     tensorboard, wandb, trackio
-    tracker_table  the completions of a step with their images, as trackers show them
+    trackers     tensorboard, wandb, trackio: numbers, and tables of completions with their images
 
-To add a file that a run writes: its path in RunPaths, its name in `outputs.FILES`.
+To add a file that a run writes: its path in RunPaths, its name in `folder.FILES`.
 """

@@ -44,8 +44,7 @@ from mm_grpo.learner.state import (
     state_file,
 )
 from mm_grpo.rollout.background import Background
-from mm_grpo.run.checkpoint_writer import CheckpointContents, CheckpointWriter
-from mm_grpo.run.deciding_fields import deciding_fields, differing_field
+from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.manifest import (
     FORMAT,
@@ -56,6 +55,7 @@ from mm_grpo.run.manifest import (
     read_checkpoint,
 )
 from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.same_run import deciding_fields, differing_field
 from mm_grpo.timing import span
 
 MOST_STEPS = 100
@@ -94,7 +94,7 @@ class Checkpoints:
         """Take up the state after `step` and write the checkpoint, once the one before it is written. Collective.
 
         It is whole once `finish` has said so, and weights may change as soon as this returns.
-        What is removed then is said at `CheckpointWriter.write`; `spared` is the step of one that stays. Raises
+        What is removed then is said at `write_checkpoint`; `spared` is the step of one that stays. Raises
         ConfigError when this checkpoint, or the one before it, cannot be written.
         """
         self._end()
@@ -102,13 +102,13 @@ class Checkpoints:
         background = self._in_background
         with span("snapshot"), self.ranks.fail_together("a checkpoint"):
             contents = self._contents(step, extra, identity, spared, copied=background)
-        keep = self.config.run.keep_checkpoints
         if background:
-            writer = CheckpointWriter(self.folder, keep, self._thread_ranks)
-            future = self._thread.submit(partial(writer.write, contents, self._thread.require_open))
+            thread = self._thread
+            write = partial(write_checkpoint, self.folder, contents, self._thread_ranks, thread.require_open)
+            future = thread.submit(write)
         else:
             future = futures.Future()
-            future.set_result(CheckpointWriter(self.folder, keep, self.ranks).write(contents))
+            future.set_result(write_checkpoint(self.folder, contents, self.ranks))
         self._writing = step, future
 
     def finish(self, *, wait: bool) -> None:
@@ -232,7 +232,8 @@ class Checkpoints:
             "adam_steps": optimizer.adam_steps,
         }
         log = self.log.read_bytes() if self.ranks.first and self.log.is_file() else None
-        return CheckpointContents(step, manifest, state, reference, log, spared)
+        keep = self.config.run.keep_checkpoints
+        return CheckpointContents(step, manifest, state, reference, log, keep, spared)
 
     def _end(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and say that it is whole."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class CheckpointContents:
     """What this process writes of the checkpoint of a step.
 
     `manifest` is what the manifest holds but for files, `log` metrics.jsonl; of the processes the first
-    writes these and `reference`. That of the step `spared`, if there is one, is not removed, however old it is.
+    writes these and `reference`. Of older checkpoints the newest `keep` stay, and that of the step `spared`.
     """
 
     step: int
@@ -37,106 +37,88 @@ class CheckpointContents:
     state: StateFile
     reference: StateFile | None
     log: bytes | None
+    keep: int
     spared: int | None
 
 
-class CheckpointWriter:
-    """Writes checkpoints to `folder`, of which the newest `keep` stay. `ranks` are those of the thread that writes."""
+@span("writing")
+def write_checkpoint(
+    folder: Path, contents: CheckpointContents, ranks: Ranks, require_open: Callable[[], None] = lambda: None
+) -> Path:
+    """Write a checkpoint to `folder` and remove those that are older than it keeps. Collective.
 
-    def __init__(self, folder: Path, keep: int, ranks: Ranks) -> None:
-        self.folder, self.keep, self.ranks = folder, keep, ranks
-
-    @span("writing")
-    def write(self, contents: CheckpointContents, require_open: Callable[[], None] | None = None) -> Path:
-        """Write a checkpoint and remove those that are older than `keep` allows. Collective.
-
-        Those of later steps go too: the run went on from before them, so they were damaged. `require_open` is called
-        before the folder gets its name, and may raise. Raises ConfigError when the checkpoint cannot be written; what
-        was there before is then untouched.
-        """
-        path = self.folder / f"step-{contents.step:06d}"
-        beside = self.folder / f".{path.name}.new"
-        try:
-            with self._together():
-                if self.ranks.first:
-                    for left in left_in(self.folder):
-                        with suppress(OSError):  # one that somebody holds, on a shared disk
-                            remove(left)
-                    self.folder.mkdir(
-                        exist_ok=True
-                    )  # and not the run's folder, should that have been removed
-                    beside.mkdir()
-            with self._together():
-                entry, reference = self._write_share(beside, contents)
-            entries = self.ranks.all_gather(entry, "a checkpoint")
-            with self._together():
-                if require_open is not None:
-                    require_open()
-                if self.ranks.first:
-                    self._finish(beside, path, contents, entries, reference)
-                    self._remove_old(contents.step, contents.spared)
-        except BaseException:
-            if self.ranks.first:
-                shutil.rmtree(beside, ignore_errors=True)
-            raise
-        return path
+    Those of later steps go too: the run went on from before them, so they were damaged. `require_open` is called
+    before the folder gets its name, and may raise. Raises ConfigError when the checkpoint cannot be written; what
+    was there before is then untouched.
+    """
+    path = folder / f"step-{contents.step:06d}"
+    beside = folder / f".{path.name}.new"
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together() -> Iterator[None]:
         """A part of the work of all processes; what one of them cannot write is a ConfigError on all."""
-        with self.ranks.fail_together("a checkpoint"):
+        with ranks.fail_together("a checkpoint"):
             try:
                 yield
             except OSError as error:
-                listed = [*checkpoints_in(self.folder).values()]
+                listed = [*checkpoints_in(folder).values()]
                 kept = f"the last good one is {listed[-1].name}" if listed else "there is none before it"
                 raise ConfigError(
-                    f"run.dir = '{self.folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
+                    f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
                     f"{kept}. Make room, or lower run.keep_checkpoints, and resume"
                 ) from None
 
-    def _write_share(
-        self, beside: Path, contents: CheckpointContents
-    ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Write this process's files; returns the manifest's entries of its state and of the reference."""
-        name = f"state-{self.ranks.rank:05d}-of-{self.ranks.world:05d}.safetensors"
-        if not beside.is_dir():
-            raise ConfigError(
-                f"run.dir = '{self.folder.parent}': process {self.ranks.rank} does not see the folder that the first "
-                "process made there; name one that all hosts share"
-            )
-        entry = contents.state.write(beside / name).as_dict()
-        if contents.reference is None:
-            return entry, None
-        return entry, contents.reference.write(beside / REFERENCE).as_dict()
+    try:
+        with together():
+            if ranks.first:
+                for left in left_in(folder):
+                    with suppress(OSError):  # one that somebody holds, on a shared disk
+                        remove(left)
+                folder.mkdir(exist_ok=True)  # and not the run's folder, should that have been removed
+                beside.mkdir()
+        with together():
+            if not beside.is_dir():
+                raise ConfigError(
+                    f"run.dir = '{folder.parent}': process {ranks.rank} does not see the folder that the first "
+                    "process made there; name one that all hosts share"
+                )
+            name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
+            entry, kept = contents.state.write(beside / name).as_dict(), contents.reference
+            reference = None if kept is None else kept.write(beside / REFERENCE).as_dict()
+        entries = ranks.all_gather(entry, "a checkpoint")
+        with together():
+            require_open()
+            if ranks.first:
+                _finish(beside, path, contents, {"reference": reference, "files": entries})
+                _remove_old(folder, contents)
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+    return path
 
-    def _finish(
-        self,
-        beside: Path,
-        path: Path,
-        contents: CheckpointContents,
-        entries: Sequence[Mapping[str, Any]],
-        reference: Mapping[str, Any] | None,
-    ) -> None:
-        manifest = {**contents.manifest, "reference": reference, "files": list(entries), "log": None}
-        if contents.log is not None:
-            atomic_write(beside / LOG, contents.log)
-            manifest["log"] = mark_of(beside / LOG).as_dict()
-        atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        _sync(beside)
-        remove(path)  # the step is taken again, so this one was not whole
-        os.replace(beside, path)
-        _sync(self.folder)
 
-    def _remove_old(self, step: int, spared: int | None) -> None:
-        listed = [*checkpoints_in(self.folder).values()]
-        done = [path for path in listed if step_of(path) <= step]
-        for old in [*done[: -self.keep], *listed[len(done) :]]:
-            if step_of(old) != spared:
-                left = old.with_name(f".{old.name}.old")
-                with suppress(OSError):  # then it stays as it is
-                    os.replace(old, left)
-                shutil.rmtree(left, ignore_errors=True)
+def _finish(beside: Path, path: Path, contents: CheckpointContents, files: Mapping[str, Any]) -> None:
+    manifest = {**contents.manifest, **files, "log": None}
+    if contents.log is not None:
+        atomic_write(beside / LOG, contents.log)
+        manifest["log"] = mark_of(beside / LOG).as_dict()
+    atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    _sync(beside)
+    remove(path)  # the step is taken again, so this one was not whole
+    os.replace(beside, path)
+    _sync(path.parent)
+
+
+def _remove_old(folder: Path, contents: CheckpointContents) -> None:
+    listed = [*checkpoints_in(folder).values()]
+    done = [path for path in listed if step_of(path) <= contents.step]
+    for old in [*done[: -contents.keep], *listed[len(done) :]]:
+        if step_of(old) != contents.spared:
+            left = old.with_name(f".{old.name}.old")
+            with suppress(OSError):  # then it stays as it is
+                os.replace(old, left)
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

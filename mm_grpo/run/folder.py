@@ -12,29 +12,41 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove, unfinished_writes
 from mm_grpo.run.environment import describe_environment, warn_of_another_sampler
-from mm_grpo.run.events import append_event, cut_events
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
-from mm_grpo.run.lock import RunLock, read_mark, refuse_running
-from mm_grpo.run.metrics import append_row, finite_or_text, write_summary
-from mm_grpo.run.outputs import FILES, FOLDERS, SOME_FOLDERS, files_in, held, is_there, remove_run, unfinished
-from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
-from mm_grpo.run.rollout_budget import RolloutBudget
-from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
+from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text, write_summary
+from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
+from mm_grpo.run.rollout_log import RolloutBudget, write_rollouts
 from mm_grpo.timing import span
 from mm_grpo.types import Group
 
 if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
     from mm_grpo.rewards.spec import RewardSpec
 
+FILES = (
+    "config.yaml", "expected_curve.json", "environment.json", "metrics.jsonl", "events.jsonl", "summary.json",
+    "error.txt", "report.html",
+)  # fmt: skip
+FOLDERS = ("rollouts", "tensorboard")
+BY_CONFIG = ("checkpoints", "model", "adapter", "torch_trace.json")
+"""Written by some runs only."""
 logger = logging.getLogger("mm_grpo")
+
+
+def outputs_of(config: GRPOConfig, *, saves: bool) -> list[str]:
+    """Those of BY_CONFIG that a run of this config writes; `saves` says whether it writes checkpoints."""
+    model = config.run.save_model
+    lora, torch = config.model.lora is not None, config.run.profile == "torch"
+    return [name for name, does in zip(BY_CONFIG, (saves, model, model and lora, torch), strict=True) if does]
 
 
 class RunFolder:
@@ -42,7 +54,7 @@ class RunFolder:
 
     `overwrite` allows `start` to replace the run that is there, and with `resume` that run goes on. `inputs` are the
     fields and paths that the run reads (its base model, its data): one that lies in the folder is refused. `writes` are
-    the names of outputs.py that the run will write. `keep_rollouts` is the limit of rollout_budget.py in bytes.
+    the names of BY_CONFIG that the run will write. `keep_rollouts` is the limit of `RolloutBudget` in bytes.
     `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
     """
 
@@ -53,7 +65,7 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Inputs = (),
         resume: bool = False,
-        writes: Collection[str] = SOME_FOLDERS,
+        writes: Collection[str] = BY_CONFIG[:3],
         keep_rollouts: int | None = None,
         expected: AnyPath | None = None,
     ) -> None:
@@ -116,9 +128,9 @@ class RunFolder:
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             if not self._resume:
-                remove_run(paths, self._lock.mark)
+                _remove_run(paths, self._lock.mark)
             self._lock.add(self._writes)
-            for left in unfinished(paths, self._lock.mark):
+            for left in _unfinished(paths, self._lock.mark):
                 left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
             for former in (paths.expected, paths.error):  # of a run that goes on without it
@@ -163,7 +175,7 @@ class RunFolder:
             append_row(self.paths.metrics, step, finite_or_text(metrics))
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
-        """See `events.append_event`."""
+        """See `metrics.append_event`."""
         with self.writing("events.jsonl"):
             append_event(self.paths.events, step, name, action, message)
 
@@ -178,7 +190,7 @@ class RunFolder:
             write(new)
             if self._lock is None:
                 return
-            users = files_in(path, self._lock.mark, own=False)
+            users = _files_in(path, self._lock.mark, own=False)
             self._lock.add(f"{name}/{file.relative_to(new)}" for file in new.rglob("*") if file.is_file())
             for file in users:
                 if not os.path.lexists(kept := new / file.relative_to(path)):
@@ -216,39 +228,86 @@ class RunFolder:
 
     def _check(self) -> None:
         paths = self.paths
-        for place in (paths.root, *paths.root.parents):
-            with self.writing("the folder"):  # a name that is too long, a folder that may not be looked into
-                taken = place.exists() and not place.is_dir()
-            if taken:
-                raise ConfigError(
-                    f"run.dir = '{paths.root}': there is a file at '{place}'; name a folder that can be made"
-                )
+        with self.writing("the folder"):  # a name that is too long, a folder that may not be looked into
+            way = (paths.root, *paths.root.parents)
+            taken = [place for place in way if place.exists() and not place.is_dir()]
+        if taken:
+            raise ConfigError(
+                f"run.dir = '{paths.root}': there is a file at '{taken[0]}'; name a folder that can be made"
+            )
         refuse_inputs(paths.root, self._inputs)
         mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
-        own = [name for name in self._writes if mark is not None and mark.owns(name)]
-        foreign = [name for name in self._writes if self._is_foreign(name, own)]
+        foreign = [name for name in self._writes if not mark.owns(name) and _is_there(paths.root / name)]
         if foreign:
             names = ", ".join(f"{name}/" if (paths.root / name).is_dir() else name for name in foreign)
             raise ConfigError(
                 f"run.dir = '{paths.root}' holds {names}, which no run wrote ({RUN_MARK}): somebody else's files are "
                 "neither written over nor removed. Move them, or name another folder with run.dir=..."
             )
-        found = held(paths, mark)
+        found = _held(paths, mark)
         if found and not self._overwrite and not self._resume:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(found)}); name another folder with"
                 " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
             )
 
-    def _is_foreign(self, name: str, own: Collection[str]) -> bool:
-        """Whether something lies under a name that the run would write, and no run wrote it.
 
-        Such is also a pipe, for which a reader would wait, and a link to a file, which would be written through.
-        """
-        path = self.paths.root / name
-        if name not in own:
-            return is_there(path)
-        fits = (
-            path.is_dir() if name in (*FOLDERS, *SOME_FOLDERS) else path.is_file() and not path.is_symlink()
-        )
-        return os.path.lexists(path) and not fits
+def _is_there(path: Path) -> bool:
+    """Whether something is at `path`; an empty folder is nothing."""
+    return path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir()))
+
+
+def _held(paths: RunPaths, mark: RunMark) -> list[str]:
+    """What of a run is there, in words; empty when the folder is new, or its run never took a step."""
+    rows = paths.metrics.read_bytes().count(b"\n") if paths.metrics.is_file() else 0
+    found = {"metrics.jsonl": f"{rows} rows in metrics.jsonl"} if rows else {}
+    found |= {name: name for name in ("summary.json", *BY_CONFIG) if _is_there(paths.root / name)}
+    return [words for name, words in found.items() if mark.owns(name)]
+
+
+def _remove_run(paths: RunPaths, mark: RunMark) -> None:
+    """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
+    for path in (*_unfinished(paths, mark), *_written(paths, mark)):
+        remove(path)
+    for name in (*FOLDERS, *BY_CONFIG):
+        top = paths.root / name
+        for left in sorted([top, *top.rglob("*")], reverse=True):  # what is inside before what it is in
+            if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
+                left.rmdir()
+
+
+def _written(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
+    rollouts = (*paths.rollouts.glob("*.jsonl"), *paths.images.glob("*.png"))
+    checkpoints = (path for path in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(path.name))
+    outputs: dict[str, Iterable[Path]] = {
+        **{name: [paths.root / name] for name in (*FILES, paths.torch_trace.name)},
+        "rollouts": (path for path in rollouts if _is_rollout(path.name)),
+        "checkpoints": (*checkpoints, *left_in(paths.checkpoints)),
+        "tensorboard": paths.tensorboard.glob("events.out.tfevents.*"),
+        "model": _files_in(paths.model, mark),
+        "adapter": _files_in(paths.adapter, mark),
+    }
+    for name, found in outputs.items():
+        if mark.owns(name):
+            yield from found
+
+
+def _files_in(folder: Path, mark: RunMark, *, own: bool = True) -> list[Path]:
+    """The files in `model` or `adapter` that runs wrote, or with `own=False` all others; a link is one itself."""
+    if folder.is_symlink():
+        return [folder] if own else []
+    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is own]
+
+
+def _unfinished(paths: RunPaths, mark: RunMark) -> list[Path]:
+    """Files of a run that was killed while it wrote them, under their temporary names."""
+    found = {path: name for path, name in unfinished_writes(paths.root).items() if mark.owns(name)}
+    if mark.owns("rollouts"):
+        inner = unfinished_writes(paths.rollouts) | unfinished_writes(paths.images)
+        found |= {path: name for path, name in inner.items() if _is_rollout(name)}
+    return list(found)
+
+
+def _is_rollout(name: str) -> bool:
+    return bool(ROLLOUT_NAME.fullmatch(name) or IMAGE_NAME.fullmatch(name))

@@ -14,7 +14,6 @@ from mm_grpo.config.yaml_file import is_source
 from mm_grpo.data.mixture import Mixture, mixture_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob
-from mm_grpo.run.expected_curve import read_expected_curve
 
 AnyPath = str | PathLike[str]
 Inputs = Iterable[tuple[str, AnyPath]]
@@ -23,8 +22,7 @@ Inputs = Iterable[tuple[str, AnyPath]]
 def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
     """What a run reads, as (field, path); `given` are `train`, `eval` and `rewards` that were passed in Python.
 
-    Those that are no files or folders here (a name on a hub, a task) are left out. ConfigError for an expected curve
-    that cannot be read.
+    Those that are no files or folders here (a name on a hub, a task) are left out.
     """
     sets = given.get("eval")
     if sets is None:
@@ -39,8 +37,6 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
         ("data.image_dir", config.data.image_dir),
         ("run.expected_curve", config.run.expected_curve),
     ]
-    if config.run.expected_curve is not None:
-        read_expected_curve(config.run.expected_curve)  # a fault is said before a model loads
     for entry in given.get("rewards") or config.rewards:
         name = entry.get("name") if isinstance(entry, Mapping) else entry
         if isinstance(name, str) and ".py:" in name:

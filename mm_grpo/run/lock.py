@@ -40,15 +40,15 @@ class RunMark:
         return name in self.wrote
 
 
-def read_mark(root: Path) -> RunMark | None:
-    """The mark of the folder `root`; None when it has none. ConfigError for one that cannot be read."""
+def read_mark(root: Path) -> RunMark:
+    """The mark of the folder `root`, empty when it has none. ConfigError for one that cannot be read."""
     try:
         data = read_regular_file(root / RUN_MARK, LARGEST_JSON)
         # empty until the first run has the lock
         known: dict[str, Any] = parse_json(data, dict) if data else {"wrote": [], "holder": ""}
         return RunMark(frozenset(known["wrote"]), known["holder"])
     except (FileNotFoundError, NotADirectoryError):
-        return None
+        return RunMark()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"run.dir = '{root}': {RUN_MARK} cannot be read ({error}); name another folder with run.dir=..."
@@ -80,8 +80,7 @@ class RunLock:
         os.register_at_fork(after_in_child=self._file.close)
         try:
             self._lock(root)
-            mark = read_mark(root) or RunMark()
-            self._write(replace(mark, holder=f"process {os.getpid()} on {socket.gethostname()}"))
+            self._write(replace(read_mark(root), holder=f"process {os.getpid()} on {socket.gethostname()}"))
         except BaseException:
             self._file.close()
             raise
@@ -119,8 +118,7 @@ class RunLock:
 
 
 def _running(root: Path) -> ConfigError:
-    mark = read_mark(root)
-    who = (mark and mark.holder) or "another process"
+    who = read_mark(root).holder or "another process"
     return ConfigError(
         f"run.dir = '{root}': a run is going on there ({who}); wait for its end or end it, or name another folder with "
         "run.dir=..."

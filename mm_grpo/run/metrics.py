@@ -1,4 +1,5 @@
-"""The numbers of a run: metrics.jsonl, one JSON object a step under TRL's metric names, and summary.json at its end.
+"""The numbers of a run: metrics.jsonl, one JSON object a step under TRL's metric names, and summary.json at its end;
+and events.jsonl, the guards that fired, one object each: step, name, action (stop or warn) and message.
 
 A value that was not measured is None. What a step measured as infinite or NaN, which JSON cannot hold, is the text
 "inf", "-inf" or "nan" (`finite_or_text`), and a float again for readers.
@@ -80,6 +81,25 @@ def _row(line: bytes, where: str) -> dict[str, Any]:
 def finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics as a row holds them: a text where one is infinite or NaN."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+
+
+def append_event(path: Path, step: int, name: str, action: str, message: str) -> None:
+    """Write one event."""
+    line = json.dumps({"step": step, "name": name, "action": action, "message": message}, ensure_ascii=False)
+    with path.open("ab") as file:
+        file.write(line.encode(errors="replace") + b"\n")
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a run, of which there may be none."""
+    return read_metrics(path) if path.is_file() else []
+
+
+def cut_events(path: Path, step: int) -> None:
+    """Forget the events after `step`, and a line that a killed process left unfinished."""
+    if path.is_file():
+        lines = path.read_bytes().splitlines(keepends=True)
+        atomic_write(path, b"".join(lines[: sum(event["step"] <= step for event in read_events(path))]))
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:

@@ -22,7 +22,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +45,9 @@ LONGEST_TEXT = 2000
 LONGEST_LIST = 64
 GOLD = ("answer", "solution", "gold", "target", "label", "ground_truth")
 """Names of the column that commonly holds the answer."""
+AIM = 0.98
+"""Share of the limit down to which is removed at once, so that not every step has to look for what may go."""
+NAMED_IMAGE = re.compile(rb'"([0-9a-f]{32}\.png)"')
 
 
 def write_rollouts(
@@ -111,6 +117,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each completion, with the fields `also` after the step; writes the images that are new.
 
+    A group without advantages, as in evaluation, has null in their place.
     A column that rewards logged for some groups only (`Group.extra`) is null for the others.
     """
     # not with parents: a run's folder that was removed does not come back
@@ -118,7 +125,50 @@ def _rows(
     paths.images.mkdir(exist_ok=True)
     extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
     for group in groups:
-        yield from _rows_of(paths, step, group, specs, extra, also or {})
+        prompt = group.prompt
+        shared: dict[str, Any] = {
+            "uid": prompt.uid,
+            "messages": _plain_messages(prompt.sample.messages),
+            "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
+        }
+        gold, _ = gold_overlays(specs, prompt)
+        columns = _plain_columns(prompt.sample.columns)
+        advantages = group.advantages or (None,) * len(group.completions)
+        scored = zip(group.completions, group.rewards, advantages, strict=True)
+        for generation, (completion, reward, advantage) in enumerate(scored):
+            row = {
+                "step": step,
+                **(also or {}),
+                "slot": group.slot,
+                "attempt": group.attempt,
+                **({"place": group.place} if group.place is not None else {}),
+                **shared,
+                "generation": generation,
+                "completion": completion.text,
+                "tokens": len(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "seed": completion.seed,
+                "weight_versions": completion.weight_versions,
+                "reward": reward,
+                "parts": {name: values[generation] for name, values in group.parts.items()},
+                "advantage": advantage,
+                "columns": columns,
+            }
+            if gold:
+                row["gold"] = [overlay.as_dict() for overlay in gold]
+            if predicted := predicted_overlays(specs, prompt, completion.text):
+                row["marks"] = [overlay.as_dict() for overlay in predicted]
+            if prompt.opens_thinking:
+                row["opens_thinking"] = True
+            if completion.turns:
+                row["turns"] = _turns(paths, group, generation)
+                row["masked"] = completion.masked
+            if extra:
+                row["extra"] = {
+                    name: plain_value(group.extra[name][generation]) if name in group.extra else None
+                    for name in extra
+                }
+            yield row
 
 
 def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:
@@ -130,61 +180,6 @@ def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any
         for turn, reward, advantage in zip(own, rewards, advantages, strict=True):
             turn |= {"reward": reward, "advantage": advantage}
     return turns
-
-
-def _rows_of(
-    paths: RunPaths,
-    step: int,
-    group: Group,
-    specs: Sequence[RewardSpec],
-    extra: Sequence[str],
-    also: Mapping[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """The rows of a scored group. One without advantages, as in evaluation, has null in their place."""
-    prompt = group.prompt
-    shared: dict[str, Any] = {
-        "uid": prompt.uid,
-        "messages": _plain_messages(prompt.sample.messages),
-        "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
-    }
-    gold, _ = gold_overlays(specs, prompt)
-    columns = _plain_columns(prompt.sample.columns)
-    advantages = group.advantages or (None,) * len(group.completions)
-    scored = zip(group.completions, group.rewards, advantages, strict=True)
-    for generation, (completion, reward, advantage) in enumerate(scored):
-        row = {
-            "step": step,
-            **also,
-            "slot": group.slot,
-            "attempt": group.attempt,
-            **({"place": group.place} if group.place is not None else {}),
-            **shared,
-            "generation": generation,
-            "completion": completion.text,
-            "tokens": len(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "seed": completion.seed,
-            "weight_versions": completion.weight_versions,
-            "reward": reward,
-            "parts": {name: values[generation] for name, values in group.parts.items()},
-            "advantage": advantage,
-            "columns": columns,
-        }
-        if gold:
-            row["gold"] = [overlay.as_dict() for overlay in gold]
-        if predicted := predicted_overlays(specs, prompt, completion.text):
-            row["marks"] = [overlay.as_dict() for overlay in predicted]
-        if prompt.opens_thinking:
-            row["opens_thinking"] = True
-        if completion.turns:
-            row["turns"] = _turns(paths, group, generation)
-            row["masked"] = completion.masked
-        if extra:
-            row["extra"] = {
-                name: plain_value(group.extra[name][generation]) if name in group.extra else None
-                for name in extra
-            }
-        yield row
 
 
 def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
@@ -224,6 +219,76 @@ def read_evaluation(paths: RunPaths, step: int) -> list[dict[str, Any]]:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+class RolloutBudget:
+    """`run.keep_rollouts`: removes the oldest rollouts of a run over `limit` bytes; None is no limit.
+
+    With a step's file go the images that no other names. The first and the last step stay, and so do evaluations,
+    which bound themselves, and what they name. An image that no row names is somebody else's. What the folder holds is
+    looked through once, when the first file is added; after that a step costs what its own file does.
+    """
+
+    def __init__(self, paths: RunPaths, limit: int | None) -> None:
+        self.paths, self.limit = paths, limit
+        self.bytes = 0
+        self._files: dict[Path, int] = {}
+        self._images: Counter[Path] = Counter()
+        """How many of the files name an image."""
+
+    @property
+    def sentence(self) -> str:
+        """What is kept, for the start of a run."""
+        if self.limit is None:
+            return "rollouts: all are kept (run.keep_rollouts)"
+        return f"rollouts: the newest {self.limit / 1e9:.3g} GB are kept (run.keep_rollouts)"
+
+    def add(self, file: Path) -> None:
+        """Count a log file that was written, and remove what is too much."""
+        if self.limit is None:
+            return
+        if not self._files:
+            earlier = map(self.paths.rollout_file, logged_steps(self.paths))
+            for path in (path for path in earlier if path != file):
+                self._count(path)
+        self._count(file)
+        if self.bytes > self.limit:
+            kept = {
+                image
+                for step in evaluated_steps(self.paths)
+                for image in self._named(self.paths.evaluation_file(step))
+            }
+            while self.bytes > self.limit * AIM and len(self._files) > 2:  # the first and the last stay
+                self._remove(next(islice(self._files, 1, None)), kept)
+
+    def _named(self, file: Path) -> Iterator[Path]:
+        """The images that the rows of a log file name, each once."""
+        return (self.paths.images / name.decode() for name in set(NAMED_IMAGE.findall(file.read_bytes())))
+
+    def _count(self, file: Path) -> None:
+        self._files[file] = file.stat().st_size
+        self.bytes += self._files[file]
+        for image in self._named(file):
+            self._images[image] += 1
+            if self._images[image] == 1:
+                self.bytes += _size(image)
+
+    def _remove(self, file: Path, kept: set[Path]) -> None:
+        """Remove a log file, and the images that only it names and that are not among those `kept`."""
+        images = list(self._named(file)) if file.is_file() else []
+        file.unlink(missing_ok=True)  # before its images: no row is left that names one that is gone
+        self.bytes -= self._files.pop(file)
+        for image in images:
+            self._images[image] -= 1
+            if self._images[image] <= 0:
+                self.bytes -= _size(image)
+                del self._images[image]
+                if image not in kept:
+                    image.unlink(missing_ok=True)
+
+
+def _size(image: Path) -> int:
+    return image.stat().st_size if image.is_file() else 0
 
 
 def _save_image(paths: RunPaths, image: Image) -> str:

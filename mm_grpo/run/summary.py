@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.run.events import read_events
-from mm_grpo.run.metrics import iter_metrics
+from mm_grpo.run.metrics import iter_metrics, read_events
 
 if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks

@@ -3,6 +3,9 @@
 metrics.jsonl and rollouts/ stay the record; a tracker is a copy for people who watch many runs. These are
 thin classes of our own because accelerate's need its process state, which picks devices and joins
 process groups. To add one: a class with `log`, `log_table` and `close`, and its line in TRACKERS.
+
+A tracker is sent every row and picture of a table over a network, so a table is small: `GROUPS` groups of a step, those
+whose rewards differ most, `COMPLETIONS` of each, and pictures of at most `SIDE` pixels.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numpy import asarray
+from PIL import Image
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
-from mm_grpo.run.tracker_table import Row, hosted_table, markdown, named_pictures, rollout_table
+from mm_grpo.run.rollout_log import GOLD, message_text
 from mm_grpo.terminal import redact
 from mm_grpo.timing import span
 
@@ -29,15 +33,15 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.types import Group
 
+GROUPS = 4
+COMPLETIONS = 8
+SIDE = 256
+"""Pixels of the longer side of a picture, and the height of several beside each other."""
+LONGEST = 2000
+"""Characters of a text."""
+Row = dict[str, Any]
+"""A row of the table by columns; the cell `image` is an RGB picture, or None where there is none."""
 logger = logging.getLogger("mm_grpo")
-
-
-class Tracker(Protocol):
-    """Takes the numbers of one step after the other, and the table of some steps before them, until it is closed."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-    def log_table(self, step: int, table: Sequence[Row]) -> None: ...
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -53,10 +57,10 @@ class TensorBoard:
         self._writer.flush()
 
     def log_table(self, step: int, table: Sequence[Row]) -> None:
-        """The table as a text; the picture of each row of the dataset once, under its uid, and those of tools under
-        that and the number of the completion."""
+        """The table as a text; the picture of each row of the dataset once, under its uid."""
         self._writer.add_text("rollouts", markdown(table), global_step=step)
-        for name, picture in named_pictures(table).items():
+        pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
+        for name, picture in pictures.items():
             self._writer.add_image(f"rollouts/{name}", asarray(picture), global_step=step, dataformats="HWC")
         self._writer.flush()
 
@@ -83,6 +87,8 @@ class Hosted:
         self._run.finish()
 
 
+Tracker = TensorBoard | Hosted
+"""Takes the numbers of one step after the other, and the table of some steps before them, until it is closed."""
 # name, which is also the extra that installs the package: (module to import, what makes a tracker of it)
 TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
@@ -179,3 +185,83 @@ def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
             f" install it with: pip install 'mm_grpo[{name}]', or remove '{name}' from run.trackers"
         ) from None
     return partial(tracker, package)
+
+
+# the table ---------------------------------------------------------------------------------
+
+
+def rollout_table(step: int, groups: Sequence[Group]) -> list[Row]:
+    """The table of a step, from its scored groups in any order; the raw score of each reward has a column."""
+    chosen = sorted(sorted(groups, key=_range, reverse=True)[:GROUPS], key=lambda group: group.slot)
+    parts = tuple(dict.fromkeys(name for group in groups for name in group.parts))
+    rows = []
+    for group in chosen:
+        shared = {
+            "step": step,
+            "row": group.prompt.uid,
+            "image": side_by_side(group.prompt.engine_prompt.images),
+            "prompt": _question(group.prompt.sample.messages),
+            "answer": _answer(group.prompt.sample.columns),
+        }
+        for number, completion in enumerate(group.completions[:COMPLETIONS]):
+            own = {"completion": completion.text[:LONGEST]}
+            scores = {"reward": group.rewards[number], "advantage": group.advantages[number]}
+            raw = {f"rewards/{n}": group.parts[n][number] if n in group.parts else None for n in parts}
+            rows.append({**shared, **own, **scores, **raw})
+    return rows
+
+
+def side_by_side(images: Sequence[Image.Image]) -> Image.Image | None:
+    """One RGB picture of the images of a row, from left to right, none of them enlarged."""
+    if not images:
+        return None
+    small = [image.convert("RGB") for image in images]
+    for image in small:
+        image.thumbnail((SIDE, SIDE))
+    if len(small) == 1:
+        return small[0]
+    gap = 4
+    width = sum(image.width for image in small) + gap * (len(small) - 1)
+    whole = Image.new("RGB", (width, max(image.height for image in small)), "white")
+    left = 0
+    for image in small:
+        whole.paste(image, (left, 0))
+        left += image.width + gap
+    return whole
+
+
+def _range(group: Group) -> float:
+    known = [reward for reward in group.rewards if reward is not None]
+    return max(known) - min(known) if known else 0.0
+
+
+def _question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The text of the last message of the user."""
+    asked = [message["content"] for message in messages if message["role"] == "user"]
+    return message_text(asked[-1])[:LONGEST] if asked else ""
+
+
+def _answer(columns: Mapping[str, Any]) -> str:
+    """The row's own answer, under the name that it commonly has."""
+    return next((str(columns[name])[:LONGEST] for name in GOLD if name in columns), "")
+
+
+def hosted_table(package: Any, table: Sequence[Row]) -> Any:
+    """The table as wandb and trackio take it: both have `Table` and `Image` with these arguments."""
+    pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
+    made = {uid: package.Image(picture) for uid, picture in pictures.items()}  # a group's rows share one file
+    rows = [{**row, "image": made.get(row["row"])} for row in table]
+    return package.Table(columns=[*table[0]], data=[[*row.values()] for row in rows])
+
+
+def markdown(table: Sequence[Row]) -> str:
+    """The table without its pictures, for TensorBoard's texts: no cell ends a column or opens a tag."""
+    escapes = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\r": "", "\n": " "})
+
+    def cell(value: Any) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+        return text.translate(escapes)
+
+    columns = [name for name in table[0] if name != "image"]
+    rows = [[cell(row[name]) for name in columns] for row in table]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))

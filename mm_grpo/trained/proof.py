@@ -18,7 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.health.logp_gap import LIMITS
+from mm_grpo.health.checks import LIMITS
 from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.quantization import nf4_options, run_exactly
 from mm_grpo.parity.gaps import Gap, gap_of

@@ -22,9 +22,9 @@ from mm_grpo.config.messages import yaml_repr
 from mm_grpo.config.yaml_file import apply_overrides, read_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import read_json
-from mm_grpo.run.deciding_fields import deciding_fields, differing_field
 from mm_grpo.run.manifest import MANIFEST, Checkpoint, checkpoints_in, read_checkpoint
 from mm_grpo.run.paths import STEP_NAME, RunPaths
+from mm_grpo.run.same_run import deciding_fields, differing_field
 
 CHANGEABLE = ("model.path", "model.device", "model.dtype")
 """Fields that may be other than the run's: where the base model is, and how it is held here."""

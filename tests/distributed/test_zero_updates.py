@@ -22,7 +22,7 @@ from helpers import processes
 from helpers.families import TABLE, is_rounding
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.health.update_happens import update_happens
+from mm_grpo.health.checks import update_happens
 from mm_grpo.types import UpdateRecord
 
 LIMIT = 1e-5

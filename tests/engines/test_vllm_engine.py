@@ -11,7 +11,7 @@ import torch
 from helpers import tiny
 from vllm_rig import Rig
 
-from mm_grpo.health.duplicate_completions import duplicate_completions, unique_ratio
+from mm_grpo.health.checks import duplicate_completions, unique_ratio
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.types import Completion, Group, Prompt
 

@@ -12,10 +12,20 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.health import apply_guard
-from mm_grpo.health.duplicate_completions import copies_chance, duplicate_completions, unique_ratio
-from mm_grpo.health.logp_gap import SampledGap, limit_for, logp_gap, sampled_gap
-from mm_grpo.health.unread_images import is_due, unread_images, with_other_pixels
-from mm_grpo.health.update_happens import finite_loss, update_happens
+from mm_grpo.health.checks import (
+    SampledGap,
+    copies_chance,
+    duplicate_completions,
+    finite_loss,
+    is_due,
+    limit_for,
+    logp_gap,
+    sampled_gap,
+    unique_ratio,
+    unread_images,
+    update_happens,
+    with_other_pixels,
+)
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, UpdateRecord
 
 

@@ -14,7 +14,7 @@ from helpers.steps import LENGTHS, config_for, learner_of, load, make_groups, pl
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.health.update_happens import update_happens
+from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import Optimizer, adamw, schedule

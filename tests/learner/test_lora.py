@@ -24,7 +24,7 @@ from mm_grpo.learner.lora import add_adapters, has_adapters, merge_lost, merged_
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
-from mm_grpo.run.deciding_fields import deciding_fields
+from mm_grpo.run.same_run import deciding_fields
 
 FAMILY = QwenVLFamily()
 SMALL = LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])

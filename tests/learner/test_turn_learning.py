@@ -13,7 +13,7 @@ from helpers.steps import config_for, gradients_of, learner_of, load, make_group
 from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.health.update_happens import update_happens
+from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import group_cost
 from mm_grpo.processors.base import load_processor

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion
-from mm_grpo.pages.token_heatmap import heatmap
+from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion, heatmap
 
 
 def row(pieces: list[str], nats: list[float], **more: Any) -> dict[str, Any]:

@@ -145,6 +145,6 @@ def test_other_prompt_ids_stop_it(run: Any, job: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_an_update_that_moves_nothing_proves_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mm_grpo.health.logp_gap.LIMITS", {"float32": 100.0, "bfloat16": 100.0})
+    monkeypatch.setattr("mm_grpo.health.checks.LIMITS", {"float32": 100.0, "bfloat16": 100.0})
     report = examine(GRPOConfig.from_yaml(job), 1)
     assert len(report.failures) == 1 and "300 would show an update" in report.failures[0]

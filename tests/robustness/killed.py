@@ -72,7 +72,7 @@ def half_a_row(act: Act) -> None:
 
 
 def renaming(act: Act) -> None:
-    """In CheckpointWriter._finish all is written, and the rename is next."""
+    """In checkpoint_writer._finish all is written, and the rename is next."""
     real = os.replace
 
     def replace(source: Any, target: Any) -> None:

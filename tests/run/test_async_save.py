@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import random
 import signal
 import threading
@@ -58,8 +57,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", [{}, MOVING], ids=["", "with a reference that moves"])
+@pytest.mark.parametrize(("dtype", "algorithm"), [(torch.float32, MOVING), (torch.bfloat16, {})])
 def test_a_checkpoint_is_of_its_step_although_training_goes_on(
     algorithm: dict[str, Any],
     dtype: torch.dtype,
@@ -251,11 +249,6 @@ def test_steps_go_on_while_a_checkpoint_is_written(
     phases = {phase["phase"]: phase["seconds"] for phase in summary["profile"]["phases"]}
     assert phases["checkpoint"] >= phases["checkpoint/copying the state"] > 0
     assert phases["checkpoint/waiting until it is written"] > 0 and "checkpoint/writing" not in phases
-    trace = json.loads((folders[1] / "trace.json").read_text())["traceEvents"]
-    rows = {event["tid"]: event["args"]["name"] for event in trace if event["ph"] == "M"}
-    assert "mm_grpo checkpoint 1" in {
-        rows[event["tid"]] for event in trace if event["ph"] == "X" and event["name"] == "writing"
-    }
 
 
 @pytest.mark.slow

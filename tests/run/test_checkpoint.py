@@ -23,8 +23,8 @@ from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
-from mm_grpo.run.deciding_fields import deciding_fields, differing_field, is_neutral
 from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
 from mm_grpo.types import Completion, Group
 
 
@@ -72,8 +72,7 @@ def saved(folder: Path, path: Path, steps: tuple[int, ...] = (1, 2)) -> Learner:
     return learner
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("dtype", "frozen"), [(torch.float32, True), (torch.bfloat16, False)])
 def test_resuming_is_exact_to_the_bit(
     dtype: torch.dtype, frozen: bool, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import append_row, iter_metrics, new_rows, read_metrics, read_summary, write_summary
+from mm_grpo.run.metrics import (
+    append_event,
+    append_row,
+    cut_events,
+    iter_metrics,
+    new_rows,
+    read_events,
+    read_metrics,
+    read_summary,
+    write_summary,
+)
 from mm_grpo.run.paths import RunPaths
 
 
@@ -64,3 +74,21 @@ def test_a_reader_that_comes_again_reads_what_was_added(tmp_path: Path) -> None:
     path.write_text(whole)
     append_row(path, 2, {})
     assert new_rows(path, at) == ([{"step": 2}], path.stat().st_size)
+
+
+def test_events_come_back_and_are_cut(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == []
+    for step in (3, 5, 9):
+        append_event(path, step, "zero_std", "warn", "m")
+    event = {"name": "zero_std", "action": "warn", "message": "m"}
+    with path.open("a") as file:
+        file.write('{"step": 9, "na')
+    assert read_events(path) == [{"step": step, **event} for step in (3, 5, 9)]
+    cut_events(path, 5)
+    append_event(path, 6, "zero_std", "warn", "a\ud800b")
+    assert read_events(path) == [
+        {"step": 3, **event},
+        {"step": 5, **event},
+        {"step": 6, **event, "message": "a?b"},
+    ]

@@ -14,9 +14,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.tracker_table import rollout_table, side_by_side
-from mm_grpo.run.trackers import Trackers
-from mm_grpo.types import Group, Turn
+from mm_grpo.run.trackers import Trackers, rollout_table, side_by_side
 
 
 def config(folder: Path, **run: Any) -> GRPOConfig:
@@ -151,26 +149,6 @@ def test_a_table_has_the_groups_whose_rewards_differ_most_and_their_pictures() -
     assert rows[2]["advantage"] == first.advantages[2]
     assert rows[0]["image"].size == first.prompt.engine_prompt.images[0].size
     assert len(rollout_table(1, [group(0, tuple(map(float, range(20))))])) == 8  # of 20
-
-
-def with_cuts(one: Group) -> Group:
-    """The group, whose second completion called a tool that answered with two pictures."""
-    cuts = tuple(Image.new("RGB", (16, 12), colour) for colour in ("red", "blue"))
-    first, second = one.completions
-    return replace(one, completions=(first, replace(second, turns=(Turn("tool", "cut", 3, images=cuts),))))
-
-
-def test_pictures_of_tools_have_a_column_where_there_are_any() -> None:
-    looked = with_cuts(group(0, (0.0, 1.0)))
-    rows = rollout_table(1, [looked, group(1, (0.0, 1.0))])
-    assert [row["tool_images"] and row["tool_images"].size for row in rows] == [
-        None,
-        (16 + 4 + 16, 12),
-        None,
-        None,
-    ]
-    assert rows[1]["tool_images"].getpixel((30, 6)) == (0, 0, 255)
-    assert "tool_images" not in rollout_table(1, [group(1, (0.0, 1.0))])[0]
 
 
 def test_pictures_are_made_smaller_and_stand_beside_each_other() -> None:

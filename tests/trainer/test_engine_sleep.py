@@ -93,10 +93,7 @@ def test_the_engine_sleeps_around_the_learner_alone(
     start = ["update_weights", "wake", "generate", "score", "generate"]
     step = ["score", "sleep", "learner", "update_weights", "wake", "score", "generate"]
     assert calls_of(trainer) == [*start, *step, *step]
-
-
-def test_a_trainer_still_evaluates_after_its_run_and_closes_its_engine(trainer: GRPOTrainer) -> None:
-    trainer.train()
+    # it evaluates after its run too, and then closes its engine
     assert trainer.evaluate()["eval"].rows == len(HELDOUT)
     assert "close" not in calls_of(trainer)
     trainer.close()

@@ -17,9 +17,7 @@ OFF = {"update_happens": "off", "logp_gap": "off"}
 @pytest.mark.parametrize(
     ("rate", "dtype", "guards"),
     [
-        (1e3, "float32", {}),  # the second gradient is not finite
         (1e3, "bfloat16", {}),  # every token has probability 1
-        (1e15, "float32", {}),
         (5e18, "float32", {}),  # the update is larger than float32 can square
         (1e15, "float32", OFF),  # logits are NaN, and the engine is to sample from them
         (5e18, "bfloat16", OFF),

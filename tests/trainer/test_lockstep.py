@@ -35,37 +35,40 @@ def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [1, 2])
-def test_each_step_is_sampled_under_the_version_of_the_schedule(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_the_timing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
-    run(models["qwen2_vl"], tmp_path / "r", staleness)
+    evaluated: list[set[int]] = []
+    for name, delay in (("slow", 0.005), ("fast", 0.0)):
+        use_server(monkeypatch, updates_in_flight=False, delay=delay)
+        changes: dict[str, Any] = {"run": {"max_steps": STEPS, "eval_every": 2, "save_model": True}}
+        trainer = trainer_of(models["qwen2_vl"], tmp_path / name, rollout={"max_staleness": 2}, **changes)
+        generate = trainer.engine.generate
+
+        def noted(requests: Any, generate: Any = generate) -> Any:
+            done = generate(requests)
+            if requests[0].sampling.temperature == 0:
+                evaluated.append({version for c in done for _, version in c.weight_versions})
+            return done
+
+        monkeypatch.setattr(trainer.engine, "generate", noted)
+        trainer.train()
+    assert evaluated == [{0}, {2}, {4}, {STEPS}] * 2
+    assert without_times(tmp_path / "fast") == without_times(tmp_path / "slow")
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("fast", "slow")]
+    assert weights[0] == weights[1]
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=1, max_steps=STEPS)
     for step in range(1, STEPS + 1):
-        version = scheduled_version(step, staleness)
-        rows = rollouts_of(tmp_path / "r", step)
+        assert logged(tmp_path / "fast", step) == logged(tmp_path / "slow", step)
+        version = scheduled_version(step, 2)
+        rows = rollouts_of(tmp_path / "fast", step)
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {version}]]"}
         assert [r["seed"] for r in rows] == [s for slot in range(4) for s in plan.group(step, slot)]
-        metrics = rows_of(tmp_path / "r")[step - 1]
+        metrics = rows_of(tmp_path / "fast")[step]
         assert metrics["staleness/mean"] == metrics["staleness/max"] == step - 1 - version
         assert (metrics["staleness/mixed"], metrics["staleness/dropped"]) == (0, 0)
         ratio = metrics["sampling/importance_sampling_ratio/mean"]  # the correction is on by default
         assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_run_repeats_whatever_the_timing(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, delay in (("fast", 0.0), ("slow", 0.005)):
-        use_server(monkeypatch, updates_in_flight=False, delay=delay)
-        run(models["qwen2_vl"], tmp_path / name, 2, run={"eval_every": 2, "save_model": True})
-    assert without_times(tmp_path / "fast") == without_times(tmp_path / "slow")
-    for step in range(1, STEPS + 1):
-        assert logged(tmp_path / "fast", step) == logged(tmp_path / "slow", step)
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("fast", "slow")]
-    assert weights[0] == weights[1]
 
 
 def test_sampling_goes_on_while_the_learner_works(
@@ -122,26 +125,6 @@ def test_the_learner_does_not_wait_for_the_score_before_an_update(
     monkeypatch.setattr(trainer.engine, "score", late)
     trainer.train()
     assert seen == [0, 1, 2]
-
-
-@pytest.mark.slow
-def test_evaluation_has_the_current_weights(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
-    changes: dict[str, Any] = {"rollout": {"max_staleness": 2}, "run": {"max_steps": STEPS, "eval_every": 2}}
-    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", **changes)
-    generate, versions = trainer.engine.generate, []
-
-    def noted(requests: Any) -> Any:
-        done = generate(requests)
-        if requests[0].sampling.temperature == 0:
-            versions.append(sorted({version for c in done for _, version in c.weight_versions}))
-        return done
-
-    monkeypatch.setattr(trainer.engine, "generate", noted)
-    trainer.train()
-    assert versions == [[0], [2], [4], [STEPS]]
 
 
 @pytest.mark.slow
@@ -208,13 +191,13 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
             "environment": f"{calling.__file__}:Gallery",
             "environment_workers": 0,
         },
-        "run": {"max_steps": 3, "eval_every": 3, "headline": "vowels mean"},
+        "run": {"max_steps": 2, "eval_every": 2, "headline": "vowels mean"},
     }
     for name, callbacks in (("plain", []), ("evaluates", [Evaluates()])):
         trainer = trainer_of(models["qwen2_5_vl"], tmp_path / name, callbacks=callbacks, **changes)
         trainer.train()
-    assert len(found) == 3 and None not in found
-    for step in (1, 2, 3):
+    assert len(found) == 2 and None not in found
+    for step in (1, 2):
         assert logged(tmp_path / "evaluates", step) == logged(tmp_path / "plain", step)
     assert without_times(tmp_path / "evaluates") == without_times(tmp_path / "plain")
 
@@ -237,7 +220,7 @@ def vowel_count(completion: str) -> float:
     return float(sum(c in "aeiou" for c in completion)) + len(completion) / 100
 
 
-@pytest.mark.parametrize("fault", ["no load", "stale version", "one tensor lost"])
+@pytest.mark.parametrize("fault", ["no load", "one tensor lost"])
 def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
@@ -314,8 +297,6 @@ class Liar:
         logprobs = own.logprobs
         if self.lie == "all -1":
             logprobs = (-1.0,) * len(logprobs)
-        elif self.lie == "shifted":
-            logprobs = (*logprobs[1:], logprobs[0])
         elif self.lie == "wrong from the second":
             logprobs = (logprobs[0], *(x - 3.0 for x in logprobs[1:]))
         elif self.lie == "of another prompt":
@@ -327,11 +308,10 @@ class Liar:
 @pytest.mark.parametrize(
     ("dtype", "lie", "order"),
     [
-        *(("float32", lie, "lockstep") for lie in ("all -1", "shifted", "wrong from the second")),
-        ("float32", "", "lockstep"),
+        ("float32", "all -1", "lockstep"),
+        ("float32", "wrong from the second", "lockstep"),
         ("bfloat16", "", "eager"),
         ("bfloat16", "of another prompt", "lockstep"),
-        ("float32", "of another prompt", "eager"),
     ],
 )
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
@@ -344,7 +324,7 @@ def test_wrong_log_probs_of_stale_samples_stop_the_run(
         model={"dtype": dtype},
         rollout={"max_staleness": 1, "staleness_order": order, "max_completion_length": 8},
         optim={"learning_rate": 1e-6 if lie else 1e-4},
-        run={"max_steps": 20 if lie else 6},
+        run={"max_steps": 20 if lie else 4},
     )
     generate = trainer.engine.generate
     liar = Liar(generate, lie, 8)

@@ -15,7 +15,7 @@ from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.deciding_fields import deciding_fields
+from mm_grpo.run.same_run import deciding_fields
 
 STEPS = 7
 

@@ -21,7 +21,7 @@ def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Pa
             models["qwen2_vl"],
             tmp_path / name,
             model={"lora": {"rank": 4}},
-            run={"max_steps": 2, "seed": seed, "report": False, "save_model": False},
+            run={"max_steps": 1, "seed": seed, "report": False, "save_model": False},
         )
         drawn = torch.get_rng_state()
         trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])

@@ -1,0 +1,227 @@
+"""Guards of one moment: functions that return a message, or None where nothing is wrong.
+
+duplicate_completions  a group repeats itself more than its own probabilities allow: seeds that repeat
+logp_gap, sampled_gap  engine and learner disagree about the log-probs of the same tokens
+unread_images          log-probs that are the same without the image
+update_happens         the optimizer ran and nothing moved, or nothing could
+finite_loss            a loss that is infinite or NaN
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
+
+# duplicate completions: equal ones are healthy when the policy is sure of its answer and a fault when two generations
+# drew the same noise. The engine's own log-probabilities tell the two apart. A completion of probability p that stands
+# k times among G independent samples is no surprise while k is near G * p; the chance of k - 1 or more further copies
+# is a binomial tail, and a fault drives it to practically 0.
+
+THRESHOLD = 1e-9
+"""Chance below which repetition is called a fault: far under one false alarm in a million groups."""
+
+
+def duplicate_completions(groups: Sequence[Group], threshold: float = THRESHOLD) -> str | None:
+    """A message when some group repeats a completion beyond what its probability allows, else None."""
+    for group in groups:
+        counts = Counter(c.token_ids for c in group.completions)
+        for completion in group.completions:
+            copies = counts[completion.token_ids]
+            chance = copies_chance(completion, copies, len(group.completions))
+            if copies > 1 and chance < threshold:
+                return _copies_message(group, completion, copies, chance)
+    return None
+
+
+def unique_ratio(groups: Sequence[Group]) -> float:
+    """Distinct completions over completions, averaged over the groups; 1 when none repeats."""
+    ratios = [len({c.token_ids for c in g.completions}) / len(g.completions) for g in groups]
+    return sum(ratios) / len(ratios) if ratios else 1.0
+
+
+def copies_chance(completion: Completion, copies: int, generations: int) -> float:
+    """P(at least `copies` - 1 of the other `generations` - 1 samples equal this completion)."""
+    p = math.exp(min(0.0, math.fsum(completion.logprobs)))
+    n = generations - 1
+    return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(copies - 1, n + 1))
+
+
+def _copies_message(group: Group, completion: Completion, copies: int, chance: float) -> str:
+    seeds = [c.seed for c in group.completions if c.token_ids == completion.token_ids]
+    probability = math.exp(math.fsum(completion.logprobs))
+    return (
+        f"{group.prompt.uid}: {copies} of {len(group.completions)} completions are the same "
+        f"{len(completion.token_ids)} tokens ({completion.text[:60]!r}), though the policy gives them probability "
+        f"{probability:.2g}; independent samples do this with chance {chance:.1g}. Seeds of the copies: {seeds}. "
+        "Likely the engine shared one generator or ignored its "
+        "seeds; compare the seeds above with those of the other groups in the rollout log"
+    )
+
+
+# the log-prob gap ----------------------------------------------------------------------------
+
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
+"""Largest mean gap per token, in nats. In float32 two sound engines differ by about 1e-6, and by up to 1e-4
+where a GPU rounds convolutions to TF32; in bfloat16 by 0.001 to 0.03, more for deeper models."""
+FOLLOWED = 10.0
+"""Times that samples may be as far from the learner, in the mean, as it may have moved a token since their weights
+(`VerifiedSync.moved_since`)."""
+RATIO_BIAS, RATIO_ERRORS = 0.1, 8.0
+"""How far from 1 the mean importance ratio has to be, and by how many of its standard errors, to be no chance; those
+steps showed 4.3 errors at most."""
+
+
+@dataclass(frozen=True)
+class SampledGap:
+    """|difference| of the learner's and the engine's log-probs of sampled tokens, in nats, and the mean of their ratio.
+
+    `ratio` is the mean over tokens of learner / engine, which is 1 in expectation where the tokens were sampled from
+    the probabilities that came with them, however far the learner has moved since; `errors` is its distance from 1 in
+    standard errors.
+    """
+
+    mean: float = 0.0
+    max: float = 0.0
+    ratio: float = 1.0
+    errors: float = 0.0
+
+
+def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None:
+    """A message when samples are farther from the learner than it has `moved` (nats) since their weights.
+
+    0 is for samples of its own weights, infinity for a move that is not known, which bounds nothing.
+    """
+    message = logp_gap(gap.mean, gap.max, max(limit, FOLLOWED * moved))
+    if message is None and abs(gap.ratio - 1) > RATIO_BIAS and abs(gap.errors) > RATIO_ERRORS:
+        return (
+            f"the importance ratio of the learner to the engine is {gap.ratio:.3g} in the mean over sampled tokens, "
+            f"{abs(gap.errors):.0f} standard errors from 1, so the engine's log-probs are not those that the tokens "
+            "were sampled from. Check which engine answered, and that answers belong to their prompts"
+        )
+    return message
+
+
+def limit_for(dtype: str) -> float:
+    """The limit in nats for the weights' number format.
+
+    >>> limit_for("torch.float32"), limit_for("bfloat16")
+    (0.001, 0.1)
+    """
+    return LIMITS.get(dtype.removeprefix("torch."), LIMITS["bfloat16"])
+
+
+def logp_gap(
+    mean: float, largest: float, limit: float, what: str = "the tokens that it sampled"
+) -> str | None:
+    """A message when the mean gap per token (nats) is past `limit`, or not a number; else None.
+
+    Engine and learner compute the same function of the same weights, so they may differ by rounding only. A larger gap
+    means that the gradient is taken of another distribution than the one that was sampled from.
+    """
+    if mean <= limit:
+        return None
+    return (
+        f"the engine's log-probs of {what} differ from the learner's by {mean:.3g} per token on average, "
+        f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
+        "image, or samples at another temperature or under another mask; `mm-grpo doctor CONFIG` compares the two. Set "
+        "run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
+    )
+
+
+# images that nobody reads: a model whose image does not reach its text layers trains without an error (pixel values
+# that are dropped, placeholders that are not replaced by features, a mask that hides them), and the parity check does
+# not see it where the engine makes the same mistake. So the completion that the weight sync scores anyway is scored
+# once more with other pixels, filled up with arbitrary tokens where it is short: log-probs of a sure answer may round
+# to 0 with either image, those of arbitrary tokens do not. Attention sees every token of the prompt, so an image that
+# is read changes them by rounding at the least. The change is logged as `images/logp_change`, in nats per token. A
+# model that answers from the text alone although it could look is not found by this; shuffled images in evaluation
+# are for that.
+
+EVERY = 50
+"""Steps from one measurement to the next."""
+
+
+def is_due(step: int) -> bool:
+    """Whether the step is one that measures: the first, and every 50th, in a resumed run too."""
+    return step == 1 or step % EVERY == 0
+
+
+def with_other_pixels(prompt: Prompt) -> Prompt | None:
+    """The prompt with every pixel value 0 (mid-grey, mostly), of the same shape; None where it has no pixels.
+
+    Pixels are the floating tensors of `vision`; grids and masks are whole numbers. Those that are 0 already become 1.
+    """
+    import torch
+
+    pixels = {k: t for k, t in prompt.vision.items() if t.is_floating_point()}
+    if not pixels:
+        return None
+    other = {k: torch.zeros_like(t) if t.any() else torch.ones_like(t) for k, t in pixels.items()}
+    return replace(prompt, vision={**prompt.vision, **other})
+
+
+def unread_images(change: float, uid: str) -> str | None:
+    """A message when other pixels change the log-probs of a completion (mean `change`, nats per token) not at all."""
+    if change != 0.0:
+        return None
+    return (
+        f"the learner's log-probs of a completion of {uid} are the same to the last bit when its image is replaced by "
+        "another: the image does not reach the text layers. Likely the processor makes no image tokens or pixels for "
+        "the row, or the model does not put image features in their places; see `mm-grpo doctor CONFIG`"
+    )
+
+
+# updates happen: healthy zeros pass, such as warm-up at rate 0, a batch whose live tokens are all clipped or masked,
+# and groups without spread. A whole run of them ends with the guard `no_update` (rows.py).
+
+
+def update_happens(record: UpdateRecord) -> str | None:
+    """A message when the update did not happen though it should have, else None."""
+    if record.trainable_parameters == 0:
+        return (
+            "the model has no trainable parameter, so no update can ever happen; "
+            "unfreeze something (model.freeze_vision, requires_grad of a model that you passed in)"
+        )
+    if not math.isfinite(record.grad_norm):
+        return (
+            f"the gradient norm is {record.grad_norm} and the update was skipped (overflow); lower "
+            "optim.learning_rate, check the rewards for huge values, or train in float32 (model.dtype)"
+        )
+    if not math.isfinite(record.update_norm):
+        return (
+            f"the update moved the weights by {record.update_norm} at learning rate {record.learning_rate:.3g}, "
+            "further than float32 can tell; lower optim.learning_rate and start again, or resume an earlier checkpoint"
+        )
+    if record.boundaries != 1:
+        return (
+            f"{record.boundaries} backward passes of this update were marked as the one that closes its accumulation, "
+            "and exactly the last has to be (set_gradient_accumulation_boundary)"
+        )
+    if record.live_tokens > 0 and record.grad_norm == 0.0:
+        return (
+            f"the gradient is exactly 0 although {record.live_tokens} tokens are unmasked and unclipped and have a "
+            "non-zero advantage: the graph is detached, all parameters on its way are frozen, or every token has "
+            "probability 1 (`entropy` is 0): lower optim.learning_rate"
+        )
+    moving = record.learning_rate > 0 and record.grad_norm > 0 and record.stepped
+    if moving and record.update_norm == 0.0:
+        return (
+            f"the weights did not change at learning rate {record.learning_rate:.3g} and gradient norm "
+            f"{record.grad_norm:.3g}; the optimizer did not step, holds other tensors "
+            "than the model's, or the update is below the resolution of the weights' dtype"
+        )
+    return None
+
+
+def finite_loss(loss: float) -> str | None:
+    """A message when a step's mean loss is infinite or NaN, else None."""
+    if math.isfinite(loss):
+        return None
+    return (
+        f"the loss is {loss}; lower optim.learning_rate, check the rewards for huge values and the engine's log-probs, "
+        "or train in float32 (model.dtype)"
+    )
