@@ -237,7 +237,7 @@ class RunFolder:
             )
         refuse_inputs(paths.root, self._inputs)
         mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
-        foreign = [name for name in self._writes if not mark.owns(name) and _is_there(paths.root / name)]
+        foreign = [name for name in self._writes if _is_foreign(paths.root / name, own=mark.owns(name))]
         if foreign:
             names = ", ".join(f"{name}/" if (paths.root / name).is_dir() else name for name in foreign)
             raise ConfigError(
@@ -250,6 +250,14 @@ class RunFolder:
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(found)}); name another folder with"
                 " run.dir=..., go on with this run with --resume, or replace it with run.overwrite=true"
             )
+
+
+def _is_foreign(path: Path, *, own: bool) -> bool:
+    """Whether something lies where a run writes, and no run wrote it: also a file in the place of a folder that is its
+    `own`, and a link to a file, which would be written through."""
+    if not own or path.is_symlink():
+        return _is_there(path) and not (own and path.is_dir())
+    return path.exists() and path.is_dir() is not (path.name in (*FOLDERS, *BY_CONFIG[:3]))
 
 
 def _is_there(path: Path) -> bool:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import shutil
 import signal
 import subprocess
 import sys
@@ -249,12 +250,24 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]  # fmt: skip
 
 
-def test_a_mark_that_is_a_pipe_is_named_before_it_is_read(tmp_path: Path) -> None:
-    finished_run(tmp_path)
-    (tmp_path / "mm_grpo_run.json").unlink()
-    os.mkfifo(tmp_path / "mm_grpo_run.json")
-    with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}'.*mm_grpo_run.json"):
-        check(tmp_path, overwrite=True)
+def linked(path: Path) -> None:
+    path.symlink_to(path.parent.with_name("mine"))
+    path.resolve().touch()
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", linked)]
+)
+def test_what_no_run_writes_is_named_before_it_is_read(
+    name: str, make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    finished_run(tmp_path / "run")
+    path = tmp_path / "run" / name
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+    for given in GIVEN[1:]:
+        with pytest.raises(ConfigError, match=f"run.dir = '{tmp_path}/run'.*{name}"):
+            check(tmp_path / "run", **given)
 
 
 def test_cut_after_forgets_the_later_steps(tmp_path: Path) -> None:
