@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 46_550, "tests": 43_100}
+BUDGETS = {"mm_grpo": 45_450, "tests": 42_350}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""

@@ -69,11 +69,9 @@ def test_one_that_does_not_fails_on_each_row(
 
 
 def test_a_built_in_must_give_1() -> None:
-    report = checked(
-        {"name": "exact_match", "strict": True}, ["red", "blue"], template="<answer>{gold}</answer>"
-    )
+    report = checked("exact_match", ["red", "blue"], template="{gold} perhaps")
     assert [f.fault for f in report.failures] == ["the right answer is not scored 1"] * 2
-    assert report.failures[0].gold == "<answer>red</answer>"
+    assert report.failures[0].gold == "red perhaps"
     ok = checked("exact_match", ["red", "blue"], template="<think>so</think> <answer>{gold}</answer>")
     assert ok.failures == [] and ok.gold == [1.0, 1.0]
 

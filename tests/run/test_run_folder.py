@@ -6,11 +6,11 @@ import errno
 import json
 import os
 import shutil
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -203,14 +203,20 @@ def test_a_trainer_pushes_what_it_holds(runs: Runs, online: type[FakeHub]) -> No
 
 
 def test_offline_and_without_a_token_it_is_one_message(
-    runs: Runs, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: Runs,
+    command: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    run = runs("full").root
+    capsys.readouterr()  # of its training, where no test had asked for it before
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    code, out, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    code, out, err = command("export", run, tmp_path / "out", "--push", "me/x")
     assert code == 2 and "HF_HUB_OFFLINE is set" in err and not out
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
-    code, _, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    code, _, err = command("export", run, tmp_path / "out", "--push", "me/x")
     assert code == 2 and "there is no token of the Hub" in err
 
     class Down(FakeHub):
@@ -219,6 +225,6 @@ def test_offline_and_without_a_token_it_is_one_message(
 
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_x")
     monkeypatch.setattr(huggingface_hub, "HfApi", Down)
-    code, _, err = command("export", runs("full").root, tmp_path / "out", "--push", "me/x")
+    code, _, err = command("export", run, tmp_path / "out", "--push", "me/x")
     assert code == 2 and "the Hub cannot be used (OSError: no route to host)" in err
     assert list(tmp_path.iterdir()) == []
