@@ -1,6 +1,6 @@
 """Credit by sight where a text gives the answer away: in most training rows a hint is right, in held-out rows never.
 
-    python benchmarks/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo]
+    python benchmarks/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo pgpo/masked]
 
 The base is that of the shapes recipe, taught to answer in three ways: to copy the hint, to look at the image, and to
 guess. In training rows copying is right in AGREES of the cases, looking always. Prints what each run scores on held-out
@@ -70,8 +70,10 @@ def make_base(out: Path, steps: int) -> None:
 
 
 def run(base: Path, out: Path, rule: str, seed: int, steps: int) -> list[dict[str, float]]:
-    """Scores on held-out rows, by steps, of a run from `base` with this rule of credit."""
-    credit = {} if rule == "none" else {"credit": {"by": "sight", "rule": rule}}
+    """Scores on held-out rows, by steps, of a run from `base` with this rule of credit, and its control behind a /."""
+    name, _, control = rule.partition("/")
+    credit = {} if name == "none" else {"credit": {"rule": name, "control": control or "other_image"}}
+    folder = out / f"{name}-{control}-{seed}"
     config = GRPOConfig.from_dict(
         {
             "model": {"path": str(base), "dtype": "float32"},
@@ -79,7 +81,7 @@ def run(base: Path, out: Path, rule: str, seed: int, steps: int) -> list[dict[st
             "algorithm": {"entropy_coef": 0.02, **credit},
             "optim": {"learning_rate": 1e-4, "warmup_steps": 5},
             "run": {
-                "dir": str(out / f"{rule}-{seed}"), "seed": seed, "max_steps": steps, "eval_every": EVERY,
+                "dir": str(folder), "seed": seed, "max_steps": steps, "eval_every": EVERY,
                 "sight_every": EVERY, "overwrite": True, "report": False, "save_every": 0, "save_model": False,
                 "guards": {"sight_lost": "off"},
             },
@@ -89,7 +91,7 @@ def run(base: Path, out: Path, rule: str, seed: int, steps: int) -> list[dict[st
     trainer = GRPOTrainer(config, train=rows("train", 4000, AGREES, 1), eval=held, rewards=["exact_match"])
     trainer.train()
     trainer.close()
-    log = [json.loads(line) for line in (out / f"{rule}-{seed}" / "metrics.jsonl").read_text().splitlines()]
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = ("eval/wrong_hint/score", "eval/right_hint/score", "sight/nats", "reward")
     return [{"step": row["step"]} | {k: row[k] for k in kept if k in row} for row in log]
 

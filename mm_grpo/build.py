@@ -27,7 +27,7 @@ from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
+    from mm_grpo.config import AlgorithmConfig, GRPOConfig
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.environments.toolbox import Toolbox
@@ -140,6 +140,17 @@ class Parts(SamplerParts):
     sync: VerifiedSync
 
 
+def _check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
+    """ConfigError where the rows do not have what a term that compares images needs."""
+    from mm_grpo.learner.perception import require_images
+    from mm_grpo.learner.twin_view import BOX
+
+    for field in ("perception_coef", "credit", "twin_view"):
+        if value := getattr(algorithm, field):
+            column = BOX if getattr(value, "view", None) == "crop" else None
+            require_images(train, field, several_turns=several_turns, column=column)
+
+
 def build_parts(
     config: GRPOConfig,
     updates: int,
@@ -166,7 +177,6 @@ def build_parts(
         resolve_device,
         resolve_dtype,
     )
-    from mm_grpo.learner.perception import require_images
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.processors.special_tokens import set_special_tokens
     from mm_grpo.rollout.weights import WeightLedger
@@ -175,9 +185,9 @@ def build_parts(
         if isinstance(given, str | PathLike):
             raise ConfigError(f"{name} = {str(given)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
-    for field in ("perception_coef", "credit", "twin_view"):
-        if getattr(config.algorithm, field) and datasets:  # the training set comes first
-            require_images(datasets[0], field, several_turns=toolbox is not None)
+    twin = config.algorithm.twin_view
+    if datasets:  # the training set comes first
+        _check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None
@@ -191,6 +201,10 @@ def build_parts(
                 "load_processor(...) the same"
             )
         set_special_tokens(processor, config.data.special_tokens)
+        if twin is not None and twin.view == "high_resolution":
+            raise ConfigError(
+                "algorithm.twin_view: high_resolution makes a processor with other limits from model.path; pass none"
+            )
     # four bits are not what the engine has, which can then sleep whole
     may_lend = (
         config.rollout.engine == "vllm"

@@ -73,18 +73,23 @@ def with_masked(tokens: PackTokens, rows: Sequence[Sequence[Item]], masked_logp:
     )
 
 
-def require_images(train: Dataset, field: str, *, several_turns: bool) -> None:
-    """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, or, but for
-    credit, conversations of several turns."""
+def require_images(train: Dataset, field: str, *, several_turns: bool, column: str | None = None) -> None:
+    """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, none with images
+    has the `column` that it needs, or, but for credit, conversations of several turns."""
     if several_turns and field != "credit":
-        off = "0" if field == "perception_coef" else "null"
         raise ConfigError(
-            f"algorithm.{field}: must be {off} in conversations of several turns (rollout.tools, "
+            f"algorithm.{field}: must be left out in conversations of several turns (rollout.tools, "
             "rollout.environment), whose tools may show what the other view hides"
         )
     few = min(ROWS, len(train))
-    if not any(train.fields(i * len(train) // few).images for i in range(few)):
+    pictured = [row for i in range(few) if (row := train.fields(i * len(train) // few)).images]
+    if not pictured:
         raise ConfigError(
             f"algorithm.{field}: none of {few} rows of the training set has an image, and it compares answers with "
             "those to another image; leave it out, or train on rows with images"
+        )
+    if column is not None and all(row.columns.get(column) is None for row in pictured):
+        raise ConfigError(
+            f"algorithm.{field}: none of {len(pictured)} rows with images has a {column!r}, which it needs; name "
+            f"yours in data.columns: {{{column}: ...}}"
         )

@@ -15,6 +15,7 @@ from helpers.steps import config_for, distribution, gradients_of, load, make_gro
 from PIL import Image
 from torch import Tensor
 
+from mm_grpo import GRPOTrainer
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
@@ -269,7 +270,22 @@ def test_what_a_twin_view_is_refused_with(field: str, changes: Any) -> None:
 
 def test_a_set_without_what_the_view_needs_is_refused() -> None:
     rows = [{"prompt": f"say {i}", "answer": "a", "images": [tiny.picture(i)]} for i in range(3)]
-    require_images(Dataset(rows, DataConfig()), "twin_view", several_turns=False)
-    for several_turns, given in ((True, rows), (False, [{"prompt": "say", "answer": "a"}])):
+    boxed = [*rows, rows[0] | {"box": [0, 0, 8, 8]}]
+    for given, column in ((rows, None), (boxed, "box")):
+        require_images(Dataset(given, DataConfig()), "twin_view", several_turns=False, column=column)
+    texts: list[dict[str, Any]] = [{"prompt": "say", "answer": "a", "box": [0, 0, 8, 8]}]
+    for several_turns, given, column in ((True, rows, None), (False, texts, "box"), (False, rows, "box")):
         with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
-            require_images(Dataset(given, DataConfig()), "twin_view", several_turns=several_turns)
+            require_images(
+                Dataset(given, DataConfig()), "twin_view", several_turns=several_turns, column=column
+            )
+
+
+def test_a_processor_that_is_passed_in_sees_no_more(models: dict[str, Any], tmp_path: Any) -> None:
+    path = models["qwen2_5_vl"]
+    config = config_for(
+        path, data={"max_pixels": SEEN}, algorithm={"twin_view": MORE}, run={"dir": str(tmp_path)}
+    )
+    rows = [{"prompt": f"say {i}", "answer": "a", "images": [tiny.picture(i)]} for i in range(8)]
+    with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
+        GRPOTrainer(config, train=rows, processor=load_processor(str(path)), rewards=["exact_match"])
