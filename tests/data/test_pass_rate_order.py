@@ -42,6 +42,13 @@ def test_rows_near_one_half_come_in_proportion_from_the_second_pass_on() -> None
     assert passes[1].total() == 100 and rows != sorted(rows)
 
 
+def test_an_estimate_moves_by_the_factor_towards_each_share() -> None:
+    order = PassRateOrder(4, 4, 0, factor=0.25)
+    for step, share in enumerate((1.0, 0.0, 0.5), start=1):
+        order.observe(step, [(2, share)])
+    assert order.rates == [None, None, 0.6875, None]  # 1, 0.75, and a quarter of the way to one half
+
+
 @pytest.mark.parametrize(("rows", "prompts", "staleness"), [(7, 3, 0), (7, 3, 2), (3, 8, 1), (12, 4, 1)])
 def test_a_resumed_order_goes_on_as_the_whole_one(rows: int, prompts: int, staleness: int) -> None:
     def made() -> PassRateOrder:
