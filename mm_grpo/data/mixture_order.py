@@ -12,7 +12,8 @@ A row that replaces another (dynamic sampling) is of the same source, so shares 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -106,36 +107,38 @@ class Turns:
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.weights, self.total = list(weights), sum(weights)
-        self._places: list[tuple[int, int]] = []
-        self._counts = [0] * len(weights)
+        self._sources = array("I")
+        self._prompts = [array("Q") for _ in weights]
+        """The prompts of each source."""
         self._scale = max(1, 2 * len(weights) - 2)
 
     def place(self, position: int) -> tuple[int, int]:
         """The source of a prompt (from 0), and how many prompts that source had before."""
         periods, rest = divmod(position, self.total)
-        while len(self._places) <= rest:
+        while len(self._sources) <= rest:
             self._deal()
-        source, before = self._places[rest]
-        return source, periods * self.weights[source] + before
+        source = self._sources[rest]
+        return source, periods * self.weights[source] + bisect_left(self._prompts[source], rest)
 
     def counts(self, asked: int) -> list[int]:
         """How many of the first `asked` prompts each source has."""
         periods, rest = divmod(asked, self.total)
         self.place(rest)
-        found = Counter(source for source, _ in self._places[:rest])
-        return [periods * weight + found[source] for source, weight in enumerate(self.weights)]
+        return [
+            periods * w + bisect_left(own, rest) for w, own in zip(self.weights, self._prompts, strict=True)
+        ]
 
     def _deal(self) -> None:
         late = (self._scale - 1) * self.total
         due = []  # of the sources that lag, how soon each is late
-        for source, (weight, count) in enumerate(zip(self.weights, self._counts, strict=True)):
+        for source, (weight, own) in enumerate(zip(self.weights, self._prompts, strict=True)):
             # prompts, times W and the scale
-            lag = self._scale * (weight * (len(self._places) + 1) - self.total * count)
+            lag = self._scale * (weight * (len(self._sources) + 1) - self.total * len(own))
             if lag >= self.total:
                 due.append(((late - lag) / weight, source))
         _, source = min(due)
-        self._places.append((source, self._counts[source]))
-        self._counts[source] += 1
+        self._prompts[source].append(len(self._sources))
+        self._sources.append(source)
 
 
 def ratio(weights: Sequence[float]) -> list[int]:

@@ -133,13 +133,11 @@ class JoinedRows:
         """The columns of all parts, in order of appearance; of a list, those of all its rows."""
         names: dict[str, None] = {}
         for rows in (part.rows for part in self.parts):
-            known = getattr(rows, "column_names", None)
-            found = (
-                rows
-                if isinstance(rows, list | tuple)
-                else [rows[0] if known is None else dict.fromkeys(known)]
-            )
-            names.update(dict.fromkeys(name for row in found if isinstance(row, Mapping) for name in row))
+            if (known := getattr(rows, "column_names", None)) is not None:
+                names.update(dict.fromkeys(known))
+                continue
+            seen = rows if isinstance(rows, list | tuple) else [rows[0]]
+            names.update(dict.fromkeys(name for row in seen if isinstance(row, Mapping) for name in row))
         return list(names)
 
     def _place(self, index: int) -> tuple[Part, int]:
