@@ -253,11 +253,16 @@ class RunFolder:
 
 
 def _is_foreign(path: Path, *, own: bool) -> bool:
-    """Whether something lies where a run writes, and no run wrote it: also a file in the place of a folder that is its
-    `own`, and a link to a file, which would be written through."""
-    if not own or path.is_symlink():
-        return _is_there(path) and not (own and path.is_dir())
-    return path.exists() and path.is_dir() is not (path.name in (*FOLDERS, *BY_CONFIG[:3]))
+    """Whether something lies where a run writes, and no run wrote it.
+
+    Such is also a pipe, for which a reader would wait, and a link to a file, which would be written through.
+    """
+    if not own:
+        return _is_there(path)
+    fits = (
+        path.is_dir() if path.name in (*FOLDERS, *BY_CONFIG[:3]) else path.is_file() and not path.is_symlink()
+    )
+    return os.path.lexists(path) and not fits
 
 
 def _is_there(path: Path) -> bool:

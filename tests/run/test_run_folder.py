@@ -256,7 +256,13 @@ def linked(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", linked)]
+    ("name", "make"),
+    [
+        ("mm_grpo_run.json", os.mkfifo),
+        ("model", Path.touch),
+        ("metrics.jsonl", linked),
+        ("metrics.jsonl", os.mkfifo),
+    ],
 )
 def test_what_no_run_writes_is_named_before_it_is_read(
     name: str, make: Callable[[Path], Any], tmp_path: Path
