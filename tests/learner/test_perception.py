@@ -148,6 +148,6 @@ def test_conversations_and_text_alone_are_refused() -> None:
             require_images(Dataset(rows, DataConfig()), field, several_turns=False)
     pictured = [*rows, {"prompt": "what is it", "images": [tiny.picture(1)], "answer": "a"}]
     require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=False)
-    with pytest.raises(ConfigError, match="perception_coef.*several turns"):
+    with pytest.raises(ConfigError, match=r"perception_coef.*several turns"):
         require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=True)
     require_images(Dataset(pictured, DataConfig()), "credit", several_turns=True)
