@@ -111,9 +111,7 @@ def convert(given: Mapping[str, Any], *, devices: int = 1) -> Conversion:
         found.notes.append(
             "rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)"
         )
-    while (
-        True
-    ):  # fields that mm_grpo refuses are taken back, one after the other, with what it says about them
+    while True:  # fields that are refused are taken back, one after the other, with what is said of them
         try:
             GRPOConfig.from_dict(found.values)
             return found

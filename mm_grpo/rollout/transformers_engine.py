@@ -203,10 +203,6 @@ class TransformersStream(RequestStream):
         self.waiting.append((number, request, follows))
         return number
 
-    def tokens_of(self, number: int) -> tuple[int, ...]:
-        """The tokens so far of a request that is being answered; none of one that waits or was answered."""
-        return next((tuple(row.tokens) for row in self.rows if row.number == number), ())
-
     def step(self) -> list[tuple[int, Completion]]:
         with torch.no_grad():
             if not self._holds():

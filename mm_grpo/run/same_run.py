@@ -74,9 +74,8 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
         flat["run.headline"] = config.run.headline
     steps = config.run.max_steps
     cut = steps is not None and config.optim.warmup_steps > config.updates_in(steps)
-    if (
-        cut or config.optim.lr_scheduler_type != "constant"
-    ):  # the rate of every step goes by the length of the run
+    # the rate of every step goes by the length of the run
+    if cut or config.optim.lr_scheduler_type != "constant":
         flat["run.max_steps"] = steps
     return flat
 

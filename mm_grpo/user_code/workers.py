@@ -36,10 +36,9 @@ def default_size() -> int:
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """What came of a call: its `answer`, or how the worker `died`, or that it was `late`. A worker that is `unread`
-    died without having read its call, or without one. `seconds` is what the call took."""
+    died without having read its call, or without one."""
 
     worker: Worker
-    seconds: float
     answer: bytes | None = None
     died: str | None = None
     late: bool = False
@@ -201,7 +200,6 @@ class Workers:
             self.end(worker)
 
     def _look(self, worker: Worker, spoke: bool) -> Outcome | None:
-        seconds = time.monotonic() - worker.since
         answer, died, unread = worker.exchange() if spoke else (None, None, False)
         late = answer is None and died is None and time.monotonic() > worker.until
         if died is not None or late:
@@ -210,12 +208,12 @@ class Workers:
             self._started(worker, answer, died, late)
         elif answer is not None:
             self._unread = 0
-            return Outcome(worker, seconds, answer)
+            return Outcome(worker, answer)
         elif died is not None:
             self._unread += unread and worker.busy
-            return Outcome(worker, seconds, died=died, unread=unread and self._unread <= UNREAD)
+            return Outcome(worker, died=died, unread=unread and self._unread <= UNREAD)
         elif late:
-            return Outcome(worker, seconds, late=True)
+            return Outcome(worker, late=True)
         return None
 
     def _started(self, worker: Worker, answer: bytes | None, died: str | None, late: bool) -> None:

@@ -354,9 +354,8 @@ class ServedStream(RequestStream):
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
-        self.running: dict[
-            int, tuple[Sequence[Request], Future[EngineAnswer]]
-        ] = {}  # by a group's first number
+        # by a group's first number
+        self.running: dict[int, tuple[Sequence[Request], Future[EngineAnswer]]] = {}
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._urls: dict[int, str] = {}
         self._count = 0
