@@ -39,7 +39,7 @@ test-all: setup  ## run both
 # Run is, for each package with such a version, what uses it the most: pydantic and ruamel.yaml (config), typer and rich
 # (cli), datasets, pillow and qwen-vl-utils (data), jinja2 (processors), transformers, torch and numpy (processors,
 # rollout, learner, trainer), peft (learner, trained), bitsandbytes (learner), accelerate and deepspeed (distributed),
-# safetensors, xxhash and tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, pycocotools, openai and, in
+# safetensors, xxhash and tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, openai and, in
 # the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own is the same with every version; vLLM
 # and TRL are tested with the pins of requirements/cpu.txt alone.
 LOWEST := cli/test_cli.py::test_train_and_check_do_what_they_say cli/test_cli_help.py config/test_fields.py config/test_yaml_file.py \
@@ -50,7 +50,7 @@ LOWEST := cli/test_cli.py::test_train_and_check_do_what_they_say cli/test_cli_he
 	learner/test_vision_attention.py \
 	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
 	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run \
-	rewards/test_builtin_judge.py rewards/test_builtin_masks.py rewards/test_builtin_values.py \
+	rewards/test_builtin_judge.py rewards/test_builtin_values.py \
 	run/test_checkpoint.py run/test_trackers.py trained/test_export.py::test_every_family_is_exported trainer/test_trainer.py
 test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed
 	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))

@@ -14,9 +14,9 @@ PAGE = Path(__file__).parent / "rewards.md"
 START, END = "<!-- list: written by docs/make_rewards.py -->", "<!-- end of the list -->"
 
 AREAS = {
-    "Text": ("exact_match", "choice", "contains", "ordering", "format", "json_schema"),
+    "Text": ("exact_match", "choice", "contains", "format", "json_schema"),
     "Numbers": ("math", "numeric", "count"),
-    "Vision": ("iou", "giou", "box_match", "clicking", "mask_iou"),
+    "Vision": ("iou", "giou", "box_match", "clicking"),
     "Documents and charts": ("anls", "edit_similarity", "chart_relaxed"),
     "Shaping": ("length", "soft_overlong", "cosine_length", "repetition_penalty"),
     "Models": ("judge", "reward_model"),

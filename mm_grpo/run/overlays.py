@@ -17,8 +17,7 @@ from typing import Any
 
 from mm_grpo.data.object_tags import is_objects
 from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, point_in
-from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes
-from mm_grpo.rewards.builtins.masks import Polygon, mask_in, read_mask
+from mm_grpo.rewards.builtins.clicking import Polygon, gold_shapes, moved_shapes
 from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.types import Prompt
@@ -28,7 +27,6 @@ OVERLAID = {
     "giou": "box",
     "box_match": "boxes",
     "clicking": "target",
-    "mask_iou": "mask",
 }
 """Built-in → the column that holds its gold."""
 MOST = 500
@@ -102,8 +100,6 @@ def _predicted(name: str, completion: str, layout: Any) -> list[Polygon]:
     if name == "clicking":
         point = point_in(completion, layout)
         return [] if point is None else [(point,)]
-    if name == "mask_iou":
-        return list(mask_in(completion) or ())
     boxes = [_corners(box) for box in boxes_in(completion, layout)]
     return boxes if name == "box_match" else boxes[-1:]
 
@@ -132,11 +128,7 @@ def _of_reward(column: str, options: Mapping[str, Any], prompt: Prompt) -> Place
     frame = Frame.of(prompt.engine_prompt.images, prompt.sample, image)
     layout, space = options.get("gold_layout", "xyxy"), options.get("gold_space", "original")
     value = options[column]
-    if column == "mask":
-        shapes = read_mask(value)
-        if not isinstance(shapes, tuple):
-            raise ValueError("the gold mask is an RLE, or cannot be read, and is not drawn")
-    elif column == "target":
+    if column == "target":
         shapes = gold_shapes(value, frame, layout, space)
     else:
         boxes = value if column == "boxes" else [value]

@@ -39,10 +39,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "iou": {"box": [0, 0, 10, 20]},
     "json_schema": {"schema": {"type": "object"}},
     "length": {"max_length": 10},
-    "mask_iou": {"mask": {"size": [4, 4], "counts": [0, 8, 8]}},
     "math": {"answer": "77"},
     "numeric": {"answer": 77},
-    "ordering": {"order": ["wash", "cut", "cook"]},
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
 }
@@ -56,7 +54,6 @@ PIECES = [
     "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
     "Answer: A, ", "a b c ", '{"a":', "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
     "[1, 2] ",
-    "wash, ", "wash -> ", "1. wash\n", "- ", "then ", "wash then ", "wash: ", "[wash, ",
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
 REFUSED: list[tuple[str, str, list[Any]]] = [
@@ -86,14 +83,10 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("length", "max_length", [-1, None]),
     ("length", "min_length", [-1, 11]),
     ("length", "unit", ["words"]),
-    ("mask_iou", "mask", ["here", {"size": [2, 2], "counts": [4]}, {"size": [10**5, 10**5], "counts": [10**10]}]),
     ("math", "answer", ["<answer></answer>", "\\boxed{}", f"\\boxed{{{'1' * 501}}}"]),
     ("numeric", "answer", ["red", "3 or 4", "\\sqrt{2}", "2x + 1", "1e999"]),
     ("numeric", "absolute_tolerance", [-1, math.inf]),
     ("numeric", "tolerance", [-1, math.inf]),
-    ("ordering", "metric", ["tau"]),
-    ("ordering", "order", [[], ["a"], "wash", "", ["a", None], ["a", " "], ["a", ["b"]], [1, math.nan, math.nan],
-                           ["a", "A."], 3]),
     ("repetition_penalty", "max_penalty", [0.5]),
     ("repetition_penalty", "ngram", [0]),
     ("repetition_penalty", "unit", ["lines"]),
@@ -107,8 +100,8 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
     return score
 
 
-def test_23_built_ins_are_registered() -> None:
-    assert len(BUILTINS) == 23 and set(BUILTINS) <= set(names())
+def test_every_built_in_is_registered() -> None:
+    assert set(BUILTINS) <= set(names())
     assert {name: get(name).fn.__module__ for name in BUILTINS} == BUILTINS
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
@@ -139,8 +132,7 @@ def test_a_value_that_means_nothing_is_refused(name: str, option: str, value: An
 
 GARBAGE = ["", " ", "\x00", "\ud800", "é猫", "nan", "inf", "-inf", "1e999", "9" * 400, "None", "{}", "[]", "[[]]",
            "<answer></answer>", "<answer>", "\\boxed{}", "[NaN, 0, 1, 1]", "[0, 0, 1e400, 1]", "[1e308, 0, 1, 1]",
-           "[5, 5, 1, 1]", "[-1e6, -1e6, 1e6, 1e6]", "[0, 0, 0, 0]", '{"size": [1], "counts": 5}',
-           '{"size": [99999, 99999], "counts": [9999800001]}', "[" + "9" * 5000 + "]"]  # fmt: skip
+           "[5, 5, 1, 1]", "[-1e6, -1e6, 1e6, 1e6]", "[0, 0, 0, 0]", "[" + "9" * 5000 + "]"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))
@@ -178,7 +170,7 @@ def test_loading_all_of_them_imports_no_heavy_library() -> None:
     code = (
         "import sys; from mm_grpo.rewards import registry; [registry.get(n) for n in registry.BUILTINS];"
         "print(*{'torch', 'numpy', 'PIL', 'transformers', 'rapidfuzz', 'jsonschema', 'openai', 'math_verify',"
-        " 'httpx', 'sympy', 'pycocotools'} & set(sys.modules))"
+        " 'httpx', 'sympy'} & set(sys.modules))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []

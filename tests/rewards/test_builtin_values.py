@@ -13,12 +13,6 @@ TWO = [[0, 0, 10, 10], [20, 0, 30, 10]]
 TRIANGLE = [[0, 0], [40, 0], [0, 40]]
 MANY = [[i, 0, i + 1, 1] for i in range(120)]
 HORSESHOE = [0, 0, 30, 0, 30, 30, 20, 30, 20, 10, 10, 10, 10, 30, 0, 30]
-UNIT = {"space": "normalized", "gold_space": "normalized"}
-SQUARE = [0, 0, 1, 0, 1, 1, 0, 1]
-LEFT = {"size": [4, 4], "counts": [0, 8, 8]}  # the two columns at the left of a 4 × 4 image
-ABC = ["A", "B", "C"]
-STEPS = ["wash", "cut finely", "cook"]
-COOKED = "1. Wash\n2. Cut finely.\n3. Cook"
 RECEIPT = {
     "type": "object",
     "properties": {"total": {"type": "number"}, "items": {"type": "array", "items": {"type": "string"}}},
@@ -54,14 +48,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("edit_similarity", {}, [
         ("kitten", "sitting", 4 / 7), ("a  b\nc", "a b c", 1), ("ABC", "abc", 0), ("abc", "", 0), ("", "", 1)]),
     ("edit_similarity", {"unit": "words"}, [("the cat sat", "the cat sat down", 0.75), ("x", None, None)]),
-    ("ordering", {}, [
-        ("a, b, c.", ABC, 1), ("B, A, C", ABC, 2 / 3), ("C, A, B", ABC, 1 / 3), ("C, B, A", ABC, 0),
-        ("A, C", ABC, 1 / 3),  # AC of AB, AC, BC
-        ("A, B, C, D", ABC, 0.5),  # 3 of 6
-        ("A, B, C, C", ABC, 0.5), ("cut finely -> wash -> cook", STEPS, 2 / 3), ("A, B", None, None)]),
-    ("ordering", {"metric": "exact"}, [
-        ("a, b, c.", ABC, 1), ("B, A, C", ABC, 0), ("A, B, C, C", ABC, 0), (COOKED, STEPS, 1),
-        ("[3, 1, 2]", [3.0, 1.0, 2.0], 1)]),
     # numbers
     ("numeric", {}, [
         ("<think>4</think> three", 3, 1), ("\\boxed{3} is not 4", 3, 1), ("\\boxed{\\frac{\\pi}{2}}", 2, 0),
@@ -120,17 +106,8 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
             ("[10, 10, 20, 20]", 1), ("(-15, 15)", 0), ("15", 0))),
         ("(5, 5)", TRIANGLE, 1), ("(21, 20)", TRIANGLE, 0), ("(39, 39)", TRIANGLE, 0),  # in the box around it
         ("(25, 20)", HORSESHOE, 1), ("(15, 20)", HORSESHOE, 0),
-        ("(25, 20)", "[[0, 0, 5, 5], [20, 15, 30, 25]]", 1)]),  # any of several
+        ("(25, 20)", "[[0, 0, 5, 0, 5, 5], [20, 15, 30, 15, 30, 25]]", 1)]),  # any of several
     ("clicking", {"layout": "xywh", "gold_layout": "xywh"}, [("[1, 1, 2, 2]", [0, 0, 2, 2], 1)]),
-    ("mask_iou", UNIT, [
-        ("[0, 0, 1, 1]", SQUARE, 1), ("[0, 0, 0.5, 1]", SQUARE, 0.5),
-        ("[[0, 0], [1, 0], [1, 1], [0, 1]]", SQUARE, 1), ("[[0, 0, 0.5, 1], [0.5, 0, 1, 1]]", SQUARE, 1),
-        ("[[0, 0, 0.5, 1], [0, 0, 0.5, 1]]", SQUARE, 0.5), ("[-5, -5, 5, 5]", SQUARE, 1), ("[2, 2, 3, 3]", SQUARE, 0),
-        (json.dumps(LEFT), SQUARE, 0), ('{"mask": [0, 0, 0.5, 1]}', SQUARE, 0.5), ("nothing", SQUARE, 0),
-        ("[0, 0, 0.5, 1]", LEFT, 1)]),
-    ("mask_iou", {"space": "0-1000"}, [("[0, 0, 500, 500]", json.dumps(LEFT), 0.5)]),
-    ("mask_iou", {}, [
-        ("[0, 0, 2, 4]", LEFT, 1)]),  # without an image its size is that of the RLE
     # documents
     ("json_schema", {"schema": RECEIPT}, [
         ('{"total": 12.5}', 1), ('```json\n{"total": 1}\n```', 1), ('{"total": 1, "tip": 2}', 0), ("[]", 0),

@@ -37,7 +37,6 @@ BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
         ({"name": "giou", "gold_layout": "xywh"}, {"box": [10, 20, 50, 100]}),
         ({"name": "iou", "gold_space": "normalized"}, {"box": "[0.1, 0.1, 0.6, 0.6]"}),
         ({"name": "clicking"}, {"target": [10, 20, 60, 120]}),
-        ({"name": "mask_iou"}, {"mask": [[10, 20, 60, 20, 60, 120, 10, 120]]}),
         ({"name": "box_match"}, {"boxes": [[10, 20, 60, 120]]}),
         ({"name": "clicking"}, {"target": [[[10, 20], [60, 20], [60, 120], [10, 120]]]}),
     ],
@@ -85,7 +84,6 @@ def test_the_image_that_is_meant() -> None:
     [
         ("iou", {"box": [0, 0, 150, 100]}),  # not in its image
         ("clicking", {"target": "here"}),
-        ("mask_iou", {"mask": {"size": [2, 2], "counts": [0, 4]}}),  # an RLE
         ("objects", {"objects": {"bbox": [[0, 0, 10**400, 4]]}}),
     ],
 )
@@ -103,8 +101,8 @@ def test_rows_without_gold_or_image_and_rows_with_too_much() -> None:
     assert len(marks) == MOST and notes == [f"7 more of the {MOST + 7} gold boxes and points are not drawn"]
 
 
-def test_every_reward_on_boxes_points_and_masks_is_known() -> None:
-    modules = ("grounding", "clicking", "masks")
+def test_every_reward_on_boxes_and_points_is_known() -> None:
+    modules = ("grounding", "clicking")
     assert set(OVERLAID) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
 
 
@@ -117,7 +115,6 @@ def test_every_reward_on_boxes_points_and_masks_is_known() -> None:
         ({"name": "box_match"}, "[5.6, 8.4, 33.6, 50.4] [0, 0, 28, 42]",
          [BOX, [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]]),
         ({"name": "clicking", "space": "0-1000"}, "click(x=500, y=250)", [[(28.0, 21.0)]]),
-        ({"name": "mask_iou", "space": "normalized"}, "[[0.1, 0.1, 0.6, 0.1, 0.6, 0.6, 0.1, 0.6]]", [BOX]),
         ({"name": "iou"}, "nowhere", []),
     ],
 )  # fmt: skip
@@ -128,7 +125,6 @@ def test_a_prediction_lies_where_the_reward_reads_it(
         "box": [0, 0, 9, 9],
         "boxes": [],
         "target": [0, 0, 9, 9],
-        "mask": [[0, 0, 9, 0, 9, 9]],
     }
     marks = predicted_overlays([resolve_entry(entry)], prompt(**gold), text)
     assert rounded(marks) == [(0, entry["name"], each) for each in points]

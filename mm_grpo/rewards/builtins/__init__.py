@@ -6,8 +6,6 @@
 - `grounding.py`     iou, giou, box_match
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
-- `masks.py`         mask_iou
-- `ordering.py`      ordering
 - `documents.py`     json_schema
 - `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server
@@ -38,7 +36,6 @@ LIBRARIES = {
     "edit_similarity": ("rapidfuzz", "rapidfuzz", "text"),
     "json_schema": ("jsonschema", "jsonschema", "json"),
     "judge": ("openai", "openai", "judge"),
-    "mask_iou": ("pycocotools", "pycocotools", "masks"),
     "math": ("math_verify", "math-verify", "math"),
 }
 

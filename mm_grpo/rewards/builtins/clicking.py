@@ -1,7 +1,7 @@
 """The reward `clicking`: a point against a gold box or polygon, and the geometry that it needs.
 
-Points, boxes and coordinate spaces are those of `boxes.py`, polygons are read as `masks.py` reads them. A point on the
-edge is inside. Of a polygon that crosses itself, inside is what a ray leaves through an odd number of edges.
+Points, boxes and coordinate spaces are those of `boxes.py`. A point on the edge is inside. Of a polygon that crosses
+itself, inside is what a ray leaves through an odd number of edges.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.rewards.builtins.answers import column_value
-from mm_grpo.rewards.builtins.boxes import Box, Frame, Layout, Point, has_area, point_in
+from mm_grpo.rewards.builtins.boxes import Box, Frame, Layout, Point, has_area, is_coordinate, point_in
 from mm_grpo.rewards.builtins.grounding import box_options, takes_box_options
-from mm_grpo.rewards.builtins.masks import Polygon, read_mask
 from mm_grpo.rewards.registry import reward
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.types import Sample
+
+Polygon = tuple[Point, ...]
 
 ON_EDGE = 1e-9
 """Distance from an edge, as a share of the polygon's size, up to which a point lies on it."""
@@ -88,8 +89,10 @@ def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[P
     if isinstance(value, list | tuple) and len(value) == 4 and all(isinstance(n, int | float) for n in value):
         x0, y0, x1, y1 = frame.gold(value, layout, space)
         return (((x0, y0), (x1, y0), (x1, y1), (x0, y1)),)
-    shapes = read_mask(list(value)) if isinstance(value, list | tuple) else None
-    if not isinstance(shapes, tuple):
+    one = _polygon(value)
+    several = (one,) if one else tuple(map(_polygon, value if isinstance(value, list | tuple) else ()))
+    shapes = tuple(shape for shape in several if shape)
+    if not shapes or len(shapes) < len(several):
         raise ValueError(
             f"the gold target is {str(given)[:80]}; it must be a box of four numbers, or a polygon of at least three "
             "points as [x0, y0, x1, y1, x2, y2] or [[x0, y0], [x1, y1], [x2, y2]]"
@@ -100,6 +103,15 @@ def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[P
             raise ValueError(f"the gold target {str(given)[:80]} has no extent")
         frame.check(around, space)
     return shapes
+
+
+def _polygon(value: Any) -> Polygon | None:
+    """One polygon from a flat list of coordinates or a list of points; None from anything else."""
+    if isinstance(value, list | tuple) and value and all(isinstance(point, list | tuple) for point in value):
+        value = [number for point in value for number in point] if all(len(p) == 2 for p in value) else None
+    if not isinstance(value, list | tuple) or len(value) < 6 or len(value) % 2:
+        return None
+    return tuple(zip(value[::2], value[1::2], strict=True)) if all(map(is_coordinate, value)) else None
 
 
 def moved_shapes(shapes: Sequence[Polygon], frame: Frame, source: str, target: str) -> tuple[Polygon, ...]:

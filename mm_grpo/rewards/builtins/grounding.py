@@ -1,7 +1,7 @@
 """Rewards for grounding: `iou`, `giou` and `box_match`.
 
 Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
-`boxes.py`; masks are in `masks.py`. They and `clicking` share their last options, which `box_options` declares: their
+`boxes.py`. They and `clicking` share their last options, which `box_options` declares: their
 `**spaces` stands for its keyword-only parameters, in `inspect.signature` and so in configs and docs too.
 """
 
