@@ -18,7 +18,7 @@ AREAS = {
     "Numbers": ("math", "numeric", "count"),
     "Vision": ("iou", "giou", "box_match", "clicking"),
     "Documents and charts": ("anls", "edit_similarity", "chart_relaxed"),
-    "Shaping": ("length", "soft_overlong", "cosine_length", "repetition_penalty"),
+    "Shaping": ("length", "soft_overlong", "repetition_penalty"),
     "Models": ("judge", "reward_model"),
 }
 

@@ -260,7 +260,6 @@ NO_ZERO_3 = (
 REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
     **dict.fromkeys(("format", "think_format_reward"), "format"),
-    "cosine": "cosine_length",
     "repetition": "repetition_penalty",
     "get_soft_overlong_punishment": "soft_overlong",
 }

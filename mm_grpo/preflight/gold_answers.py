@@ -35,7 +35,6 @@ MOST_ERRORS = 3
 TOLERANCE = 1e-6
 
 JUDGES = ("judge", "reward_model")
-ANY_BEST = ("cosine_length",)
 """Built-ins whose best score the config sets; that of the others is 1."""
 FORMS = ("format",)
 """Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
@@ -238,8 +237,7 @@ class _Check:
         same_as_others = bool(others) and all(not _less(score, gold) for score in others)
         report.alike += same_as_others or not _less(garbage, gold)
         fault = ""
-        has_top = self.builtin is not None and self.builtin not in ANY_BEST
-        if has_top and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
+        if self.builtin is not None and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
             fault, wrong = "the right answer is not scored 1", None
         elif not _less(garbage, gold):
             fault, wrong = "garbage scores no less", len(texts) - 1

@@ -25,7 +25,7 @@ _MODULES = {
     "maths": ("math",),
     "numeric": ("chart_relaxed", "count", "numeric"),
     "reward_model": ("reward_model",),
-    "shaping": ("cosine_length", "format", "length", "repetition_penalty", "soft_overlong"),
+    "shaping": ("format", "length", "repetition_penalty", "soft_overlong"),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
 BUILTINS = {

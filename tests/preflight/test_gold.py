@@ -88,15 +88,6 @@ def test_a_gold_that_means_nothing_is_found_by_the_reward(
     assert words in report.failures[0].fault
 
 
-def test_the_best_of_cosine_length_is_what_the_config_says() -> None:
-    entry = {"name": "cosine_length", "max_length": 100, "right_short": 2.0}
-    check = RewardCheck([resolve_entry(entry)])
-    for index, answer in enumerate(("red", "blue")):
-        check.add(f"row {index}", prompt(answer=answer))
-    (report,) = check.finish()
-    assert (report.gold, report.wrong, report.failures) == ([2.0, 2.0], [-1.0] * 4, [])
-
-
 def test_rows_without_a_right_answer_are_left_out() -> None:
     assert gold_text(resolve_entry("box_match"), prompt(boxes=[])) is None
     assert gold_text(resolve_entry("iou"), prompt(box=None)) is None

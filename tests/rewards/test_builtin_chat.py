@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import traceback
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.chat_server import Answer, Server, ask, entry, says
-from helpers.patience import PATIENCE, until
+from helpers.patience import PATIENCE
 from reward_entries import fails
 
 from mm_grpo.errors import RewardError
@@ -59,25 +58,6 @@ def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any)
     assert scores.parts["judge"] == [0.4, None] and scores.totals == [1.4, None]
 
 
-def test_a_try_is_bounded_as_a_whole_although_blanks_keep_coming() -> None:
-    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-        with contextlib.suppress(OSError):
-            while not writer.is_closing():
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(0.02)
-
-    async def score() -> None:
-        async with await asyncio.start_server(trickle, "127.0.0.1", 0) as running:
-            url = f"http://127.0.0.1:{running.sockets[0].getsockname()[1]}/v1"
-            with fails(r"in 1 tries of 0\.3 s; the last: TimeoutError$"):
-                await judge("a cat", "?", answer="cat", url=url, model="m", attempts=1, request_timeout=0.3)
-            await asyncio.sleep(0.1)  # so that the server sees that the client is gone
-
-    asyncio.run(asyncio.wait_for(score(), PATIENCE))  # the answer comes to its end in half an hour
-
-
 def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
     server.answer = lambda *_: says("no such model", 404)
     with fails(r"http://127.0.0.1:\d+/v1 answered with status 404: .*no such"):
@@ -85,8 +65,7 @@ def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
     assert len(server.requests) == 1
     with fails(r"gave no answer in 2 tries of 60 s; the last: ConnectError"):
         ask(server, url="http://127.0.0.1:9/v1", attempts=2)
-    for name, value in (("url", ""), ("url", "ftp://x"), ("model", ""), ("low", 10), ("attempts", 0),
-                        ("request_timeout", 0), ("verdict", r"\d")):  # fmt: skip
+    for name, value in (("url", ""), ("model", ""), ("attempts", 0), ("request_timeout", 0)):
         with pytest.raises(ValueError, match=f"{name}="):
             ask(server, **{name: value})
     assert len(server.requests) == 1
@@ -183,10 +162,3 @@ def test_a_key_that_changes_and_two_keys_for_one_server(
     asyncio.run(both())
     assert server.keys[:2] == ["Bearer one", "Bearer two"]
     assert sorted(str(key) for key in server.keys[2:]) == ["Bearer three", "Bearer two", "None"]
-
-
-def test_each_event_loop_has_a_client_of_its_own_and_leaves_no_connection_open(server: Server) -> None:
-    for i in range(3):
-        assert ask(server, f"cat {i}") == 1.0  # asyncio.run: a new loop each
-    assert len(server.requests) == 3
-    until(lambda: not server.open)

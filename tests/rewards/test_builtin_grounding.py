@@ -11,7 +11,7 @@ from PIL import Image
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.builtins.boxes import Frame, boxes_in, has_area, iou_of, point_in
 from mm_grpo.rewards.builtins.clicking import clicking
-from mm_grpo.rewards.builtins.grounding import assign, box_match, giou, giou_of, iou
+from mm_grpo.rewards.builtins.grounding import box_match, giou, giou_of, iou, most_pairs
 from mm_grpo.types import Sample
 
 SEEN = (Image.new("RGB", (56, 28)),)
@@ -145,24 +145,17 @@ def test_the_box_rewards_share_their_options(fn):
 # box_match -------------------------------------------------------------------------------------
 
 
-@example([[2.0, 5.0, 0.0], [1.0, 4.0, 0.0], [5.0, 4.0, 3.0]])  # needs the prices of columns
+@example([[False, True], [True, True], [False, True]])
 @given(
     st.integers(1, 5).flatmap(
-        lambda m: st.lists(
-            st.lists(st.floats(-10, 10) | st.sampled_from([0.0, 1.0]), min_size=m, max_size=m),
-            min_size=1,
-            max_size=5,
-        )
+        lambda m: st.lists(st.lists(st.booleans(), min_size=m, max_size=m), min_size=1, max_size=5)
     )
 )
-def test_the_assignment_is_the_best_of_all(weights):
-    assert assign([]) == assign([[]]) == []
-    pairs = assign(weights)
-    n, m = len(weights), len(weights[0])
-    assert len(pairs) == min(n, m) == len({i for i, _ in pairs}) == len({j for _, j in pairs})
+def test_no_other_pairs_are_more(hits):
+    n, m = len(hits), len(hits[0])
     small, large = min(n, m), max(n, m)
     best = max(
-        sum(weights[i][j] if n <= m else weights[j][i] for i, j in zip(range(small), chosen, strict=True))
+        sum(hits[i][j] if n <= m else hits[j][i] for i, j in zip(range(small), chosen, strict=True))
         for chosen in itertools.permutations(range(large), small)
     )
-    assert sum(weights[i][j] for i, j in pairs) == pytest.approx(best)
+    assert most_pairs(hits) == best

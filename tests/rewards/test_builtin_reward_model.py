@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +62,6 @@ def test_one_output_is_the_score_whatever_the_batch(make: Any, rows: Any) -> Non
     assert len({round(value, 4) for value in expected}) == 4
     for batch_size in (1, 3, 8):
         assert scored(folder, rows, texts, batch_size=batch_size) == pytest.approx(expected, abs=1e-5)
-    squashed = scored(folder, rows, texts, activation="sigmoid")
-    assert squashed == pytest.approx([1 / (1 + math.exp(-value)) for value in expected], abs=1e-5)
 
 
 def test_without_a_chat_template_texts_are_joined(make: Any, rows: Any) -> None:
@@ -77,28 +74,21 @@ def test_without_a_chat_template_texts_are_joined(make: Any, rows: Any) -> None:
 def test_several_outputs(make: Any, rows: Any) -> None:
     folder = make(labels=3)
     logits = by_hand(folder, "user question 0 assistant a")
-    share = math.exp(logits[2]) / sum(map(math.exp, logits))
-    assert scored(folder, rows, ["a"], output=2) == pytest.approx([share], abs=1e-5)
-    assert scored(folder, rows, ["a"], output=2, activation="none") == pytest.approx([logits[2]], abs=1e-5)
-    for settings, message in (
-        ({}, "output=None; set the one of the model's 3"),
-        ({"output": 3}, "output=3"),
-        ({"output": 1, "activation": "relu"}, "activation='relu'; legal are"),
-    ):
+    assert scored(folder, rows, ["a"], output=2) == pytest.approx([logits[2]], abs=1e-5)
+    for settings, message in (({}, "output=None; set the one of the model's 3"), ({"output": 3}, "output=3")):
         with pytest.raises(RewardError, match=message):
             scored(folder, rows, ["a"], **settings)
 
 
 def test_what_cannot_be_scored(make: Any, rows: Any, tmp_path: Path) -> None:
     folder = make()
-    for model, text, settings, message in (
-        (folder, "a " * 70, {}, r"prompt and completion 1 have 74 tokens, and .* takes 64"),
-        (folder, "a", {"activation": "softmax"}, "activation='softmax'; legal are"),
-        (make(head=False), "a", {}, "is no trained sequence classifier; it lacks score.weight"),
-        (str(tmp_path / "none"), "a", {}, "cannot be loaded as a sequence classifier"),
+    for model, text, message in (
+        (folder, "a " * 70, r"prompt and completion 1 have 74 tokens, and .* takes 64"),
+        (make(head=False), "a", "is no trained sequence classifier; it lacks score.weight"),
+        (str(tmp_path / "none"), "a", "cannot be loaded as a sequence classifier"),
     ):
         with pytest.raises(RewardError, match=message):
-            scored(model, rows, ["a", text], **settings)
+            scored(model, rows, ["a", text])
     with pytest.raises(RewardError, match=r"model=\['x'\].*set a folder or hub name"):
         Scorer(["reward_model"]).score(*rows(["a"], model=["x"]), step=1)
 

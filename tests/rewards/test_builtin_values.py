@@ -20,7 +20,6 @@ RECEIPT = {
     "additionalProperties": False,
 }
 AFTER_THINK = {"template": "...</think> <answer>...</answer>"}
-PAPER = {"max_length": 10, "right_short": 2.0, "right_long": 1.0, "wrong_short": -10.0, "wrong_long": 0.0}
 DAPO = {"max_length": 20480, "buffer": 4096}
 
 CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
@@ -37,9 +36,7 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("the number 123", "12", 0), ("<think>a cat</think> a dog", "cat", 0), ("是一只猫。", "猫", 0),
         (".*", ".*", 1), ("dog", ["cat", "dog", None], 1), ("dog", None, None)]),
     ("contains", {"whole_words": False}, [("是一只猫。", "猫", 1)]),
-    ("contains", {"mode": "share"}, [("red, blue", ["red", "blue", "green"], 2 / 3)]),
     ("contains", {"mode": "all"}, [("red, blue", ["red", "blue", "green"], 0), ("red, blue", ["red", "blue"], 1)]),
-    ("contains", {"max_words": 3}, [("one two three cat", "cat", 0), ("one two cat", "cat", 1)]),
     ("anls", {}, [
         ("  BOEING\n", "boeing", 1), ("boeng", "boeing", 5 / 6), ("boei", "boeing", 4 / 6),
         ("boe", "boeing", 0),  # 3 edits of 6 are not below a half
@@ -47,7 +44,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("12.5%", "12.5 %", 5 / 6), ("dog", None, None)]),
     ("edit_similarity", {}, [
         ("kitten", "sitting", 4 / 7), ("a  b\nc", "a b c", 1), ("ABC", "abc", 0), ("abc", "", 0), ("", "", 1)]),
-    ("edit_similarity", {"unit": "words"}, [("the cat sat", "the cat sat down", 0.75), ("x", None, None)]),
     # numbers
     ("numeric", {}, [
         ("<think>4</think> three", 3, 1), ("\\boxed{3} is not 4", 3, 1), ("\\boxed{\\frac{\\pi}{2}}", 2, 0),
@@ -56,22 +52,19 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("numeric", {"tolerance": 0.02}, [("3.3", "10/3", 1)]),
     ("numeric", {"tolerance": 0.01}, [("3.2", "10/3", 0)]),
     ("numeric", {"tolerance": 0.05}, [("-105", -100, 1)]),
-    ("numeric", {"absolute_tolerance": 0.1}, [("0.09", 0, 1)]),
     ("count", {}, [
         ("3", "three", 1), ("3.0", 3, 1), ("-3", 3, 0), ("1,024 dots", 1024, 1),
         ("I see 2 dogs, one of them black", 2, 1), ("None.", 0, 1), ("twenty-one", 21, 1), ("3", None, None)]),
-    ("count", {"tolerance": 1}, [("9", 10, 1), ("8", 10, 0)]),
     ("chart_relaxed", {}, [
         ("105", 100, 1), ("0", 0, 1), ("12%", "0.12", 1), ("The answer is 100", "100", 0),
         ("<answer>Blue.</answer>", "blue", 1), ("", "blue", 0), ("1_00", "100", 0), ("x", None, None)]),
     ("chart_relaxed", {"exact_years": True}, [
         ("2010", "2015", 0), ("2015.0", "2015", 1), ("2010.4", "2010.5", 1), ("101", "100", 1)]),
-    ("chart_relaxed", {"tolerance": 0}, [("101", "100", 0)]),
     ("math", {}, [
         ("\\boxed{\\frac{1}{2}}", "0.5", 1), ("<answer>2\\sqrt{2}</answer>", "\\sqrt{8}", 1), ("2\\sqrt{2}", "2", 0),
         ("\\boxed{(x+1)^2}", "x^2+2x+1", 1), ("\\boxed{(x+1)^2}", "x^2+2x+2", 0), ("\\boxed{(1,2)}", "(1, 2)", 1),
         ("\\boxed{(2,1)}", "(1, 2)", 0), ("\\boxed{x=5}", "5", 1), ("so it is 7.", 7, 1), ("\\boxed{B}", "B", 1),
-        ("", 1, 0), ("\\boxed{9^{9^{9^9}}}", 3, 0), ("\\boxed{100000!}", 3, 0), ("2", None, None),
+        ("", 1, 0), ("2", None, None),
         ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1), ("\\boxed{\\text{Friday}}", "\\text{Monday}", 0)]),
     # vision
     ("iou", {}, [
@@ -95,11 +88,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("there are none", [], 1), ("[0,0,10,10]", [], 0),
         ("[0,0,10,10] " * 100, TWO[:1], 2 / 101), ("[0,0,10,10] " * 101, TWO[:1], 0),  # too many win nothing
         (" ".join(map(str, MANY)), MANY, 1)]),
-    ("box_match", {"metric": "mean_iou"}, [
-        ("[20,0,30,10] [0,0,10,10]", TWO, 1), ("[0,0,10,10]", TWO, 0.5),
-        ("[0,0,10,10] [20,0,30,10] [50,0,60,10]", TWO, 2 / 3), ("[0,0,10,5] [20,0,30,4]", TWO, 0.45),
-        # the first box overlaps both golds, the nearer one more: greedy would leave the second without
-        ("[2, 0, 12, 10] [5, 0, 15, 10]", [[0, 0, 10, 10], [4, 0, 14, 10]], (8 / 12 + 9 / 11) / 2)]),
     ("clicking", {}, [
         *((text, (10, 10, 20, 20), score) for text, score in (
             ("(15, 15)", 1), ("(20, 10)", 1), ("(9.9, 15)", 0), ("(15, 20.01)", 0), ("(1, 1) or (15, 15)", 1),
@@ -136,14 +124,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("length", {"completion_ids": (), "min_length": 2, "unit": "tokens"}, [("x" * 99, 0)]),
     *(("soft_overlong", {"completion_ids": range(tokens), **DAPO}, [("", score)]) for tokens, score in (
         (0, 0), (16384, 0), (16385, -1 / 4096), (18432, -0.5), (20480, -1), (20481, -1))),
-    *(("cosine_length", {"completion_ids": range(tokens), "max_length": 1000}, [(text, "3", score)])
-      for text, tokens, score in (
-        ("3", 0, 1), ("3", 500, 0.75), ("3", 1000, 0.5), ("3", 6000, 0.5), ("4", 0, -1), ("4", 500, -0.75),
-        ("4", 1000, -0.5), ("", 250, -0.9267766952966369), ("3 sheep", 0, -1))),
-    ("cosine_length", {"completion_ids": [], **PAPER}, [("3", "3", 2), ("4", "3", -10), ("3", None, None)]),
-    ("cosine_length", {"completion_ids": range(5), **PAPER}, [("4", "3", -5)]),
-    ("cosine_length", {"completion_ids": [], "max_length": 9, "correct": "count"}, [("three sheep", "3", 1)]),
-    ("cosine_length", {"completion_ids": [], "max_length": 9, "correct": "math"}, [("\\boxed{6/2}", "3", 1)]),
     ("repetition_penalty", {}, [("", 0), ("a b", 0), ("a b c d", 0), ("A a a A", -0.5)]),
     ("repetition_penalty", {"ngram": 1}, [("a a a a", -0.75)]),
     ("repetition_penalty", {"max_penalty": -2.0}, [("a a a a", -1)]),

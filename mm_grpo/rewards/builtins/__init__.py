@@ -7,7 +7,7 @@
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
 - `documents.py`     json_schema
-- `shaping.py`       format, length, soft_overlong, cosine_length, repetition_penalty
+- `shaping.py`       format, length, soft_overlong, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server
 - `reward_model.py`  reward_model
 - `answers.py`       where the final answer stands, gold answers, normal forms of texts

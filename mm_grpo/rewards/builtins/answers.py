@@ -19,7 +19,6 @@ _OPEN = re.compile(r"<answer>", re.IGNORECASE)
 _CLOSE = re.compile(r"</answer>", re.IGNORECASE)
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
 
-_MOST_MARKS = 30
 _TRAILING = ".,;:!?。、，；：！？"
 _PAIRS = {'"': '"', "'": "'", "`": "`", "*": "*", "“": "”", "‘": "’", "«": "»"}
 
@@ -67,7 +66,7 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
     >>> normalise("-.5"), normalise("?")
     ('-.5', '?')
     """
-    text = " ".join(composed(text).split())
+    text = " ".join(unicodedata.normalize("NFC", text).split())
     if ignore_case:
         text = text.casefold()
     low, high = 0, len(text)  # indices and no slices, so that 100,000 quotes are peeled in linear time
@@ -81,22 +80,6 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
         else:
             return text[low:high]
     return text
-
-
-def composed(text: str) -> str:
-    """The text in the composed normal form of Unicode (NFC), of each run of combining marks the first 30.
-
-    Python sorts a run of marks in quadratic time, and 100,000 of them would take 10 s; Unicode's own stream-safe
-    format (UAX 15) has the same limit.
-    """
-    if not text.isascii():
-        kept, marks = [], 0
-        for character in text:
-            marks = marks + 1 if unicodedata.combining(character) else 0
-            if marks <= _MOST_MARKS:
-                kept.append(character)
-        text = "".join(kept)
-    return unicodedata.normalize("NFC", text)
 
 
 def gold_texts(answer: Answer) -> list[str]:

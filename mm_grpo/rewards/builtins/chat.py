@@ -21,9 +21,6 @@ from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins import library
 from mm_grpo.terminal import redact
 
-LONGEST_WAIT = 60.0
-"""Seconds that a server may ask to be left alone between two tries; `openai` waits for no longer."""
-
 # By event loop, for connections belong to the loop that they were made in.
 _CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None, int], Any]] = (
     weakref.WeakKeyDictionary()
@@ -44,15 +41,13 @@ async def ask(
     headers = {"Authorization": openai.Omit()} if key_env is None else {}
     # Nothing is raised in these handlers: the frames of `openai`, which hold the key, would hang on the error.
     try:
-        # as a whole, for some servers send blank lines while a request waits, which no read time-out ends
-        async with asyncio.timeout(attempts * seconds + (attempts - 1) * LONGEST_WAIT):
-            return _content(await create(**body, timeout=seconds, extra_headers=headers))
+        return _content(await create(**body, timeout=seconds, extra_headers=headers))
     except openai.APIStatusError as error:
         # redacted before it is cut: half a key is no key to the replacement
         text = " ".join(_redacted(error.response.text[:2000], key_env).split())[:200]
         problem = f"answered with status {error.status_code}: {text}"
-    except (openai.APIConnectionError, TimeoutError) as error:
-        cause = error if isinstance(error, TimeoutError) else error.__cause__ or error
+    except openai.APIConnectionError as error:
+        cause = error.__cause__ or error
         why = f"{type(cause).__name__}: {_redacted(str(cause), key_env)}".rstrip(": ")
         problem = f"gave no answer in {attempts} tries of {seconds:g} s; the last: {why}"
     raise RewardError(f"{redact(url)} {problem}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 from functools import lru_cache
@@ -14,7 +13,6 @@ from mm_grpo.rewards.registry import reward
 
 LONGEST = 500  # characters of an answer; of other text the last 1,000 are read
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{2,} [a-z]{2,}")
-_LARGEST_POWER = 10_000  # beyond it sympy would write out numbers for minutes
 
 for _name in ("parser", "grader"):  # they warn that their time-out is off; ours is the scorer's
     logging.getLogger(f"math_verify.{_name}").addFilter(
@@ -31,8 +29,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     LaTeX, and of other text the last formula or number. 0.5, 1/2 and \frac{1}{2} are equal, and so are
     (x+1)^2 and x^2+2x+1; sets, intervals, matrices, units and percent are read too. Plain words do not
     equal anything but themselves. `digits` are the decimals to which floats are compared. Several gold
-    answers mean any of them. An answer of more than 500 characters is wrong, and so is one with a power
-    or factorial beyond 10,000 that the gold answer does not spell alike.
+    answers mean any of them. An answer of more than 500 characters is wrong.
 
     Returns 1.0 or 0.0 (0.0 when nothing can be parsed); None when the row has no gold answer.
     ValueError when the gold answer cannot be parsed. For GEOQA, geometry3k, MathVista and MATH.
@@ -55,8 +52,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     return float(
         bool(given)
         and any(
-            _same_text(gold, given)
-            or (not _is_huge(given) and verify(gold, given, float_rounding=digits, timeout_seconds=None))
+            _same_text(gold, given) or verify(gold, given, float_rounding=digits, timeout_seconds=None)
             for gold in parsed
         )
     )
@@ -102,30 +98,3 @@ def _parse(*candidates: str) -> list[Any]:
 def _same_text(gold: list[Any], given: list[Any]) -> bool:
     texts = {item for item in gold if isinstance(item, str) and item.strip()}
     return any(item in texts for item in given if isinstance(item, str))
-
-
-def _is_huge(given: list[Any]) -> bool:
-    """True when an expression holds a power or a factorial that would take minutes to write out."""
-    sympy = importlib.import_module("sympy")
-
-    def large(number: Any) -> bool:
-        return not number.free_symbols and (not number.is_number or not abs(_float(number)) <= _LARGEST_POWER)
-
-    return any(
-        large(node.args[1] if isinstance(node, sympy.Pow) else node.args[0])
-        for item in given
-        if hasattr(item, "atoms")
-        for node in item.atoms(sympy.Pow, sympy.factorial)
-    )
-
-
-def _float(number: Any) -> float:
-    """The value of an exponent; infinite when it is a tower of powers itself."""
-    sympy = importlib.import_module("sympy")
-    towers = (node for node in number.atoms(sympy.Pow) if isinstance(node.args[1], sympy.Pow))
-    if number.atoms(sympy.factorial) or any(towers):
-        return float("inf")
-    try:
-        return float(abs(number.evalf(8)))
-    except (TypeError, OverflowError, ValueError):
-        return float("inf")

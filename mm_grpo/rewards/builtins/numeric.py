@@ -45,15 +45,12 @@ _NUMBER = re.compile(
 _SCALES = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
 
 _UNITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_TEENS = ["ten", "eleven", "twelve"]
-_TEENS += [f"{start}teen" for start in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
+_TEENS = [f"{start}teen" for start in ("thir", "four", "fif", "six", "seven", "eigh", "nine")]
 _TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
-_SMALL = {
-    **{word: ("unit", i) for i, word in enumerate(_UNITS)},
-    **{word: ("teen", i + 10) for i, word in enumerate(_TEENS)},
-    **{word: ("ten", 10 * i + 20) for i, word in enumerate(_TENS)},
-}
-_LARGE = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
+_VALUES = {word: i for i, word in enumerate([*_UNITS, "ten", "eleven", "twelve", *_TEENS])}
+_VALUES |= {word: 10 * i + 20 for i, word in enumerate(_TENS)} | {"none": 0, "nothing": 0}
+_WORDS = re.compile(rf"\b(?:({'|'.join(_TENS)})[ -]({'|'.join(_UNITS[1:])})|({'|'.join(_VALUES)}))\b")
+_LARGE = re.compile(r"\b(?:dozen|hundred|thousand|million|billion)s?\b")
 
 
 @reward("numeric", needs=("answer",))
@@ -62,7 +59,6 @@ def numeric(
     answer: Answer,
     *,
     tolerance: float = 1e-6,
-    absolute_tolerance: float = 0.0,
 ) -> float | None:
     r"""1 when the completion's last number is the gold number.
 
@@ -71,14 +67,14 @@ def numeric(
     number words are read. Read are 1,234.5 and 1{,}234 (a comma groups thousands, it is never a decimal
     comma), 1.5e3, 1.5 \times 10^3, 2 million, 3/4, \frac{3}{4}, 2 1/2, ½ and signs.
 
-    Right is |given - gold| <= max(tolerance · |gold|, absolute_tolerance). A percent sign on both or on
+    Right is |given - gold| <= tolerance · |gold|. A percent sign on both or on
     neither side changes nothing; on one side, that number is right as it stands or as hundredths, for the
     row cannot say which: gold 50 and gold 0.5 both accept "50 %". A unit, the word after
     the number, is ignored; nothing is converted.
 
     Returns 1.0 or 0.0; None when the row has no gold answer. Several gold answers mean any of them.
     ValueError when the gold text is not one number with nothing but a unit beside it (for roots and
-    variables see the reward `math`) or a tolerance is negative. For CLEVR-Math, TabMWP
+    variables see the reward `math`) or the tolerance is negative. For CLEVR-Math, TabMWP
     and readings of instruments.
 
     >>> numeric("It is about <answer>1,234.5 kg</answer>", answer=1234.5)
@@ -86,10 +82,8 @@ def numeric(
     >>> numeric(r"\boxed{\frac{1}{3}}", answer="0.3333", tolerance=1e-3), numeric("50%", answer="0.5")
     (1.0, 1.0)
     """
-    if not (0 <= tolerance < math.inf and 0 <= absolute_tolerance < math.inf):
-        raise ValueError(
-            f"tolerance={tolerance}, absolute_tolerance={absolute_tolerance}; both must be finite and at least 0"
-        )
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance={tolerance}; it must be finite and at least 0")
     golds = [_gold_number(text) for text in gold_texts(answer)]
     if not golds:
         return None
@@ -98,7 +92,7 @@ def numeric(
         return 0.0
     return float(
         any(
-            abs(value - target) <= max(tolerance * abs(target), absolute_tolerance)
+            abs(value - target) <= tolerance * abs(target)
             for gold in golds
             for value, target in _readings(given, gold)
         )
@@ -144,27 +138,24 @@ def _readings(given: Number, gold: Number) -> list[tuple[float, float]]:
 
 
 @reward("count", needs=("answer",))
-def count(completion: str, answer: Answer, *, tolerance: int = 0) -> float | None:
+def count(completion: str, answer: Answer) -> float | None:
     r"""1 when the completion states the gold count.
 
     The count is the last number in the last `\boxed{...}` of the final part (the last `<answer>` block,
     else what follows `</think>`, else everything), else in the final part itself: digits, also with
-    separators for thousands, or English words ("twenty-three", "a dozen", "none") when there are no
-    digits. A fraction or a negative number is no count. `tolerance` is how far off a right answer may be.
+    separators for thousands, or English words up to ninety-nine ("twenty-three", "none") when there are no
+    digits. A fraction or a negative number is no count.
 
     Returns 1.0 or 0.0; None when the row has no gold answer. ValueError when the gold answer is no
-    count or the tolerance is negative. For CLEVR, SuperCLEVR, TallyQA and PixMo-Count.
+    count. For CLEVR, SuperCLEVR, TallyQA and PixMo-Count.
 
     >>> count("There are twelve sheep.", answer=12), count("<answer>13</answer>", answer="12")
     (1.0, 0.0)
     """
-    if tolerance < 0:
-        raise ValueError(f"tolerance={tolerance}; it is a number of things and must be at least 0")
     golds = [_gold_count(text) for text in gold_texts(answer)]
     if not golds:
         return None
-    given = _count(completion)
-    return float(given is not None and any(abs(given - gold) <= tolerance for gold in golds))
+    return float(_count(completion) in golds)
 
 
 def _count(text: str) -> int | None:
@@ -182,13 +173,11 @@ def _gold_count(text: str) -> int:
 
 
 @reward("chart_relaxed", needs=("answer",))
-def chart_relaxed(
-    completion: str, answer: Answer, *, tolerance: float = 0.05, exact_years: bool = False
-) -> float | None:
+def chart_relaxed(completion: str, answer: Answer, *, exact_years: bool = False) -> float | None:
     """1 when the answer is the gold number within 5 %, or the gold text.
 
     The rule of Masry et al., "ChartQA" (2022): when both are numbers and gold is not 0, right is
-    |given - gold| <= tolerance · |gold|; otherwise the texts must be equal, case aside. "12%" is the number
+    |given - gold| <= 0.05 · |gold|; otherwise the texts must be equal, case aside. "12%" is the number
     0.12, so it is not 12. Departures: commas between thousands and a leading $, € or £ are read past, and a
     gold 0 asks for a number that is 0. By the published rule the year 2010 is right for 2015;
     `exact_years` asks for whole numbers from 1500 to 2100 exactly.
@@ -197,29 +186,27 @@ def chart_relaxed(
     everything, without the full stop or quotes around it. It must be nothing but the number or text.
 
     Returns 1.0 or 0.0; None when the row has no gold answer. Several gold answers mean any of them.
-    ValueError when the tolerance is not in [0, 1). For ChartQA and PlotQA.
+    For ChartQA and PlotQA.
 
     >>> chart_relaxed("<answer>104</answer>", answer="100"), chart_relaxed("106", answer="100")
     (1.0, 0.0)
     >>> chart_relaxed("<answer>Blue.</answer>", answer="blue")
     1.0
     """
-    if not 0 <= tolerance < 1:
-        raise ValueError(f"tolerance={tolerance}; it is a share of the gold number, in [0, 1)")
     golds = gold_texts(answer)
     if not golds:
         return None
     given = normalise(final_part(completion))
-    return float(any(_matches(given, normalise(final_part(gold)), tolerance, exact_years) for gold in golds))
+    return float(any(_matches(given, normalise(final_part(gold)), exact_years) for gold in golds))
 
 
-def _matches(given: str, gold: str, tolerance: float, exact_years: bool) -> bool:
+def _matches(given: str, gold: str, exact_years: bool) -> bool:
     value, target = _plain_number(given), _plain_number(gold)
     if value is None or target is None:
         return bool(given) and given == gold
     if exact_years and target.is_integer() and 1500 <= target <= 2100:
         return value == target
-    return abs(value - target) <= tolerance * abs(target)
+    return abs(value - target) <= 0.05 * abs(target)
 
 
 def _plain_number(text: str) -> float | None:
@@ -273,39 +260,16 @@ def numbers(text: str) -> list[Number]:
 
 
 def number_words(text: str) -> list[int]:
-    """All numbers in English words, in order; "none" and "nothing" are 0.
+    """All numbers up to ninety-nine in English words, in order; "none" and "nothing" are 0. None at all where a larger
+    one ("two hundred") could be cut.
 
-    >>> number_words("One hundred and five cats, twenty-three dogs, two dozen birds, none of them grey")
-    [105, 23, 24, 0]
+    >>> number_words("Five cats, twenty-three dogs, none of them grey"), number_words("two hundred and five")
+    ([5, 23, 0], [])
     """
-    found: list[int] = []
-    total, current, kind = 0, 0, ""  # kind is that of the last word: "" outside a number
-    for word in re.findall(r"[a-z]+|[^\sa-z-]", text.lower()):
-        if word in _SMALL:
-            new, value = _SMALL[word]
-            if kind in ("unit", "teen") or (kind == "ten" and new != "unit") or (kind and value == 0):
-                found.append(total + current)
-                total, current = 0, 0
-            current, kind = current + value, new
-        elif word in _LARGE and (kind or word in ("dozen", "hundred")):
-            size = _LARGE[word]
-            if current >= 100 if size < 1000 else 0 < total < 1000 * size:  # "a hundred hundred": two numbers
-                found.append(total + current)
-                total, current = 0, 0
-            if size >= 1000:
-                total, current = total + (current or 1) * size, 0
-            else:
-                current = (current or 1) * size
-            kind = "large"
-        elif word == "and" and kind == "large":
-            continue
-        else:
-            if kind:
-                found.append(total + current)
-            total, current, kind = 0, 0, ""
-            if word in ("none", "nothing"):
-                found.append(0)
-    return [*found, total + current] if kind else found
+    text = text.lower()
+    if _LARGE.search(text):
+        return []
+    return [sum(_VALUES[word] for word in match.groups() if word) for match in _WORDS.finditer(text)]
 
 
 def _value_of(match: re.Match[str]) -> float | None:

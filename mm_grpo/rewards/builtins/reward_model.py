@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.builtins.answers import check_choice
 from mm_grpo.rewards.call import content_text
 from mm_grpo.rewards.registry import reward
 
@@ -21,29 +20,23 @@ def reward_model(
     prompts: Sequence[Any],
     model: str,
     output: int | None = None,
-    activation: Literal["none", "sigmoid", "softmax"] | None = None,
     batch_size: int = 8,
-    max_length: int | None = None,
     device: str = "auto",
-    dtype: str = "auto",
 ) -> list[float]:
     """The score that a reward model (AutoModelForSequenceClassification) gives to prompt and completion.
 
     `model` is a folder or a hub name; it is loaded at the first call and kept. With a chat template in its
     tokenizer the messages are laid out by it, otherwise prompt and completion are joined by a line
-    break. The model reads text alone: images are left out. A model of one output gives that number; of
-    several, `output` says which. `activation` is "none" (the raw logit), "sigmoid", or "softmax" (that
-    output's share); by default none for one output, softmax for several.
+    break. The model reads text alone: images are left out. The score is the raw logit; of several, `output`
+    says which.
 
     `batch_size` completions go through the model at once, similar lengths together; the batch does
-    not change a score beyond rounding. `max_length` is in tokens, by default what the model can hold; a
-    longer text raises, for a cut one would be scored as another. `device` is cpu, cuda, cuda:N or auto (a
-    GPU if there is one), `dtype` float32, bfloat16, float16 or auto (as saved).
+    not change a score beyond rounding. A text longer than the model can hold raises, for a cut one would be
+    scored as another. `device` is cpu, cuda, cuda:N or auto (a GPU if there is one).
 
-    Returns one score a completion, unbounded with activation none, else in [0, 1]; never None. RewardError
-    when the model, output or a setting does not fit. For recipes with a preference model: Skywork-Reward,
-    ArmoRM. Needs torch and transformers, which mm_grpo has anyway. There is no example that runs without a
-    model: {name: reward_model, model: path/to/model}.
+    Returns one score a completion, unbounded; never None. RewardError when the model or `output` does not fit.
+    For recipes with a preference model: Skywork-Reward, ArmoRM. Needs torch and transformers, which mm_grpo
+    has anyway. There is no example that runs without a model: {name: reward_model, model: path/to/model}.
     """
     import torch
 
@@ -52,15 +45,17 @@ def reward_model(
             f"reward_model: model={model!r}, batch_size={batch_size!r}; set a folder or hub name and a number from "
             f"1 in the entry (a column of the dataset with the option's name is taken for it)"
         )
-    network, tokenizer = _load(model, device, dtype)
-    column, how = _head(network.config.num_labels, output, activation)
-    limit = max_length or _longest(network, tokenizer)
+    network, tokenizer = _load(model, device)
+    column, outputs = (0 if output is None else output), network.config.num_labels
+    if (output is None and outputs > 1) or not 0 <= column < outputs:
+        raise ValueError(f"output={output}; set the one of the model's {outputs} that counts, from 0")
+    limit = _longest(network, tokenizer)
     ids = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
     for i, row in enumerate(ids):
         if len(row) > limit:
             raise RewardError(
                 f"reward_model: prompt and completion {i} have {len(row)} tokens, and {model} takes {limit}; "
-                f"raise max_length, or lower rollout.max_completion_length"
+                f"lower rollout.max_completion_length"
             )
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     scores = [0.0] * len(ids)
@@ -73,29 +68,25 @@ def reward_model(
             logits = network(
                 **{name: tensor.to(network.device) for name, tensor in batch.items()}
             ).logits.float()
-        if how == "softmax":
-            logits = logits.softmax(-1)
-        elif how == "sigmoid":
-            logits = logits.sigmoid()
         for i, value in zip(chosen, logits[:, column].tolist(), strict=True):
             scores[i] = value
     return scores
 
 
-def _load(model: str, device: str, dtype: str) -> tuple[Any, Any]:
+def _load(model: str, device: str) -> tuple[Any, Any]:
     with _LOADING:  # lru_cache alone would let two threads load it twice
-        return _loaded(model, device, dtype)
+        return _loaded(model, device)
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
+def _loaded(model: str, device: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
         network, info = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            model, dtype="auto", output_loading_info=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise RewardError(
@@ -112,16 +103,6 @@ def _loaded(model: str, device: str, dtype: str) -> tuple[Any, Any]:
         network.config.pad_token_id = tokenizer.pad_token_id
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     return network.to(where).eval(), tokenizer
-
-
-def _head(outputs: int, output: int | None, activation: str | None) -> tuple[int, str]:
-    """Output that is read, and the activation before."""
-    how = activation or ("none" if outputs == 1 else "softmax")
-    check_choice("activation", how, "none", "sigmoid", *(["softmax"] if outputs > 1 else []))
-    column = 0 if output is None and outputs == 1 else output
-    if column is None or not 0 <= column < outputs:
-        raise ValueError(f"output={output}; set the one of the model's {outputs} that counts, from 0")
-    return column, how
 
 
 def _longest(network: Any, tokenizer: Any) -> int:

@@ -8,7 +8,7 @@ texts, `anls` and `edit_similarity` by the edits between them (rapidfuzz). Numbe
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import unicodedata
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -18,7 +18,6 @@ from mm_grpo.rewards.builtins.answers import (
     Answer,
     boxed,
     check_choice,
-    composed,
     final_part,
     gold_texts,
     last_match,
@@ -72,37 +71,30 @@ def contains(
     completion: str,
     answer: Answer,
     *,
-    mode: Literal["any", "all", "share"] = "any",
+    mode: Literal["any", "all"] = "any",
     whole_words: bool = True,
-    max_words: int | None = None,
 ) -> float | None:
     """1 when the completion's final part contains the gold text.
 
     The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
     everything. White space and case do not count. With `whole_words` a
     gold "cat" is not found in "category" (in scripts without spaces between words, such as Chinese, set
-    it to false). Of several gold texts, mode "any" asks for one of them, "all" for each, and "share" scores
-    the share that is found. `max_words` scores 0 for a final part of more words, so that a model
-    cannot win by listing everything it can think of.
+    it to false). Of several gold texts, mode "any" asks for one of them, "all" for each.
 
-    Returns a score in [0, 1] (0.0 or 1.0 unless mode is "share"); None when the row has no gold text.
+    Returns 1.0 or 0.0; None when the row has no gold text.
     ValueError when mode is another word. For open questions with short answers: TextVQA, OK-VQA.
 
     >>> contains("It looks like a Tabby cat.", answer="tabby")
     1.0
-    >>> contains("red and blue", answer=["red", "green"], mode="share")
-    0.5
+    >>> contains("red and blue", answer=["red", "green"], mode="all")
+    0.0
     """
-    check_choice("mode", mode, "any", "all", "share")
+    check_choice("mode", mode, "any", "all")
     golds = [text for gold in gold_texts(answer) if (text := normalise(final_part(gold)))]
     if not golds:
         return None
     part = normalise(final_part(completion))
-    if max_words is not None and len(part.split()) > max_words:
-        return 0.0
     found = [_holds(part, gold, whole_words) for gold in golds]
-    if mode == "share":
-        return sum(found) / len(found)
     return float(any(found) if mode == "any" else all(found))
 
 
@@ -260,39 +252,25 @@ def _lower(text: str) -> str:
 
 
 @reward("edit_similarity", needs=("answer",))
-def edit_similarity(
-    completion: str,
-    answer: str | None,
-    *,
-    unit: Literal["characters", "words"] = "characters",
-) -> float | None:
-    """1 - edits / length of the longer text, over characters or words.
+def edit_similarity(completion: str, answer: str | None) -> float | None:
+    """1 - edits / length of the longer text, in characters.
 
     Insertions, deletions and substitutions count 1 each (Levenshtein). Compared are the completion's
     final part (the last `<answer>` block, else what follows `</think>`, else everything) and the gold
-    text, in canonical Unicode with runs of white space as one space. With unit "words" it is 1 - the word
-    error rate, taken over the longer text, so that it stays in [0, 1].
+    text, in canonical Unicode with runs of white space as one space.
 
     Returns a score in [0, 1]; 1.0 when both are empty; None when the row has no gold text (None; an empty
-    one means an empty page). ValueError when `unit` is another word. For OCR and page transcription:
-    olmOCR, IAM, HierText. Needs the package rapidfuzz.
+    one means an empty page). For OCR and page transcription: olmOCR, IAM, HierText. Needs the package rapidfuzz.
 
     >>> edit_similarity("kitten", answer="sitting")
     0.5714285714285714
-    >>> edit_similarity("the black cat", answer="the cat", unit="words")
-    0.6666666666666667
     """
-    check_choice("unit", unit, "characters", "words")
     if answer is None:
         return None
-    given, gold = (_units(text, unit) for text in (final_part(completion), str(answer)))
+    texts = (unicodedata.normalize("NFC", text) for text in (final_part(completion), str(answer)))
+    given, gold = (" ".join(text.split()) for text in texts)
     longer = max(len(given), len(gold))
     if longer == 0:
         return 1.0
     distance: int = library("edit_similarity", ".distance").Levenshtein.distance(given, gold)
     return 1.0 - distance / longer
-
-
-def _units(text: str, unit: str) -> Sequence[str]:
-    words = composed(text).split()
-    return words if unit == "words" else " ".join(words)
