@@ -22,7 +22,6 @@ from typing import Any
 
 from mm_grpo.errors import UserError, did_you_mean
 from mm_grpo.files import expand_home, read_regular_file
-from mm_grpo.user_code.watchdog import at_start
 
 FILE_MODULE = "mm_grpo_file_"
 """How the names of modules begin that were imported from a file."""
@@ -85,8 +84,7 @@ def load_file(what: str, place: str, error: type[UserError], base: Path | None =
     try:
         # Not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
         # the old code of a file that was edited within one second.
-        with at_start(f"{what}: the import of {path}"):
-            exec(compile(source, str(path), "exec"), module.__dict__)
+        exec(compile(source, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as cause:
         del sys.modules[name]
         raise error(import_failed(what, cause)) from cause
@@ -97,8 +95,7 @@ def load_file(what: str, place: str, error: type[UserError], base: Path | None =
 def load_module(what: str, place: str, error: type[UserError]) -> ModuleType:
     """The module named `place`."""
     try:
-        with at_start(f"{what}: the import of {place}"):
-            return importlib.import_module(place)
+        return importlib.import_module(place)
     except (Exception, SystemExit) as cause:
         raise error(import_failed(what, cause)) from cause
 

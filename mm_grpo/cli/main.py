@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from contextlib import suppress
 from typing import Annotated
 
@@ -37,8 +36,6 @@ from mm_grpo.errors import EngineError, GuardStop, UserError
 from mm_grpo.terminal import PrintableFilter, print_traceback, printable, redact
 
 TRACEBACK = "--traceback"
-LEFT_LIMIT = 2.0
-"""Seconds that threads get to end after a command."""
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -81,13 +78,13 @@ def main() -> None:
         _main()
         code = 0
     except BaseException as error:
-        if not _ends_at_once():
+        if not _has_peers():
             raise
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
         found = error.code if isinstance(error, SystemExit) else 1
         code = found if isinstance(found, int) else int(found is not None)
-    if _ends_at_once():
+    if _has_peers():
         atexit._run_exitfuncs()  # the group's end among them
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -166,16 +163,6 @@ def _exit(message: str, code: int, lost: bool = False) -> None:
     with suppress(OSError):  # the terminal is gone
         print(printable(redact(message)), file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _ends_at_once() -> bool:
-    """Whether this process has joined others, or a thread of user code goes on for LEFT_LIMIT."""
-    user_code = sys.modules.get("mm_grpo.user_code.kept_state")
-    left = [] if user_code is None else list(user_code.LEFT)
-    end = time.monotonic() + LEFT_LIMIT
-    for one in left:
-        one.join(max(0.0, end - time.monotonic()))
-    return _has_peers() or any(one.is_alive() for one in left)
 
 
 def _has_peers() -> bool:

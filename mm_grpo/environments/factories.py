@@ -12,7 +12,6 @@ from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError, did_you_mean
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
-from mm_grpo.user_code.watchdog import at_start
 
 BUILTINS = {"zoom": "Zoom", "grid_world": "GridWorld"}
 """Environments of this package by the name that `rollout.environment` gives them."""
@@ -76,8 +75,7 @@ def made(factory: Callable[[], Any]) -> Any:
         raise _refused(f"{factory!r} cannot be called without arguments; name a class")
     name = getattr(factory, "__qualname__", repr(factory))
     try:
-        with at_start(f"rollout.environment: {name}(), which makes an environment,"):
-            return factory()
+        return factory()
     except Exception as error:
         why = f"{name}() raised {described(error)}; it gets no arguments, but the row in reset"
         raise _refused(str(error) if isinstance(error, UserError) else why) from error

@@ -272,7 +272,7 @@ class LocalHost(Host):
         self._thread = self._thread or CallThread("tools")
         call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
         try:
-            answer = self._thread.result(call, self.timeout, f"a tool {late}", REMEDY)
+            answer = self._thread.result(call, self.timeout)
         except BaseException as error:  # late, or Ctrl-C: the thread is not ours any more, nor what it holds
             self._thread = None
             for one in self.opened:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,6 @@ from typing import Any, Literal
 from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.rewards.scores import LEGAL, score_of, shown
-from mm_grpo.user_code.kept_state import end_fork
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 What = Literal["reset", "call", "get_reward", "close"]
@@ -117,9 +115,5 @@ def _asked_for(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict
 
 
 def _called(function: Any, arguments: Mapping[str, Any]) -> Any:
-    process = os.getpid()
-    try:
-        result = function(**arguments)
-        return asyncio.run(result) if inspect.iscoroutine(result) else result
-    finally:
-        end_fork(process, "a tool or an environment")
+    result = function(**arguments)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result

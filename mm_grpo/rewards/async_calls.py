@@ -1,15 +1,13 @@
 """Async and isolated rewards: their calls, made together on an event loop in a thread of its own.
 
 An isolated reward's calls wait for a worker process (`isolation.py`). A coroutine that blocks the loop cannot be ended;
-when the deadline of every async reward has passed, that stops the run. One that keeps the interpreter's lock besides
-lets nothing here notice: then a watchdog ends the process.
+when the deadline of every async reward has passed, that stops the run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -17,14 +15,9 @@ from typing import TYPE_CHECKING
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
 from mm_grpo.user_code import loop as background
-from mm_grpo.user_code.kept_state import kept_alive
-from mm_grpo.user_code.watchdog import Watchdog, lock_held
 
 if TYPE_CHECKING:
     from mm_grpo.rewards.isolation import WorkerPool
-
-WITHOUT_LOCK = 30.0
-"""Seconds beyond the time-out for which no other thread of this process may have been able to run."""
 
 
 class AsyncCalls:
@@ -42,9 +35,6 @@ class AsyncCalls:
         self.running = {one.spec.name: _RewardTasks(one, (pools or {}).get(one.spec.name)) for one in rewards}
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
-        self._watched, self._ended = contextlib.ExitStack(), threading.Event()
-        if (limit := self._limit(one.results for one in self.running.values())) is not None:
-            self._watch(limit + WITHOUT_LOCK)
         self.future = loop.start(self._answers())
 
     def add(self, name: str, calls: Iterable[Call]) -> None:
@@ -71,12 +61,9 @@ class AsyncCalls:
                 f"async rewards ({names}): the event loop does not answer, for one of them blocks it without `await`, "
                 f"or goes on when it is cancelled; use an async library in it, or set isolated: true"
             ) from error
-        finally:
-            self._watched.close()
 
     def abandon(self) -> None:
         """Cancel the calls, whose answers nobody wants."""
-        self._watched.close()
         self.loop.abandon(self.future)
 
     def _limit(self, rewards: Iterable[RewardCalls]) -> float | None:
@@ -85,20 +72,6 @@ class AsyncCalls:
         known = [deadline for deadline in deadlines if deadline is not None]
         bounded = known and len(known) == len(deadlines) and not self.isolated
         return max(known) + 2 * background.GRACE if bounded else None
-
-    def _watch(self, seconds: float) -> None:
-        """End the process where a coroutine keeps the interpreter's lock, so that a thread beside it cannot run."""
-        names = ", ".join(map(repr, self.running))
-        remedy = "With isolated: true it runs in a process that can be killed"
-        hangs = lock_held(f"async rewards ({names}): one of them does not give way", remedy)
-        watchdog = self._watched.enter_context(Watchdog(seconds, hangs))
-        self._watched.callback(self._ended.set)
-
-        def restart() -> None:
-            while not self._ended.wait(seconds / 5):
-                watchdog.restart()
-
-        threading.Thread(target=restart, name="watchdog of async rewards", daemon=True).start()
 
     async def _answers(self) -> None:
         running = self.running.values()
@@ -177,10 +150,9 @@ async def _call(call: Call, results: RewardCalls) -> None:
     assert task is not None
     results.begun.add(call.rows)
     try:
-        with kept_alive():
-            answer = call()
-            if hasattr(answer, "__await__"):
-                answer = await answer
+        answer = call()
+        if hasattr(answer, "__await__"):
+            answer = await answer
     except (KeyboardInterrupt, GeneratorExit):  # the latter closes a coroutine
         raise
     except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too

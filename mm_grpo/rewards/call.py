@@ -8,7 +8,6 @@ processes (`isolation.py`). Axis letters: n = P·G rows, flat.
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, score_of, scores_of, shown, total_of
 from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
-from mm_grpo.user_code.kept_state import end_fork, own_copy
+from mm_grpo.user_code.kept_state import own_copy
 
 if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt, Sample, Turn
@@ -118,19 +117,10 @@ class Call:
 
     def __call__(self) -> Any:
         """Call the function, with rows of its own to change. An async one gives its coroutine."""
-        spec, memo = self.spec, dict[int, tuple[Any, Any]]()
-        named = {*spec.required, *spec.optional}
         given = self.arguments()
-        for name in given.keys() - spec.bound.keys() - MADE_FOR_A_CALL:
-            if name in named:
-                given[name] = own_copy(given[name])
-            elif name != "prompts":  # of which the lists and messages are this call's own already
-                given[name] = own_copy(given[name], memo)
-        process = os.getpid()
-        try:
-            return spec.fn(**given)
-        finally:
-            end_fork(process, f"reward {spec.name!r}")
+        for name in given.keys() - self.spec.bound.keys() - MADE_FOR_A_CALL:
+            given[name] = own_copy(given[name])
+        return self.spec.fn(**given)
 
     def arguments(self) -> dict[str, Any]:
         """Every argument by name: ours, then columns, then what the config bound."""

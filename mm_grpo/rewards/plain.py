@@ -9,12 +9,10 @@ from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
 from mm_grpo.user_code.thread import CallThread
 
-_ISOLATE = "With isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
-
 
 def run_plain(results: RewardCalls) -> None:
     """Call a plain function for each call, in order; in a thread when there is a deadline."""
-    deadline, calls, name = results.spec.options.deadline, results.calls, results.spec.name
+    deadline, calls = results.spec.options.deadline, results.calls
     done = 0
 
     def run() -> None:
@@ -26,14 +24,14 @@ def run_plain(results: RewardCalls) -> None:
     if deadline is None:
         run()
         return
-    thread: CallThread[None] = CallThread(f"reward {name}")
-    late = f"had not answered after timeout = {deadline:g} s"
+    thread: CallThread[None] = CallThread(f"reward {results.spec.name}")
     try:
-        thread.result(run, deadline, f"reward {name!r} {late}", _ISOLATE)
+        thread.result(run, deadline)
     except TimeoutError:
         blame = calls[min(done, len(calls) - 1)].blame()
         raise RewardError(
-            f"{blame} {late}, and a thread of the trainer cannot be killed. {_ISOLATE}"
+            f"{blame} had not answered after timeout = {deadline:g} s, and a thread of the trainer cannot be killed. "
+            f"With isolated: true it runs in a process that can be killed, and on_timeout: mask goes on"
         ) from None
     finally:
         thread.close()

@@ -31,7 +31,7 @@ from mm_grpo.rewards.scores import total_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.streaming_rewards import StreamedCalls, is_streamed
 from mm_grpo.timing import span
-from mm_grpo.user_code.kept_state import kept_alive, kept_state
+from mm_grpo.user_code.kept_state import kept_state
 
 if TYPE_CHECKING:
     from mm_grpo.rewards.async_calls import AsyncCalls
@@ -89,8 +89,7 @@ class Scorer:
         for key, action in (("on_error", on_error), ("on_timeout", on_timeout or on_error)):
             if action not in ("stop", "mask"):
                 raise RewardError(f"rewards: {key} is {action!r}; legal are 'stop' and 'mask'")
-        with kept_alive():
-            self.specs = resolve_entries(entries, base=base)
+        self.specs = resolve_entries(entries, base=base)
         self.on_error: Action = on_error
         self.on_timeout: Action = on_timeout or on_error
         self.conversational = conversational
@@ -256,7 +255,7 @@ class Scorer:
     def _run_here(self, one: RewardCalls) -> None:
         start, name = time.perf_counter(), one.spec.name
         try:
-            with span(f"reward {name}"), kept_state(f"reward {name!r}"), kept_alive():
+            with span(f"reward {name}"), kept_state(f"reward {name!r}"):
                 run_plain(one)
         finally:
             one.seconds += time.perf_counter() - start

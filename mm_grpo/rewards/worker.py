@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from mm_grpo.rewards.call import fault_of
 from mm_grpo.rewards.resolve import resolve_entry
 from mm_grpo.rewards.scores import scores_of
 from mm_grpo.rewards.spec import is_async
-from mm_grpo.user_code.kept_state import end_fork, own_copy
+from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.worker import require_unchanged
 
 LONGEST_TRACE = 20_000
@@ -50,9 +49,7 @@ class RewardWorker:
     def __call__(self, body: bytes) -> bytes:
         try:
             rows, logs, sent = pickle.loads(body)
-            arguments = own_copy(
-                pickle.loads(sent), {}
-            )  # the rows of one call share what they have in common
+            arguments = own_copy(pickle.loads(sent))  # rows of one group share their columns
         except Exception as error:
             answer: Mapping[str, Any] = {"unreadable": f"{type(error).__name__}: {error}"}
         else:
@@ -66,7 +63,6 @@ class RewardWorker:
     def answer(self, rows: int, logs: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Call the function: `scores` and what it `logged`, or what it `raised`, or why its answer is `refused`."""
         fn, kind = self.fn, self.source.kind
-        process = os.getpid()
         logged: list[tuple[str, str, Any]] = []
         try:
             answer = fn(**arguments, **_loggers(kind, logs, logged))
@@ -75,8 +71,6 @@ class RewardWorker:
         except BaseException as error:  # whatever it is, only this call has failed
             fault = fault_of(error, fn, __file__)
             return {"raised": [fault.what, fault.file, fault.line, fault.trace[-LONGEST_TRACE:]]}
-        finally:
-            end_fork(process, "a reward")
         try:
             return {"scores": scores_of(answer, kind, rows, self.source.per_turn), "logged": logged}
         except ValueError as error:

@@ -2,9 +2,8 @@
 
 `own_copy` gives a function values of its own: a reward that pops from a list column, edits messages or paints on an
 image would otherwise change later calls, the log and, through the prompt, what is trained on. `kept_state` puts back
-what a function changes for the whole process: the working folder, torch's gradient mode, default dtype and device,
-autocast, and the global random numbers, from which adapters, dropout and other code draw. `kept_alive` and `end_fork`
-see to it that a function neither ends the process, nor goes on as a second trainer.
+what a function changes for the whole process: the working folder, torch's gradient mode and default dtype, and the
+global random numbers, from which adapters, dropout and other code draw.
 """
 
 from __future__ import annotations
@@ -14,43 +13,29 @@ import logging
 import os
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NoReturn
-from weakref import WeakSet
+from typing import Any
 
 log = logging.getLogger(__name__)
-LEFT: WeakSet[threading.Thread] = WeakSet()
-"""Threads that user code started, and for which Python waits at its end."""
 
 
-def own_copy(value: Any, memo: dict[int, tuple[Any, Any]] | None = None) -> Any:
+def own_copy(value: Any) -> Any:
     """A copy of rows, messages, lists, images and arrays, all the way down; other values as they are.
 
-    Numbers, texts and bytes cannot be changed, and objects of other classes are the user's own affair. With a `memo`
-    what stands in several places is copied once: the completions of a group share their row in one call.
+    Numbers, texts and bytes cannot be changed, and objects of other classes are the user's own affair.
     """
     if isinstance(value, str | int | float | bytes | None):
         return value
-    if memo is None:
-        return _copied(value, memo)
-    if id(value) not in memo:
-        memo[id(value)] = value, _copied(value, memo)  # with the value, so that its id stays its own
-    return memo[id(value)][1]
-
-
-def _copied(value: Any, memo: dict[int, tuple[Any, Any]] | None) -> Any:
     if isinstance(value, Mapping):
-        return {key: own_copy(inner, memo) for key, inner in value.items()}
+        return {key: own_copy(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
-        copied = [own_copy(inner, memo) for inner in value]
+        copied = [own_copy(inner) for inner in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*copied)
         return copied if type(value) is list else type(value)(copied)
     if dataclasses.is_dataclass(value) and type(value).__module__ == "mm_grpo.types":
-        fields = {f.name: own_copy(getattr(value, f.name), memo) for f in dataclasses.fields(value)}
+        fields = {f.name: own_copy(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)  # type: ignore[type-var]
     kind = type(value)
     if any(cls.__module__ == "PIL.Image" and cls.__name__ == "Image" for cls in kind.__mro__):
@@ -79,15 +64,10 @@ def kept_state(who: str) -> Iterator[None]:
     numbers = None if numpy is None else numpy.random.get_state()
     held = {} if torch is None else _torch_settings(torch)
     drawn = None if torch is None else torch.get_rng_state()
-    threads = threading.enumerate()
     try:
         yield
     finally:
         changed: list[str] = []
-        if left := [one for one in threading.enumerate() if one not in threads and not one.daemon]:
-            LEFT.update(left)
-            names = [one.name for one in left]
-            log.warning("%s started %s; Python waits at its end for threads that are no daemons", who, names)
         random.setstate(python)
         if numpy is not None and numbers is not None:
             numpy.random.set_state(numbers)
@@ -110,45 +90,6 @@ def kept_state(who: str) -> Iterator[None]:
             )
 
 
-_exit, _lock, _blocks = os._exit, threading.Lock(), 0
-_user_code_of: ContextVar[int] = ContextVar("the process in which this is user code", default=0)
-
-
-@contextmanager
-def kept_alive() -> Iterator[None]:
-    """Within the block, in this thread or coroutine, os._exit raises SystemExit; in a fork it exits as ever.
-
-    os._exit(0) of a reward would end a run as a success without a word.
-    """
-    _count_block(1)
-    token = _user_code_of.set(os.getpid())
-    try:
-        yield
-    finally:
-        _user_code_of.reset(token)
-        _count_block(-1)
-
-
-def _count_block(more: int) -> None:
-    global _blocks
-    with _lock:
-        _blocks += more
-        os._exit = _refuse if _blocks else _exit
-
-
-def _refuse(status: int) -> NoReturn:
-    if _user_code_of.get() == os.getpid():
-        raise SystemExit(f"os._exit({status})")
-    _exit(status)
-
-
-def end_fork(process: int, who: str) -> None:
-    """End this process with a message, unless it is the one of that id."""
-    if os.getpid() != process:
-        os.write(2, f"{who} forked, and the fork came back; it is ended (os._exit ends a fork)\n".encode())
-        os._exit(1)
-
-
 def working_folder() -> str | None:
     """The working folder; None where it was removed."""
     try:
@@ -159,17 +100,7 @@ def working_folder() -> str | None:
 
 def _torch_settings(torch: Any) -> dict[str, tuple[Any, Callable[[Any], None]]]:
     """What a function may change of torch for the whole process: the value of each, and what sets it."""
-
-    def autocast(given: tuple[bool, bool]) -> None:
-        for device, enabled in zip(("cpu", "cuda"), given, strict=True):
-            torch.set_autocast_enabled(device, enabled)
-
-    def device(given: Any) -> None:
-        torch.set_default_device(None if given.type == "cpu" else given)
-
     return {
         "torch's gradient mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
         "torch's default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
-        "torch's default device": (torch.get_default_device(), device),
-        "torch's autocast": (tuple(map(torch.is_autocast_enabled, ("cpu", "cuda"))), autocast),
     }

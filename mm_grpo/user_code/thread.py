@@ -11,8 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from mm_grpo.user_code.kept_state import kept_alive
-from mm_grpo.user_code.watchdog import Watchdog, lock_held
+from mm_grpo.user_code.watchdog import Watchdog
 
 T = TypeVar("T")
 WITHOUT_LOCK = 5.0
@@ -26,11 +25,10 @@ class CallThread(Generic[T]):
         self._calls: queue.SimpleQueue[tuple[Callable[[], T], Future[T]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def result(self, call: Callable[[], T], seconds: float, what: str, remedy: str) -> T:
-        """The answer of a call. TimeoutError where it takes longer; the thread is lost then. `what` and `remedy` are
-        for the message of the watchdog."""
+    def result(self, call: Callable[[], T], seconds: float) -> T:
+        """The answer of a call. TimeoutError where it takes longer; the thread is lost then."""
         future: Future[T] = Future()
-        with Watchdog(seconds + WITHOUT_LOCK, lock_held(what, remedy)):
+        with Watchdog(seconds + WITHOUT_LOCK):
             self._calls.put((call, future))
             return future.result(seconds)
 
@@ -42,7 +40,6 @@ class CallThread(Generic[T]):
         while (given := self._calls.get()) is not None:
             call, future = given
             try:
-                with kept_alive():
-                    future.set_result(call())
+                future.set_result(call())
             except BaseException as error:  # KeyboardInterrupt of a tool
                 future.set_exception(error)

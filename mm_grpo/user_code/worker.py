@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from mm_grpo.errors import UserError
 from mm_grpo.import_path import digest_of
-from mm_grpo.user_code import watchdog
 
 LENGTH = struct.Struct("!Q")
 Handler = Callable[[bytes], bytes]
@@ -35,7 +34,6 @@ def serve(connection: socket.socket, make: Callable[[Any], Handler]) -> NoReturn
     with suppress(OSError):
         os.chdir(folder)
     importlib.invalidate_caches()
-    watchdog.START_LIMIT = None  # the trainer limits it
     try:
         handler = make(pickle.loads(load))
     except BaseException as error:

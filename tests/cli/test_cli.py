@@ -142,19 +142,3 @@ def test_the_console_script_itself_refuses_without_a_traceback(job: Path) -> Non
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and "num_generations" in line
-
-
-def test_a_thread_that_a_reward_left_does_not_keep_a_command(tmp_path: Path) -> None:
-    code = """
-import sys, threading, time
-from mm_grpo.cli.main import main
-from mm_grpo.user_code.kept_state import kept_state
-with kept_state("reward 'f'"):
-    threading.Thread(target=time.sleep, args=(600,)).start()
-sys.argv = ["mm-grpo", *sys.argv[1:]]
-sys.modules["mm_grpo.cli.main"].LEFT_LIMIT = 0.1
-main()
-"""
-    command = [sys.executable, "-c", code, "recipes", "nothing"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "nothing" in done.stderr

@@ -326,8 +326,7 @@ def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
     release.set()
 
 
-@pytest.mark.parametrize(("how", "told"), [("exit", "os._exit(3)"), ("sys.exit", "0")])
-def test_a_tool_does_not_end_the_trainers_process(how: str, told: str) -> None:
+def test_a_tool_does_not_end_the_trainers_process() -> None:
     box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
-    assert begun(box)[0].call("misbehave", {"how": how}).text == f"error: SystemExit: {told}"
+    assert begun(box)[0].call("misbehave", {"how": "sys.exit"}).text == "error: SystemExit: 0"
     box.close()

@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
 from mm_grpo.user_code.kept_state import kept_state, own_copy
 
@@ -107,74 +105,3 @@ def test_state_is_put_back_after_a_reward_that_raises() -> None:
         torch.set_grad_enabled(False)
         _ = 1 / 0
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("kind", ["plain", "with a deadline", "async"])
-def test_a_reward_cannot_end_the_process(kind: str, rows: Callable[..., Any]) -> None:
-    def plain(completion: str) -> float:
-        os._exit(0)
-
-    async def late(completion: str) -> float:
-        os._exit(0)
-
-    f: Any = late if kind == "async" else plain
-    options = {"timeout": 5.0} if kind == "with a deadline" else {}
-
-    real = os._exit
-    with pytest.raises(RewardError, match=r"'f'.*raised SystemExit: os\._exit\(0\)"):
-        Scorer([{"name": f, "as": "f", **options}]).score(*rows("a"), step=1)
-    assert os._exit is real
-
-
-def test_an_import_cannot_end_the_process(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("import os\nos._exit(0)\n")
-    with pytest.raises(RewardError, match=r"r\.py.*os\._exit\(0\)"):
-        Scorer([f"{tmp_path / 'r.py'}:f"])
-
-
-def test_other_threads_and_forks_may_exit_meanwhile(rows: Callable[..., Any]) -> None:
-    found: list[int] = []
-
-    def f(completion: str) -> float:
-        child = os.fork()
-        if not child:
-            os._exit(3)
-        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        return 1.0
-
-    assert Scorer([f]).score(*rows("a"), step=1).totals == [1.0] and found == [3]
-
-
-def test_a_thread_that_python_would_wait_for_is_named(
-    rows: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    done = threading.Event()
-
-    def f(completion: str) -> float:
-        threading.Thread(target=done.wait, name="mine").start()
-        threading.Thread(target=done.wait, name="daemon", daemon=True).start()
-        return 1.0
-
-    with caplog.at_level(logging.WARNING):
-        Scorer([f]).score(*rows("a"), step=1)
-    done.set()
-    assert "reward 'f' started ['mine']" in caplog.text
-
-
-@pytest.mark.parametrize("then", ["return 1.0", "raise ValueError"])
-def test_a_fork_that_comes_back_from_a_reward_is_ended(
-    then: str, rows: Callable[..., Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """It would go on with the run beside the trainer, in the same files."""
-    (tmp_path / "r.py").write_text(
-        f"import os\ndef f(completion):\n    child = os.fork()\n    if not child:\n        {then}\n"
-        "    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1\n    return 1.0\n"
-    )
-    mine = os.getpid()
-    scorer = Scorer([f"{tmp_path / 'r.py'}:f"])
-    try:
-        assert scorer.score(*rows("a"), step=1).totals == [1.0]
-    finally:
-        if os.getpid() != mine:  # what is tested for
-            os._exit(7)
-    assert "reward 'f' forked, and the fork came back; it is ended" in capfd.readouterr().err

@@ -141,7 +141,6 @@ TRAINED: list[tuple[str, str, Mapping[str, Any], int, tuple[str, ...]]] = [
      body("if len(completion) % 3 == 1: raise ValueError('boom')\nreturn SCORE"), MASK, 0, ("masked", "boom")),
     ("a sleep, isolated", body("time.sleep(60)"), {**ISOLATED, "timeout": 0.5}, 2, ("'f'", LATE)),
     ("a segmentation fault, isolated", body(SEGFAULT), ISOLATED, 2, ("'f'", "SIGSEGV")),
-    ("os._exit(0)", body("os._exit(0)"), {}, 2, ("'f'", "os._exit(0)")),
     ("the same for every completion", body("return 0.5"), {}, 3, ("no update",)),
 ]  # fmt: skip
 

@@ -53,7 +53,7 @@ def add(handle: Handle, item: EngineRequest) -> str:
 
 def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
     """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
-    with _given_up_on_failure(handle, uids), _eager(), _watched(handle, f"sampled {len(uids)} request(s)"):
+    with _given_up_on_failure(handle, uids), _eager(), _watched(handle):
         outputs = handle.llm.llm_engine.step()
     return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
 
@@ -128,15 +128,11 @@ def _flat(record: Any) -> tuple[float, ...]:
 
 
 @contextmanager
-def _watched(handle: Handle, what: str) -> Iterator[None]:
+def _watched(handle: Handle) -> Iterator[None]:
     """A call of vLLM's whose time counts from its last step. A hang in its kernels or collectives, which nothing in
-    Python could end, ends the process with a message."""
-    engine, seconds = handle.llm.llm_engine, handle.timeout
-    message = (
-        f"error: vLLM has made no step for {seconds:g} s while it {what}, and hangs, so the process is ended; where it "
-        "stands follows. Go on from the newest checkpoint with --resume"
-    )
-    with Watchdog(seconds, message) as watchdog:
+    Python could end, ends the process, with where it stands."""
+    engine = handle.llm.llm_engine
+    with Watchdog(handle.timeout) as watchdog:
         step, own = engine.step, vars(engine).get("step")
 
         def stepped() -> Any:
@@ -268,7 +264,7 @@ def wake(handle: Handle, *parts: str) -> None:
 def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
     """A watched call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
     try:
-        with _watched(handle, what):
+        with _watched(handle):
             yield
     except BaseException as error:
         handle.fault = f"it failed while it {what} ({first_line(error)})"
