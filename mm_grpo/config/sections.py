@@ -278,8 +278,8 @@ class RolloutConfig(Section):
     )
     """Functions that the model may call (docs/turns.md), as path/to/file.py:function; [] is none. Default: []."""
     environment: str | dict[str, str] | None = None
-    """Class whose methods the model may call (docs/turns.md): zoom, grid_world, openenv:URL, a name of
-    the entry points mm_grpo.environments, or path/to/file.py:Class; several by name, which the column environment then
+    """Class whose methods the model may call (docs/turns.md): zoom, openenv:URL, a name of the
+    entry points mm_grpo.environments, or path/to/file.py:Class; several by name, which the column environment then
     chooses; null is none. Default: null."""
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""

@@ -7,7 +7,7 @@
     worker       what runs in those processes
     toolbox      the tools of a run: their schemas for the chat template, and the host that calls them
     factories    what makes environments: classes by name or address, and OpenEnv servers
-    builtins     `Zoom` and `GridWorld`
+    builtins     `Zoom`
     own_tools    environments that name their tools themselves, with JSON schemas
     openenv      environments on an OpenEnv server
 

@@ -13,7 +13,7 @@ from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError, did_you_mean
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
 
-BUILTINS = {"zoom": "Zoom", "grid_world": "GridWorld"}
+BUILTINS = {"zoom": "Zoom"}
 """Environments of this package by the name that `rollout.environment` gives them."""
 
 

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -30,10 +30,8 @@ MOST_BYTES = 100 * 2**20
 """Bytes of one answer, as openenv-core's own client bounds it."""
 SHOWN = 200
 """Characters of a server's answer that a message holds."""
-ENCODED = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""First characters of PNG, JPEG, GIF and WebP in base64."""
-ABOUT_IMAGES = frozenset(("type", "mimeType", "mime_type", "media_type", "detail", "format", "encoding"))
-"""Fields that say nothing once the image beside them is shown."""
+ENCODED = ("iVBORw0KGgo", "/9j/")
+"""First characters of PNG and JPEG in base64."""
 
 
 class OpenEnv(OwnTools):
@@ -109,14 +107,19 @@ class OpenEnv(OwnTools):
         def call(**arguments: Any) -> Any:
             given = {key: value for key, value in arguments.items() if value is not None}
             seen = self._step({"type": "call_tool", "tool_name": name, "arguments": given})
-            if seen.get("error"):
-                raise RuntimeError(_text_of(seen["error"]))
             result = seen.get("result", seen)
             if isinstance(result, Mapping) and isinstance(result.get("content"), list):
-                if result.get("is_error") or result.get("isError"):
-                    raise RuntimeError(_text_of(result["content"]))
-                result = result["content"]
-            return self.show({"result": result})
+                parts = [
+                    part.get("text") if part.get("type") == "text" else part for part in result["content"]
+                ]
+                failed, result = result.get("is_error") or result.get("isError"), parts
+            else:
+                failed = seen.get("error")
+            if failed:
+                raise RuntimeError(json.dumps(seen.get("error") or result, default=str)[:SHOWN])
+            return self.show(
+                {"result": result[0] if isinstance(result, list) and len(result) == 1 else result}
+            )
 
         return Tool(name, str(listed.get("description", "")), listed.get("input_schema", {}), call)
 
@@ -141,16 +144,12 @@ class _Conversation:
 
     def __init__(self, base_url: str, timeout: float) -> None:
         parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT or ws://HOST:PORT"
+                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT"
             )
-        self.timeout = timeout
+        self.http, self.timeout = base_url.rstrip("/"), timeout
         self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
-        secure = "s" if parts.scheme in ("https", "wss") else ""
-        rest = f"{parts.netloc}{parts.path}".rstrip("/")
-        self.http, self.ws = f"http{secure}://{rest}", f"ws{secure}://{rest}/ws"
-        self._opened = ExitStack()
         self._socket: Any = None
 
     def schema(self) -> Mapping[str, Any]:
@@ -169,11 +168,12 @@ class _Conversation:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
-        limits: dict[str, Any] = {"open_timeout": self.timeout, "close_timeout": 1, "max_size": MOST_BYTES}
-        if self.local:
-            limits["proxy"] = None
+        proxy: dict[str, Any] = {"proxy": None} if self.local else {}
+        address = f"ws{self.http.removeprefix('http')}/ws"
         try:
-            self._socket = self._opened.enter_context(connect(self.ws, **limits))
+            self._socket = connect(
+                address, open_timeout=self.timeout, close_timeout=1, max_size=MOST_BYTES, **proxy
+            )
         except (WebSocketException, OSError) as error:
             raise self._gone("/ws", error) from None
 
@@ -195,7 +195,11 @@ class _Conversation:
         except (LookupError, TypeError, ValueError) as wrong:
             answer = f"answered {what} with {repr(text)[:SHOWN]}, which is no answer to it ({wrong!r})"
             raise self._gone(what, answer) from None
-        raise self._refused(what, given)
+        code, message = given.get("code"), str(given.get("errors") or given.get("message", ""))[:SHOWN]
+        if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
+            raise (ValueError if code == "VALIDATION_ERROR" else RuntimeError)(message)
+        gone = self._gone(what, f"refused {what} ({code}: {message})")
+        raise RuntimeError(str(gone)) if what == "reset" else gone  # a reset that raises stops the run
 
     def close(self) -> None:
         """Say that the conversation is over, and close it; a server that is gone is not waited for."""
@@ -205,7 +209,7 @@ class _Conversation:
         if socket is not None:
             with suppress(WebSocketException, OSError):
                 socket.send(json.dumps({"type": "close"}))
-        self._opened.close()
+            socket.close()
 
     def _gone(self, what: str, why: BaseException | str) -> EnvironmentGone:
         """The error of a request `what` that was not answered; of a TimeoutError it is late."""
@@ -218,18 +222,6 @@ class _Conversation:
             why = f"cannot be asked for {what} ({redact(named)}); start it, or correct its address"
         return EnvironmentGone(f"the OpenEnv server at {redact(self.http)} {why}", late=late)
 
-    def _refused(self, what: str, error: Mapping[str, Any]) -> Exception:
-        code, message = error.get("code"), str(error.get("message", ""))[:SHOWN]
-        if code == "VALIDATION_ERROR":
-            return ValueError(f"refused: {json.dumps(error.get('errors', message), default=str)[:SHOWN]}")
-        if code == "EXECUTION_ERROR":
-            return RuntimeError(message)
-        why = f"refused {what} ({code}: {message})"
-        if code == "CAPACITY_REACHED":
-            why += "; let its max_concurrent_envs be at least prompts x generations of a step"
-        gone = self._gone(what, why)
-        return RuntimeError(str(gone)) if what == "reset" else gone  # a reset that raises stops the run
-
 
 def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
     observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
@@ -241,15 +233,13 @@ def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, boo
 
 
 def shown(observation: Any) -> list[Any]:
-    """The texts and images of an observation, as a tool returns them. Images are data URLs, base64 of PNG, JPEG, GIF or
-    WebP, and arrays [height][width][3 or 4] of 0 to 255."""
+    """The texts and images of an observation, as a tool returns them. Images are data URLs, base64 of PNG or JPEG, and
+    arrays [height][width][3 or 4] of 0 to 255."""
     images: list[Any] = []
     rest = _without_images(observation, images)
     if isinstance(rest, Mapping) and len(rest) == 1:
         (only,) = rest.values()
-        rest = only if isinstance(only, str | list) else rest
-    if isinstance(rest, list) and rest and all(_is_text_part(part) for part in rest):
-        rest = "\n".join(part["text"] for part in rest)
+        rest = only if isinstance(only, str) else rest
     text = rest if isinstance(rest, str) else json.dumps(rest, ensure_ascii=False) if rest else ""
     parts: list[Any] = [{"type": "text", "text": text}] if text else []
     return parts + [{"type": "image", "image": image} for image in images]
@@ -263,12 +253,11 @@ def _without_images(value: Any, images: list[Any]) -> Any:
     before = len(images)
     if isinstance(value, Mapping):
         found = {key: _without_images(each, images) for key, each in value.items()}
-        kept = {key: each for key, each in found.items() if each is not None and each != {}}
-        return None if len(images) > before and kept.keys() <= ABOUT_IMAGES else kept
+        if len(images) > before and found.get("type") in ("image", "image_url"):
+            return None  # what stands beside it is its type and encoding
+        return {key: each for key, each in found.items() if each is not None and each not in ({}, [])}
     if isinstance(value, list):
-        found_in = [_without_images(each, images) for each in value]
-        kept_in = [each for each in found_in if each is not None] if len(images) > before else found_in
-        return None if len(images) > before and not kept_in else kept_in
+        return [left for each in value if (left := _without_images(each, images)) is not None]
     return value
 
 
@@ -277,46 +266,25 @@ def _image(value: Any) -> Any:
         if value[:11].lower() == "data:image/":
             return value
         if value.startswith(ENCODED) and len(value) >= 64:
-            try:
-                data = base64.b64decode(value, validate=True)
-            except binascii.Error:
-                return None
-            return data if data[:4] != b"RIFF" or data[8:12] == b"WEBP" else None
-    if isinstance(value, list) and len(value) >= 8 and isinstance(value[0], list) and len(value[0]) >= 8:
-        return _picture(value)
+            with suppress(binascii.Error):
+                return base64.b64decode(value, validate=True)
+    elif isinstance(value, list) and len(value) >= 8 and isinstance(value[0], list) and len(value[0]) >= 8:
+        import numpy as np
+        from PIL import Image
+
+        with suppress(ValueError):  # rows of unequal lengths
+            array = np.asarray(value)
+            if array.ndim == 3 and array.shape[2] in (3, 4) and array.min() >= 0 and array.max() <= 255:
+                return Image.fromarray(array.astype(np.uint8))
     return None
-
-
-def _picture(rows: list[Any]) -> Any:
-    import numpy as np
-    from PIL import Image
-
-    try:
-        array = np.asarray(rows)
-    except ValueError:
-        return None
-    if array.ndim != 3 or array.shape[2] not in (3, 4) or array.dtype.kind != "i":
-        return None
-    return Image.fromarray(array.astype(np.uint8)) if array.min() >= 0 and array.max() <= 255 else None
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _is_json(value: Any) -> bool:
     try:
         json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError):
         return False
     return True
-
-
-def _text_of(error: Any) -> str:
-    """The text of an MCP error."""
-    if isinstance(error, Mapping) and error.get("message"):
-        return str(error["message"])
-    return "".join(part.get("text", "") for part in shown(error)) or "the tool failed"
 
 
 def _snake(name: str) -> str:

@@ -22,7 +22,7 @@ class EnvironmentGone(Exception):
 class Tool:
     """A tool by its name, description and JSON schema of its arguments (an object's). `function` is called with them.
 
-    ValueError for a schema that is not an object's, or refers to itself.
+    ValueError for a schema that is not an object's.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Tool:
     ) -> None:
         self.__name__ = self.__qualname__ = name
         self.function = function
-        inlined = _inlined(parameters, parameters.get("$defs", {}), ())
+        inlined = _inlined(parameters, parameters.get("$defs", {}))
         if inlined.get("type", "object") != "object":
             raise ValueError(f"the arguments of {name} are of type {inlined['type']!r}, and no object")
         properties = dict(inlined.get("properties", {}))
@@ -59,23 +59,15 @@ class OwnTools:
         raise NotImplementedError
 
 
-def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
     """A schema with what it refers to (`$ref`) in the place of the references, as chat templates do not follow them,
     and without the titles that pydantic writes."""
     if isinstance(schema, list):
-        return [_inlined(each, definitions, within) for each in schema]
+        return [_inlined(each, definitions) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(reference := schema.get("$ref"), str):
-        name = reference.rpartition("/")[2]
-        if name in within or name not in definitions:
-            raise ValueError(f"the schema refers to {reference!r}, which cannot be written out")
         beside = {key: value for key, value in schema.items() if key != "$ref"}
-        return {**_inlined(definitions[name], definitions, (*within, name)), **beside}
-    found = {}
-    for key, value in schema.items():
-        if key == "properties" and isinstance(value, Mapping):
-            found[key] = {name: _inlined(each, definitions, within) for name, each in value.items()}
-        elif key != "$defs" and not (key == "title" and isinstance(value, str)):
-            found[key] = _inlined(value, definitions, within)
-    return found
+        return {**_inlined(definitions[reference.rpartition("/")[2]], definitions), **beside}
+    kept = {k: v for k, v in schema.items() if k != "$defs" and not (k == "title" and isinstance(v, str))}
+    return {key: _inlined(value, definitions) for key, value in kept.items()}

@@ -18,7 +18,6 @@ from mm_grpo.environments.factories import found_at
 from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
-from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.worker import require_unchanged
 
 HEADER = struct.Struct("!I")
@@ -35,19 +34,18 @@ class ToolSources:
 
 
 class ToolWorker:
-    """The conversations of this process: from a pickled call to its answer. `row` is the last with which one began."""
+    """The conversations of this process: from a pickled call to its answer."""
 
     def __init__(self, sources: ToolSources) -> None:
         self.functions = {name: _loaded(*at) for name, at in sources.functions.items()}
         self.factories = {name: _loaded(*at) for name, at in sources.factories.items()}
         self.limits = sources.limits
         self.sessions: dict[int, Session] = {}
-        self.row: Any = None
 
     def __call__(self, body: bytes) -> bytes:
         try:
             number, what, name, packed = pickle.loads(body)
-            arguments = self._row(packed) if what == "reset" else pickle.loads(packed)
+            arguments = pickle.loads(packed)
         except Exception as error:
             result = CallResult(raised=f"cannot be made in a worker process: {described(error)}")
         else:
@@ -57,13 +55,6 @@ class ToolWorker:
             if what == "close" or result.gone is not None:
                 del self.sessions[number]
         return packed_answer(result)
-
-    def _row(self, packed: bytes) -> Any:
-        """A copy of a row, by default of the last one: its images share their pixels until one is changed."""
-        if packed:
-            self.row = None
-            self.row = pickle.loads(packed)
-        return own_copy(self.row)
 
 
 def packed_answer(answer: CallResult) -> bytes:

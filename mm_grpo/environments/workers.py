@@ -7,7 +7,6 @@ conversations. Plain functions hold nothing, so that conversations without an en
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import time
 from collections import deque
@@ -30,12 +29,11 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class _Slot:
     """A place for one worker after the other, with its conversations. `queue` are the calls that wait, `task` is the
-    next or current one. `row` is the number of the one that the worker was sent last."""
+    next or current one."""
 
     worker: Worker | None = None
     conversations: int = 0
     environments: set[Episode] = field(default_factory=set)
-    row: int | None = None
     queue: deque[Task] = field(default_factory=deque)
     task: Task | None = None
 
@@ -61,17 +59,15 @@ class WorkerHost(Host):
         )
         target, most = "mm_grpo.environments.worker:ToolWorker", most_bytes(self.limits)
         self.workers = Workers(target, sources, "the tools of the run", _start_failed, most)
-        self._rows = itertools.count()
-        self._packed: dict[int, tuple[Any, int, bytes]] = {}
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             self._slot_of(task.episode).queue.append(task)
-        self._go_on()
+        self._go_on(0.0)
 
     def work(self, wait: bool) -> None:
         if any(slot.task for slot in self.slots):
-            self._go_on(seconds=None if wait else 0.0, look=True)
+            self._go_on(None if wait else 0.0)
 
     def abandon(self) -> None:
         for slot in self.slots:
@@ -79,7 +75,6 @@ class WorkerHost(Host):
             if slot.task is not None:
                 slot.task = None
                 self._lose(slot, "the run was stopping")
-        self._packed.clear()
 
     def forget(self, episode: Episode) -> None:
         if episode.place is not None:
@@ -91,18 +86,16 @@ class WorkerHost(Host):
         for slot in self.slots:
             self._lose(slot, "the run was stopping")
 
-    def _go_on(self, seconds: float | None = None, look: bool = False) -> None:
-        """Take answers, where it is to `look` for them, and hand out calls."""
+    def _go_on(self, seconds: float | None) -> None:
+        """Take the answers that come within so many seconds, and hand out calls."""
         try:
-            for outcome in self.workers.wait(seconds) if look else ():
+            for outcome in self.workers.wait(seconds):
                 self._take(outcome)
             for slot in self.slots:
                 self._give(slot)
         except BaseException:  # a call that goes on would answer into the next one
             self.abandon()
             raise
-        if not any(slot.task for slot in self.slots):
-            self._packed.clear()
 
     def _slot_of(self, episode: Episode) -> _Slot:
         if episode.place is None:
@@ -120,31 +113,17 @@ class WorkerHost(Host):
         if slot.task is not None:
             slot.worker = slot.worker or self.workers.start()
             if slot.worker.idle:
-                slot.worker.call(self._call(slot, slot.task), time.monotonic() + self.timeout)
-
-    def _call(self, slot: _Slot, task: Task) -> bytes:
-        """A call as `ToolWorker` gets it; a row that a worker was just sent is not sent again."""
-        key = id(
-            task.arguments
-        )  # of the row with which the conversations of a group begin, which is kept for its id
-        if key not in self._packed:
-            self._packed[key] = task.arguments, next(self._rows), _packed(task)
-        _, row, body = self._packed[key]
-        if task.what == "reset":
-            body = b"" if row == slot.row else body
-            slot.row = row
-            slot.environments.add(task.episode)
-        return pickle.dumps((task.episode.number, task.what, task.name, body))
+                task = slot.task
+                if task.what == "reset":
+                    slot.environments.add(task.episode)
+                call = pickle.dumps((task.episode.number, task.what, task.name, _packed(task)))
+                slot.worker.call(call, time.monotonic() + self.timeout)
 
     def _take(self, outcome: Outcome) -> None:
         """Note what came of a call, or that a worker without one has ended."""
         slot = next(slot for slot in self.slots if slot.worker is outcome.worker)
         task, slot.task = slot.task, None
-        if outcome.unread or task is None:
-            if task is not None:  # it is made by the next worker
-                slot.queue.appendleft(task)
-                if task.what == "reset":
-                    slot.environments.discard(task.episode)
+        if task is None:
             self._lose(slot, f"its worker process {outcome.died} while it waited for calls")
             return
         result = CallResult(died=outcome.died, late=outcome.late)
@@ -166,7 +145,7 @@ class WorkerHost(Host):
         """End a worker; the environments that it held are gone."""
         if slot.worker is not None:
             self.workers.end(slot.worker)
-        slot.worker = slot.row = None
+        slot.worker = None
         for episode in slot.environments:
             episode.lost = episode.lost or why
         slot.environments.clear()

@@ -85,7 +85,7 @@ class WorkerPool:
         await self.start()
         job = _Job(call, results, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
-        self._look(take=False)
+        self._look()
         try:
             answer = await job.answer
         except asyncio.CancelledError:
@@ -110,10 +110,10 @@ class WorkerPool:
         self.flying.pop(worker, None)
         self.workers.end(worker)
 
-    def _look(self, take: bool = True) -> None:
+    def _look(self) -> None:
         """Take answers, and hand the calls that wait to idle workers."""
         try:
-            for outcome in self.workers.wait(0.0) if take else ():
+            for outcome in self.workers.wait(0.0):
                 self._take(outcome)
             self._give()
         except Exception as error:  # a worker cannot start, or a call cannot be made
@@ -155,9 +155,6 @@ class WorkerPool:
     def _take(self, outcome: Outcome) -> None:
         job = self.flying.pop(outcome.worker, None)
         if job is None:  # it died while it waited for calls
-            return
-        if outcome.unread:  # made again
-            self._waiting.appendleft(job)
             return
         answer = _read(outcome)
         if "died" in answer:

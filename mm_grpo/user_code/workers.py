@@ -22,8 +22,6 @@ from mm_grpo.user_code.worker import LENGTH
 
 START_LIMIT = 120.0
 """Seconds that a worker may take to start and to import what it runs."""
-UNREAD = 16
-"""Workers in a row that may die before they have read a call; the next one counts as ended by it."""
 READ = 2**20
 
 
@@ -35,14 +33,12 @@ def default_size() -> int:
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What came of a call: its `answer`, or how the worker `died`, or that it was `late`. A worker that is `unread`
-    died without having read its call, or without one."""
+    """What came of a call: its `answer`, or how the worker `died`, with or without a call, or that it was `late`."""
 
     worker: Worker
     answer: bytes | None = None
     died: str | None = None
     late: bool = False
-    unread: bool = False
 
 
 class Unsendable(Exception):
@@ -88,38 +84,36 @@ class Worker:
         assert self.idle
         self._begin(body, until)
 
-    def exchange(self) -> tuple[bytes | None, str | None, bool]:
-        """Write and read as much as there is: a frame that has come in full, or how the process ended, and whether it
-        has ended without having read its call."""
+    def exchange(self) -> tuple[bytes | None, str | None]:
+        """Write and read as much as there is: a frame that has come in full, or how the process ended."""
         code = self.lifeline.exit_code()  # before reading: what it sent before it ended counts
-        over, unread = code is not None, not self.busy
+        over = code is not None
         try:
             if self.out:
                 self.out = self.out[self.connection.send(self.out) :]
         except BlockingIOError:
             pass
         except OSError:
-            over = unread = True
+            over = True
         try:
             while data := self.connection.recv(READ):
                 self._read += data
                 if len(self._read) >= LENGTH.size:
                     (length,) = LENGTH.unpack_from(self._read)
                     if length > self.most:
-                        return None, f"sent {length} bytes, which is no answer", False
+                        return None, f"sent {length} bytes, which is no answer"
                     if len(self._read) >= LENGTH.size + length:
                         self.busy, self.until = False, math.inf
-                        return bytes(memoryview(self._read)[LENGTH.size :]), None, False
+                        return bytes(memoryview(self._read)[LENGTH.size :]), None
             over = True
         except BlockingIOError:
             pass
-        except OSError as error:
-            over = True  # a reset: it ended with the call, or a part of it, before it
-            unread = unread or isinstance(error, ConnectionResetError)
+        except OSError:
+            over = True
         if not over:
-            return None, None, False
+            return None, None
         code = self.lifeline.exit_code(0.5) if code is None else code  # which comes a moment later
-        return None, "closed its connection" if code is None else ended(code), unread
+        return None, "closed its connection" if code is None else ended(code)
 
     def end(self) -> None:
         """Kill the process, with all that it started."""
@@ -148,7 +142,6 @@ class Workers:
         self._load, self._owner = pickle.dumps(load), os.getpid()
         self._workers: dict[Worker, int] = {}  # with the events that it is waited for
         self._selector = selectors.EpollSelector()
-        self._unread = 0
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers))
@@ -200,18 +193,16 @@ class Workers:
             self.end(worker)
 
     def _look(self, worker: Worker, spoke: bool) -> Outcome | None:
-        answer, died, unread = worker.exchange() if spoke else (None, None, False)
+        answer, died = worker.exchange() if spoke else (None, None)
         late = answer is None and died is None and time.monotonic() > worker.until
         if died is not None or late:
             self.end(worker)
         if not worker.ready:
             self._started(worker, answer, died, late)
         elif answer is not None:
-            self._unread = 0
             return Outcome(worker, answer)
         elif died is not None:
-            self._unread += unread and worker.busy
-            return Outcome(worker, died=died, unread=unread and self._unread <= UNREAD)
+            return Outcome(worker, died=died)
         elif late:
             return Outcome(worker, late=True)
         return None

@@ -72,7 +72,7 @@ def test_the_tools_of_mcp() -> None:
         assert [schema["function"]["name"] for schema in box.schemas] == ["greet"]
         one = box.episode(box.prepare(sample("train:0")))
         assert one.call("greet", {"whom": "you"}).text == "greet you"
-        assert one.call("greet", {}).text == "error: RuntimeError: nobody"
+        assert "nobody" in one.call("greet", {}).text
         box.close()
 
 
@@ -144,7 +144,7 @@ def test_a_subclass_says_what_its_steps_pay() -> None:
             return self.rewards[-1]
 
     with OpenEnvServer() as server:
-        box = box_of(lambda: Walk(server.url.replace("http:", "ws:")))
+        box = box_of(lambda: Walk(server.url))
         one = box.episode(box.prepare(sample("train:0", start=0)))
         seen = [one.call("walk", {"direction": "right"}) for _ in range(4)]
         assert [each.text for each in seen] == [f'{{"at": {n}}}' for n in (1, 2, 3, 4)]
@@ -160,14 +160,13 @@ ROWS = [[[255, 0, 0]] * 9] * 8
 @pytest.mark.parametrize(
     ("observation", "text", "images"),
     [
-        ({"echo": "hi", "extra": None, "more": {}}, "hi", 0),
+        ({"echo": "hi", "extra": None, "more": {}, "none": []}, "hi", 0),
         ({"a": 1, "b": "é", "none": None}, '{"a": 1, "b": "é"}', 0),
         ({}, "", 0),
         ({"screenshot": png(20), "text": "a page"}, "a page", 1),
-        ({"screenshot": ROWS, "shape": [8, 9]}, "[8, 9]", 1),
+        ({"screenshot": ROWS, "shape": [8, 9]}, '{"shape": [8, 9]}', 1),
         ({"views": [png(20), png(30)], "n": 2, "m": 0}, '{"n": 2, "m": 0}', 2),
-        ({"content": [{"type": "text", "text": "one"}, {"type": "image", "data": png(20), "mimeType": "image/png"}]},
-         "one", 1),
+        ({"content": ["one", {"type": "image", "data": png(20), "mimeType": "image/png"}]}, '{"content": ["one"]}', 1),
         ({"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}, '{"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}', 0),
     ],
 )  # fmt: skip

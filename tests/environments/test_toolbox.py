@@ -14,7 +14,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import images
-from mm_grpo.environments.builtins import GridWorld, Zoom
+from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError
@@ -129,23 +129,3 @@ def test_zoom_cuts_at_full_resolution() -> None:
             zoom.zoom(bbox)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="image is 1; there are 1, counted from 0"):
         zoom.zoom([0, 0, 10, 10], image=1)
-
-
-def test_grid_world_is_walked_to_its_goal() -> None:
-    world = GridWorld()
-    opening = world.reset(size=3, seed=1, moves=6)
-    (x, y), (gx, gy) = world._at, world._goal
-    assert opening[0]["image"].getpixel((gx * 28 + 14, gy * 28 + 14)) == (0, 128, 0)
-    assert opening[0]["image"].getpixel((x * 28 + 14, y * 28 + 14)) == (0, 0, 255)
-    steps = ["right" if gx > x else "left"] * abs(gx - x) + ["down" if gy > y else "up"] * abs(gy - y)
-    for direction in steps:
-        assert not world.done and world.get_reward() == 0.0
-        shown = world.move(direction)
-    assert shown[1]["text"] == "goal reached" and world.done
-    assert world.get_reward() == 1 - 0.5 * len(steps) / 6
-    world.reset(size=2, seed=1, moves=1)
-    world._goal = (5, 5)
-    world.move("up")
-    assert world.done and world.get_reward() == 0.0
-    with pytest.raises(ValueError, match="direction is 'north'; legal are up"):
-        world.move("north")
