@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mm_grpo.data.images import ROW_BYTES, open_images
+from mm_grpo.data.images import open_images
 from mm_grpo.errors import DataError
 
 Part = str | Image.Image
@@ -23,8 +23,6 @@ Fault = Literal[
 ]  # fmt: skip
 LONGEST_FAULT = 500
 """Characters of an exception's message that the model is told."""
-LONGEST_TEXT = 2**24
-"""Characters of text that one answer may have; in UTF-8 they are 64 MiB at most."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +31,6 @@ class Limits:
 
     max_pixels: int
     max_bytes: int
-
-    @property
-    def all_bytes(self) -> int:
-        """Most bytes of all images of an answer, as RGB."""
-        return max(ROW_BYTES, 3 * self.max_pixels)
 
 
 @dataclass(frozen=True)
@@ -78,19 +71,7 @@ def observation_of(result: Any, limits: Limits) -> Observation:
         return failed("bad_result", str(error))
     except Exception as error:  # out of the user's object: __str__, __iter__, get
         return failed("bad_result", f"the answer cannot be shown ({described(error)})")
-    return checked(Observation(parts), limits)
-
-
-def checked(seen: Observation, limits: Limits) -> Observation:
-    """The observation, or the fault that it is too large."""
-    text = sum(len(part) for part in seen.parts if isinstance(part, str))
-    if text > LONGEST_TEXT:
-        return failed("bad_result", f"the answer has {text} characters; at most {LONGEST_TEXT} are shown")
-    pixels = sum(3 * image.width * image.height for image in seen.images)
-    if pixels > limits.all_bytes:
-        why = f"the answer's images have {pixels} bytes; at most {limits.all_bytes} are shown"
-        return failed("bad_result", why)
-    return seen
+    return Observation(parts)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -150,6 +150,7 @@ class _Conversation:
             )
         self.http, self.timeout = base_url.rstrip("/"), timeout
         self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
+        self._opened = ExitStack()
         self._socket: Any = None
 
     def schema(self) -> Mapping[str, Any]:
@@ -171,9 +172,10 @@ class _Conversation:
         proxy: dict[str, Any] = {"proxy": None} if self.local else {}
         address = f"ws{self.http.removeprefix('http')}/ws"
         try:
-            self._socket = connect(
+            opening = connect(
                 address, open_timeout=self.timeout, close_timeout=1, max_size=MOST_BYTES, **proxy
             )
+            self._socket = self._opened.enter_context(opening)
         except (WebSocketException, OSError) as error:
             raise self._gone("/ws", error) from None
 
@@ -209,7 +211,7 @@ class _Conversation:
         if socket is not None:
             with suppress(WebSocketException, OSError):
                 socket.send(json.dumps({"type": "close"}))
-            socket.close()
+        self._opened.close()
 
     def _gone(self, what: str, why: BaseException | str) -> EnvironmentGone:
         """The error of a request `what` that was not answered; of a TimeoutError it is late."""

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from mm_grpo.environments.factories import found_at
-from mm_grpo.environments.observation import LONGEST_TEXT, Limits, Observation, checked, described
+from mm_grpo.environments.observation import Limits, Observation, described
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.worker import require_unchanged
@@ -84,14 +84,7 @@ def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
         parts.append(part)
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes too many")
-    return CallResult(
-        None if shown is None else checked(Observation(tuple(parts), shown["fault"]), limits), **given
-    )
-
-
-def most_bytes(limits: Limits) -> int:
-    """The longest frame of an answer: with what is neither text nor pixels in it."""
-    return 4 * LONGEST_TEXT + limits.all_bytes + 2**21
+    return CallResult(None if shown is None else Observation(tuple(parts), shown["fault"]), **given)
 
 
 def _loaded(address: str, digest: str | None) -> Callable[..., Any]:

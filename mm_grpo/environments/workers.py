@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.environments.factories import address_of
 from mm_grpo.environments.host import Episode, Functions, Host, Task
 from mm_grpo.environments.session import CallResult, Factories
-from mm_grpo.environments.worker import ToolSources, most_bytes, unpacked_answer
+from mm_grpo.environments.worker import ToolSources, unpacked_answer
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of
-from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, packed
+from mm_grpo.user_code.workers import LONGEST_ANSWER, Outcome, Unsendable, Worker, Workers, packed
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -57,7 +57,7 @@ class WorkerHost(Host):
             {name: _located(factory) for name, factory in factories.items()},
             self.limits,
         )
-        target, most = "mm_grpo.environments.worker:ToolWorker", most_bytes(self.limits)
+        target, most = "mm_grpo.environments.worker:ToolWorker", LONGEST_ANSWER
         self.workers = Workers(target, sources, "the tools of the run", _start_failed, most)
 
     def begin(self, tasks: Sequence[Task]) -> None:

@@ -121,10 +121,8 @@ class _RewardTasks:
                     task.result()
             await background.cancel(late)
             calls = sorted((self.tasks[task] for task in late), key=lambda call: call.rows)
-            for began in (True, False):  # those that took the time come first
-                for call in calls:
-                    if (call.rows in results.begun) == began:
-                        results.late(call, call.too_late(len(late), len(self.tasks), began=began))
+            for call in calls:
+                results.late(call, call.too_late(len(late), len(self.tasks)))
         except BaseException:
             await background.cancel(self.tasks)
             raise
@@ -148,7 +146,6 @@ class _RewardTasks:
 async def _call(call: Call, results: RewardCalls) -> None:
     task = asyncio.current_task()
     assert task is not None
-    results.begun.add(call.rows)
     try:
         answer = call()
         if hasattr(answer, "__await__"):

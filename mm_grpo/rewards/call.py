@@ -156,12 +156,11 @@ class Call:
         at = f" at {fault.file}:{fault.line}" if fault.file else ""
         return RewardError(f"{self.blame()} raised {fault.what}{at}{self._absent()}. It must answer; {LEGAL}")
 
-    def too_late(self, late: int, of: int, *, began: bool = True) -> RewardError:
+    def too_late(self, late: int, of: int) -> RewardError:
         """The error for a call without an answer at the deadline, one of `late` such among `of` calls."""
         also = f"; {late} of {of} calls had not" if of > 1 else ""
-        waited = "" if began else " (nor had it been begun, for others took the time)"
         return RewardError(
-            f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{waited}{also}; set a "
+            f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{also}; set a "
             f"longer timeout, or on_timeout: mask"
         )
 
@@ -279,8 +278,6 @@ class RewardCalls:
     errors: Faults = field(default_factory=dict)
     timeouts: Faults = field(default_factory=dict)
     seconds: float = 0.0
-    begun: set[tuple[int, ...]] = field(default_factory=set)
-    """The rows of the calls that have begun."""
     turns: dict[int, list[float | None]] = field(default_factory=dict)
     """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
 

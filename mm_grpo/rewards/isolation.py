@@ -20,10 +20,16 @@ from mm_grpo.rewards.call import Call, Fault, RewardCalls, WorkerTrace
 from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
-from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, default_size, packed
+from mm_grpo.user_code.workers import (
+    LONGEST_ANSWER,
+    Outcome,
+    Unsendable,
+    Worker,
+    Workers,
+    default_size,
+    packed,
+)
 
-LONGEST_ANSWER = 2**30
-"""Bytes of an answer, with what the function logged."""
 FURTHER = 16
 """Workers beyond the pool's size that hanging calls may bring about."""
 PATIENCE = 1 / 8
@@ -135,7 +141,6 @@ class WorkerPool:
                 self._waiting.popleft()
             if worker.idle and self._waiting:
                 job = self.flying[worker] = self._waiting.popleft()
-                job.results.begun.add(job.call.rows)
                 worker.call(_pickled(self.spec, job.call), now + self.seconds + TICK)
                 if worker.out and self._loop is not None:  # the rest of a long call waits for its socket
                     self._loop.call_soon(self._look)

@@ -103,10 +103,6 @@ def make_spec(
     if isinstance(needs, str):
         raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
     parameters = list(inspect.signature(fn).parameters.values())
-    if positional := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise RewardError(
-            f"reward {name!r}: {', '.join(positional)} cannot be positional-only; remove the '/'"
-        )
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
     kind = _kind(name, [p.name for p in named], takes_kwargs)

@@ -23,6 +23,8 @@ from mm_grpo.user_code.worker import LENGTH
 START_LIMIT = 120.0
 """Seconds that a worker may take to start and to import what it runs."""
 READ = 2**20
+LONGEST_ANSWER = 2**30
+"""Bytes of an answer."""
 
 
 def default_size() -> int:

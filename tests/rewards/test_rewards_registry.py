@@ -68,7 +68,6 @@ def test_one_file_under_two_module_names_is_one_function(tmp_path):
         ("answer, **kwargs", r"neither parameter.* \(answer\)"),
         ("**kwargs", r"neither parameter.* \(\)"),
         ("prompts", r"neither parameter.* \(prompts\)"),
-        ("completion, /", "completion cannot be positional-only; remove the '/'"),
     ],
 )
 def test_parameters_without_completions_are_refused(parameters, message):
