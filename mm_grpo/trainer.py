@@ -68,8 +68,8 @@ class GRPOTrainer:
     (the first is the headline). `rewards` overrides the config's list and mixes names, mappings and callables.
     `model` is a transformers model to train (in place; `model.lora` and the rest of the section apply to it) and not
     the weights at `model.path`; `processor` one of ours. `tools` are functions that the model may call,
-    `environment_factory` makes an object whose methods it may call; several are given by name, and chosen by a row's
-    column `environment`. `callbacks` are objects with any of the methods that run/callbacks.py names.
+    `environment_factory` makes an object whose methods it may call. `callbacks` are objects with any of the methods
+    that run/callbacks.py names.
 
     The constructor checks everything that can be checked before a model is loaded, then loads it.
     Raises UserError (ConfigError, DataError, RewardError) for what the user can mend.
@@ -86,7 +86,7 @@ class GRPOTrainer:
         model: Any = None,
         processor: Processor | None = None,
         tools: Sequence[Callable[..., Any]] | None = None,
-        environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+        environment_factory: Callable[[], Any] | None = None,
         callbacks: Sequence[Any] = (),
         resume: bool = False,
     ) -> None:

@@ -277,10 +277,9 @@ class RolloutConfig(Section):
         Field(default_factory=list)
     )
     """Functions that the model may call (docs/turns.md), as path/to/file.py:function; [] is none. Default: []."""
-    environment: str | dict[str, str] | None = None
-    """Class whose methods the model may call (docs/turns.md): zoom, openenv:URL, a name of the
-    entry points mm_grpo.environments, or path/to/file.py:Class; several by name, which the column environment then
-    chooses; null is none. Default: null."""
+    environment: str | None = None
+    """Class whose methods the model may call (docs/turns.md): zoom, openenv:URL or path/to/file.py:Class; null is none.
+    Default: null."""
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from mm_grpo.environments.observation import described
 from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
-from mm_grpo.errors import ConfigError, UserError, did_you_mean
+from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
 
 BUILTINS = {"zoom": "Zoom"}
@@ -50,20 +49,15 @@ def found_at(address: str, field: str, error: type[UserError]) -> Any:
 
 
 def factory_named(name: str) -> Callable[[], Any]:
-    """Resolve `rollout.environment`: a class of this package, a server, an entry point, or an address."""
+    """Resolve `rollout.environment`: a class of this package, a server, or an address."""
     found: Callable[[], Any]
     if name in BUILTINS:
         found = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
         return found
-    points = {point.name: point for point in entry_points(group="mm_grpo.environments")}
-    if name in points:
-        found = points[name].load()
-        return found
     if ":" not in name:
-        known = sorted({*BUILTINS, *points})
         raise ConfigError(
-            f"rollout.environment = {name!r}: must be one of {', '.join(known)}, openenv:http://HOST:PORT, "
-            f"path/to/file.py:Class or package.module:Class; {did_you_mean(name, known)}".rstrip("; ")
+            f"rollout.environment = {name!r}: must be {', '.join(BUILTINS)}, openenv:http://HOST:PORT, "
+            f"path/to/file.py:Class or package.module:Class"
         )
     found = found_at(name, "rollout.environment", ConfigError)
     return found

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
 from mm_grpo.environments.observation import Limits, Observation, failed
-from mm_grpo.environments.session import CallResult, Factories, Session, What
+from mm_grpo.environments.session import CallResult, Factory, Session, What
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.thread import CallThread
@@ -98,26 +98,22 @@ class Host(ABC):
         self,
         config: GRPOConfig,
         functions: Functions,
-        factories: Factories,
+        factory: Factory | None,
         scores: Collection[str] | None,
     ) -> None:
-        self.config, self.functions, self.factories, self.scores = config, functions, factories, scores
+        self.config, self.functions, self.factory, self.scores = config, functions, factory, scores
         self.limits = Limits(MAX_PIXELS, MAX_BYTES)
         self.policy, self.timeout = config.rollout.on_tool_error, config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
-    def open(
-        self, rows: Sequence[tuple[Sample, Mapping[str, Any]]], names: Sequence[str] = ()
-    ) -> list[Episode]:
-        """A conversation for each row, with the arguments of `reset`; `names` are those of their environments.
+    def open(self, rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> list[Episode]:
+        """A conversation for each row, with the arguments of `reset`.
 
         ToolError for a reset that raised; where it is late or its process died the environment is lost."""
         episodes = [Episode(sample.uid, self) for sample, _ in rows]
         self.opened += episodes
-        names = names or [""] * len(rows)
-        begun = zip(episodes, names, rows, strict=True)
-        tasks = [Task(episode, "reset", name, row) for episode, name, (_, row) in begun]
-        if self.factories:
+        tasks = [Task(e, "reset", arguments=row) for e, (_, row) in zip(episodes, rows, strict=True)]
+        if self.factory is not None:
             self.run(tasks)
         for episode, task in zip(episodes, tasks, strict=True):
             episode.opening = None if task.result is None else task.result.observation
@@ -154,7 +150,7 @@ class Host(ABC):
         self.opened = [episode for episode in self.opened if episode not in closing]
         tasks = [Task(episode, "close") for episode in closing if episode.lost is None]
         try:
-            if self.factories and tasks:
+            if self.factory is not None and tasks:
                 self.run(tasks)
         finally:
             for episode in closing:
@@ -268,7 +264,7 @@ class LocalHost(Host):
     def _answer(self, task: Task) -> CallResult:
         episode, late = task.episode, f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
         if episode.place is None:
-            episode.place = Session(self.functions, self.factories, self.limits)
+            episode.place = Session(self.functions, self.factory, self.limits)
         self._thread = self._thread or CallThread("tools")
         call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
         try:

@@ -18,8 +18,8 @@ from mm_grpo.rewards.scores import LEGAL, score_of, shown
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 What = Literal["reset", "call", "get_reward", "close"]
-Factories = Mapping[str, Callable[[], Any]]
-"""Factories by the name in a row's column `environment`; "" where all rows have the same one."""
+Factory = Callable[[], Any]
+"""Makes an environment."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,22 @@ class CallResult:
 
 
 class Session:
-    """The environment of one conversation, made by one of `factories`, and the tools: its own and plain `functions`."""
+    """The environment of one conversation, made by `factory`, and the tools: its own and plain `functions`."""
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], factories: Factories, limits: Limits
+        self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None, limits: Limits
     ) -> None:
-        self.functions, self.factories, self.limits = functions, factories, limits
+        self.functions, self.factory, self.limits = functions, factory, limits
         self.environment: Any = None
         self.tools = dict(functions)
 
     def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> CallResult:
-        """Make one call; `name` is the environment's for `reset`, and the tool's for `call`."""
+        """Make one call; `name` is the tool's for `call`."""
         try:
             if what == "reset":
-                if name not in self.factories:
+                if self.factory is None:
                     return CallResult()
-                self.environment = _called(self.factories[name], {})
+                self.environment = _called(self.factory, {})
                 self.tools = {**self.functions, **methods(self.environment)}
                 opening = _called(self.environment.reset, arguments)
                 return CallResult(None if opening is None else observation_of(opening, self.limits))

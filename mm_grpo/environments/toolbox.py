@@ -2,8 +2,8 @@
 
 The rules for an environment's class are TRL's `environment_factory`: no arguments to make one, `reset` takes the row's
 columns and may return an observation that is put at the end of the prompt, every other public method is a tool, and
-`get_reward`, where there is one, scores the finished conversation; classes given by name are chosen by a row's column
-`environment`. Ours besides: `reset` may take only the columns that it names, a method or function may return images,
+`get_reward`, where there is one, scores the finished conversation. Ours besides: `reset` may take only the columns that
+it names, a method or function may return images,
 `get_reward` may ask for `turns`, `close` is called at the end, and a conversation ends when the environment's attribute
 `done` is true. A class with an attribute `step_reward` is paid turn by turn: the attribute is None when one of its
 methods begins, and what the method sets it to is a reward of the turn that called it.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,9 @@ from mm_grpo.environments.factories import address_of, factory_named, made, sour
 from mm_grpo.environments.host import Episode, Host, LocalHost
 from mm_grpo.environments.observation import Observation
 from mm_grpo.environments.own_tools import Tool
-from mm_grpo.environments.session import Factories
+from mm_grpo.environments.session import Factory
 from mm_grpo.environments.workers import WorkerHost
-from mm_grpo.errors import ConfigError, DataError, ToolError
+from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import load_named
 from mm_grpo.rewards.spec import RewardSpec, make_spec
 from mm_grpo.user_code.workers import default_size
@@ -34,64 +34,57 @@ if TYPE_CHECKING:
     from mm_grpo.types import Sample
 
 log = logging.getLogger(__name__)
-Factory = Callable[[], Any]
-COLUMN = "environment"
-"""The column that chooses among several environments, as TRL calls it; `reset` does not get it."""
 
 
 class Toolbox:
-    """The plain functions and the environments of a run, and the schemas of all their tools for the chat template.
+    """The plain functions and the environment of a run, and the schemas of all their tools for the chat template.
 
-    `factory` makes the environment of every row, or several by name make that of the rows whose column `environment`
-    has the name. `host` calls the tools; `place` chooses where. ConfigError for a tool that the model cannot be told
-    of: it needs type hints, and a docstring with its arguments.
+    `factory` makes the environment of each conversation. `host` calls the tools; `place` chooses where. ConfigError for
+    a tool that the model cannot be told of: it needs type hints, and a docstring with its arguments.
     """
 
     def __init__(
         self,
         config: GRPOConfig,
         tools: Sequence[Callable[..., Any]],
-        factory: Factory | Mapping[str, Factory] | None,
+        factory: Factory | None,
     ):
         for tool in tools:
             if not callable(tool) or not hasattr(tool, "__name__"):
                 raise _refused(f"{tool!r} is no function with a name; give a plain function (def)")
-        self.config, self.several = config, isinstance(factory, Mapping)
-        if isinstance(factory, Mapping):
-            self.factories: Factories = dict(factory)
-            if not factory:
-                raise ConfigError("environment_factory = {}: give at least one environment, by name")
-        else:
-            self.factories = {} if factory is None else {"": factory}
+        self.config, self.factory = config, factory
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
-        self._made = {name: made(each) for name, each in self.factories.items()}
-        plain = [_schema(tool) for tool in self.functions.values()]
-        self._schemas = {"": tuple(plain)}
-        for name, environment in self._made.items():
-            found = tools_of(environment)
-            _refuse_twice([*(tool.__name__ for tool in tools), *found])
-            self._schemas[name] = (*plain, *(_schema(tool) for tool in found.values()))
-        _refuse_twice([tool.__name__ for tool in tools])
-        own = [schema for schemas in self._schemas.values() for schema in schemas[len(plain) :]]
-        self.schemas = (*plain, *own)
+        self._made = None if factory is None else made(factory)
+        own = {} if self._made is None else tools_of(self._made)
+        names = [*(tool.__name__ for tool in tools), *own]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise _refused(f"two tools have one name ({', '.join(twice)}); rename one")
+        self.schemas = tuple(_schema(tool) for tool in (*tools, *own.values()))
 
     @property
     def rewards(self) -> list[Callable[..., Any] | RewardSpec]:
-        """The environments' own rewards: for each class that has `get_reward` one named after it, and for each that
-        has `step_reward` one by turn."""
-        found: list[Callable[..., Any] | RewardSpec] = []
-        for kind in dict.fromkeys(type(one) for one in self._made.values()):
-            names = [name for name, one in self._made.items() if type(one) is kind] if self.several else None
-            found += _own_rewards(kind, names)
-        return found
+        """The environment's own rewards: where its class has `get_reward` one named after it, and where it has
+        `step_reward` one by turn."""
+
+        def own(completion: str, environment_reward: float | None) -> float | None:
+            return environment_reward
+
+        def steps(completion: str, turns: list[dict[str, Any]]) -> list[float | None]:
+            return [turn["reward"] for turn in turns if turn["role"] == "assistant"]
+
+        kind = type(self._made)
+        own.__name__ = own.__qualname__ = kind.__name__
+        steps.__name__ = steps.__qualname__ = f"{kind.__name__}.step_reward"
+        found: list[Callable[..., Any] | RewardSpec] = [own] if hasattr(kind, "get_reward") else []
+        by_turn = [make_spec(steps, options={"per_turn": True})] if hasattr(kind, "step_reward") else []
+        return [*found, *by_turn]
 
     @property
     def sources(self) -> list[tuple[str, Callable[..., Any]]]:
-        """User code of the run, by name: the functions, and the classes of the environments."""
-        made = [(name, source_of(factory)) for name, factory in self.factories.items()]
-        named = [(f"environment {name}".rstrip(), source) for name, source in made if source is not None]
-        return [*self.functions.items(), *named]
+        """User code of the run, by name: the functions, and the class of the environment."""
+        source = None if self.factory is None else source_of(self.factory)
+        return [*self.functions.items(), *([] if source is None else [("environment", source)])]
 
     @property
     def host(self) -> Host:
@@ -112,7 +105,7 @@ class Toolbox:
             )
         count = self.config.rollout.environment_workers
         if count is None:
-            what = [*self.functions.values(), *self.factories.values()]
+            what = [*self.functions.values(), *([] if self.factory is None else [self.factory])]
             count = 0 if rewards or any(address_of(one) is None for one in what) else default_size()
         elif count > 0 and rewards:
             raise ConfigError(
@@ -120,9 +113,9 @@ class Toolbox:
                 "to 0, or give the environment a method get_reward"
             )
         self.close()
-        scoring = [m for one in self._made.values() if (m := getattr(type(one), "get_reward", None))]
-        asked = {name for method in scoring for name in inspect.signature(method).parameters}
-        host = (self.config, self.functions, self.factories, asked if scoring else None)
+        scoring = getattr(type(self._made), "get_reward", None)
+        asked = None if scoring is None else set(inspect.signature(scoring).parameters)
+        host = (self.config, self.functions, self.factory, asked)
         self._host = WorkerHost(*host, count) if count else LocalHost(*host)
         return self._host
 
@@ -136,11 +129,10 @@ class Toolbox:
 
         Raises ToolError for an environment that cannot begin.
         """
-        name = self._name(sample)
-        sample = replace(sample, tools=self._schemas[name])
-        if not self.factories:
+        sample = replace(sample, tools=self.schemas)
+        if self.factory is None:
             return sample
-        (episode,) = self.host.open([(sample, self._row(sample, name))], [name])
+        (episode,) = self.host.open([(sample, self._row(sample))])
         if episode.lost is not None:
             raise ToolError(f"{sample.uid}: reset of the environment: {episode.lost}")
         self.host.close_episodes([episode])
@@ -177,35 +169,21 @@ class Toolbox:
     def episodes(self, samples: Sequence[Sample]) -> list[Episode]:
         """A new conversation about each of these rows, as `episode`, begun together."""
         before = [sample.row or sample for sample in samples]
-        names = [self._name(sample) for sample in before]
-        rows = {id(one): self._row(one, name) for one, name in zip(before, names, strict=True)}
-        episodes = self.host.open([(sample, rows[id(sample)]) for sample in before], names)
+        episodes = self.host.open([(sample, self._row(sample)) for sample in before])
         for episode, sample in zip(episodes, samples, strict=True):
             if episode.lost is None:
                 _check_opening(episode, sample)
         return episodes
 
-    def _row(self, sample: Sample, name: str = "") -> dict[str, Any]:
+    def _row(self, sample: Sample) -> dict[str, Any]:
         """The columns of a row that `reset` takes, with `prompt` and `images` at their full size."""
-        if not self.factories:
+        if self._made is None:
             return {}
         columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
-        if self.several:
-            columns.pop(COLUMN, None)
-        taken = inspect.signature(self._made[name].reset).parameters.values()
+        taken = inspect.signature(self._made.reset).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in taken):
             return columns
         return {p.name: columns[p.name] for p in taken if p.name in columns}
-
-    def _name(self, sample: Sample) -> str:
-        """Return a row's environment. DataError where its column names none of them."""
-        if not self.several:
-            return ""
-        name = sample.columns.get(COLUMN)
-        if not isinstance(name, str) or name not in self.factories:
-            known = ", ".join(self.factories)
-            raise DataError(f"{sample.uid}: its column '{COLUMN}' = {name!r}; it chooses one of {known}")
-        return name
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:
@@ -224,18 +202,14 @@ def _check_opening(episode: Episode, sample: Sample) -> None:
 def toolbox_of(
     config: GRPOConfig,
     tools: Sequence[Callable[..., Any]] | None,
-    factory: Factory | Mapping[str, Factory] | None,
+    factory: Factory | None,
 ) -> Toolbox | None:
     """The tools that are given in Python, else those of the config; None where there are none."""
     rollout = config.rollout
     if tools is None:
         tools = [load_named(place, "rollout.tools", ConfigError) for place in rollout.tools]
-    if factory is None:
-        given = rollout.environment
-        if isinstance(given, str):
-            factory = factory_named(given)
-        elif given is not None:
-            factory = {name: factory_named(each) for name, each in given.items()}
+    if factory is None and rollout.environment is not None:
+        factory = factory_named(rollout.environment)
     if not tools and factory is None:
         if config.algorithm.turn_gamma is not None:
             raise ConfigError(
@@ -247,7 +221,7 @@ def toolbox_of(
 
 
 def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Toolbox | None) -> Sequence[Any]:
-    """The rewards that are given or the config's, and the environments' own. ConfigError where there are none."""
+    """The rewards that are given or the config's, and the environment's own. ConfigError where there are none."""
     own = [] if toolbox is None else toolbox.rewards
     if given is None:
         config.require_rewards(given=bool(own))
@@ -255,31 +229,6 @@ def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Too
     if not given and not own:
         raise ConfigError("rewards=[] has no reward; give at least one name, mapping or function")
     return [*given, *own]
-
-
-def _own_rewards(kind: type, environments: Sequence[str] | None) -> Iterator[Callable[..., Any] | RewardSpec]:
-    """The rewards of one class's environments; None for the conversations of others."""
-
-    def is_own(sample: Sample) -> bool:
-        return environments is None or sample.columns.get(COLUMN) in environments
-
-    def own(completion: str, environment_reward: float | None, sample: Sample) -> float | None:
-        return environment_reward if is_own(sample) else None
-
-    def steps(completion: str, turns: list[dict[str, Any]], sample: Sample) -> list[float | None]:
-        return [t["reward"] if is_own(sample) else None for t in turns if t["role"] == "assistant"]
-
-    own.__name__ = own.__qualname__ = kind.__name__
-    steps.__name__ = steps.__qualname__ = f"{kind.__name__}.step_reward"
-    if hasattr(kind, "get_reward"):
-        yield own
-    if hasattr(kind, "step_reward"):
-        yield make_spec(steps, options={"per_turn": True})
-
-
-def _refuse_twice(names: Sequence[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise _refused(f"two tools have one name ({', '.join(twice)}); rename one")
 
 
 def _refused(why: str) -> ConfigError:

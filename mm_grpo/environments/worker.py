@@ -25,11 +25,11 @@ HEADER = struct.Struct("!I")
 
 @dataclass(frozen=True)
 class ToolSources:
-    """Imports of a worker: functions and factories by name, each an address and the SHA-256 of its file as the trainer
-    imported it; and the limits on what they answer."""
+    """Imports of a worker: functions by name and the factory, each an address and the SHA-256 of its file as the
+    trainer imported it; and the limits on what they answer."""
 
     functions: Mapping[str, tuple[str, str | None]]
-    factories: Mapping[str, tuple[str, str | None]]
+    factory: tuple[str, str | None] | None
     limits: Limits
 
 
@@ -38,7 +38,7 @@ class ToolWorker:
 
     def __init__(self, sources: ToolSources) -> None:
         self.functions = {name: _loaded(*at) for name, at in sources.functions.items()}
-        self.factories = {name: _loaded(*at) for name, at in sources.factories.items()}
+        self.factory = None if sources.factory is None else _loaded(*sources.factory)
         self.limits = sources.limits
         self.sessions: dict[int, Session] = {}
 
@@ -50,7 +50,7 @@ class ToolWorker:
             result = CallResult(raised=f"cannot be made in a worker process: {described(error)}")
         else:
             if number not in self.sessions:
-                self.sessions[number] = Session(self.functions, self.factories, self.limits)
+                self.sessions[number] = Session(self.functions, self.factory, self.limits)
             result = self.sessions[number].answer(what, name, arguments)
             if what == "close" or result.gone is not None:
                 del self.sessions[number]

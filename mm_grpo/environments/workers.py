@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of
 from mm_grpo.environments.host import Episode, Functions, Host, Task
-from mm_grpo.environments.session import CallResult, Factories
+from mm_grpo.environments.session import CallResult, Factory
 from mm_grpo.environments.worker import ToolSources, unpacked_answer
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of
@@ -46,15 +46,15 @@ class WorkerHost(Host):
         self,
         config: GRPOConfig,
         functions: Functions,
-        factories: Factories,
+        factory: Factory | None,
         scores: Collection[str] | None,
         count: int,
     ) -> None:
-        super().__init__(config, functions, factories, scores)
+        super().__init__(config, functions, factory, scores)
         self.slots = [_Slot() for _ in range(count)]
         sources = ToolSources(
             {name: _located(function) for name, function in functions.items()},
-            {name: _located(factory) for name, factory in factories.items()},
+            None if factory is None else _located(factory),
             self.limits,
         )
         target, most = "mm_grpo.environments.worker:ToolWorker", LONGEST_ANSWER

@@ -67,7 +67,7 @@ class PromptBuilder:
         completion_length = completion_length or config.rollout.max_completion_length
         self.processor = processor
         # an environment begins in the thread that goes on with it
-        workers = 0 if toolbox is not None and toolbox.factories else WORKERS
+        workers = 0 if toolbox is not None and toolbox.factory else WORKERS
         prepare = toolbox.prepare if toolbox is not None else None
         self.prefetcher = prefetcher or Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
         self.policy, self.bad_images = config.data.on_overlong, config.data.on_bad_image
