@@ -20,7 +20,7 @@ from tools_to_isolate import World, misbehave, nap
 
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.host import Episode, LocalHost
-from mm_grpo.environments.toolbox import Toolbox, toolbox_of
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.user_code.workers import default_size
@@ -79,22 +79,6 @@ def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
     assert "total 4" in texts and "a?b" in texts and "error: SystemExit: 0" in texts
     assert "error: the answer cannot be shown (RuntimeError: nor shown)" in texts
     assert shown[0][0][1][:2] == ("RGB", (90, 70))
-
-
-def test_what_a_tool_does_to_its_row_stays_with_it() -> None:
-    class Painter:
-        def reset(self, images: Any, box: Any) -> None:
-            images[0].paste("red", (0, 0, 84, 84))
-            box.append(1)
-
-        def look(self) -> None:
-            """Look."""
-
-    row = sample("a", images=(picture(1),), box=[0])
-    box = Toolbox(small_config("m"), (), Painter)
-    assert isinstance(box.host, LocalHost)
-    box.prepare(row)
-    assert row.columns["box"] == [0] and row.images[0].tobytes() == picture(1).tobytes()
 
 
 # failures ------------------------------------------------------------------------------------
@@ -268,27 +252,6 @@ def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Ma
         box.place(["mine"], processes=2)
     with pytest.raises(ConfigError, match=r"environment_workers.*'mine'"):
         make((), World).place(["mine"])
-
-
-def test_a_tool_that_a_worker_cannot_import(make: Make, tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        'def twice(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
-    )
-    values = {"tools": [f"{file}:twice"], "environment_workers": 1}
-    box = toolbox_of(small_config("m", rollout=values), None, None)
-    assert box is not None and begun(box)[0].call("twice", {"a": 4}).text == "8"
-    box.close()
-    file.write_text(file.read_text() + "\n")
-    with pytest.raises(ToolError, match=r"mine\.py"):
-        begun(box)[0].call("twice", {"a": 4})
-    box.close()
-
-
-def test_a_row_that_cannot_be_sent(make: Make) -> None:
-    box = make((), World)
-    with pytest.raises(ToolError, match=r"train:0: .*'key'"):
-        begun(box, key=lambda: 1)
 
 
 # in the trainer's process --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import traceback
@@ -15,7 +14,6 @@ from reward_entries import fails
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
-from mm_grpo.rewards.builtins.judge import judge
 from mm_grpo.rewards.resolve import resolve_entry
 
 KEY = "sk-very-secret-0123456789"
@@ -145,20 +143,3 @@ def test_what_the_environment_holds_for_openai_goes_to_no_other_server(
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     assert ask(server) == 1.0
     assert KEY not in str(server.headers) and server.keys == [None]
-
-
-def test_a_key_that_changes_and_two_keys_for_one_server(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def both() -> None:
-        settings = {"prompt": "?", "answer": "cat", "url": server.url, "model": "m"}
-        for key in ("one", "two"):
-            monkeypatch.setenv("JUDGE_KEY", key)
-            await judge(f"a cat, {key}", **settings, key_env="JUDGE_KEY")
-        monkeypatch.setenv("OTHER_KEY", "three")
-        keys = ("JUDGE_KEY", "OTHER_KEY", None)
-        await asyncio.gather(*(judge(f"with {key}", **settings, key_env=key) for key in keys))
-
-    asyncio.run(both())
-    assert server.keys[:2] == ["Bearer one", "Bearer two"]
-    assert sorted(str(key) for key in server.keys[2:]) == ["Bearer three", "Bearer two", "None"]

@@ -53,14 +53,6 @@ def test_a_target_outside_its_image_and_a_reach_without_one() -> None:
         clicking("(1, 1)", TRIANGLE, reach=0.5)
 
 
-@given(corners, whole, whole)
-def test_a_box_is_its_four_corners(opposite: Any, x: int, y: int) -> None:
-    (x0, y0), (x1, y1) = opposite
-    around = [x0, y0, x1, y0, x1, y1, x0, y1]
-    right = float(x0 <= x <= x1 and y0 <= y <= y1)
-    assert clicking(f"({x}, {y})", [x0, y0, x1, y1]) == clicking(f"({x}, {y})", around) == right
-
-
 @given(st.lists(st.tuples(whole, whole), min_size=3, max_size=3, unique=True), whole, whole)
 def test_a_point_in_a_triangle_has_all_edges_on_one_side(points: Any, x: int, y: int) -> None:
     a, b, c = points

@@ -11,7 +11,6 @@ import pytest
 from helpers.chat_server import Server, ask, entry, says
 from PIL import Image
 
-from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins.judge import parse_verdict
 
 # what is asked, and what comes out -------------------------------------------------------------
@@ -95,18 +94,3 @@ def test_equal_requests_are_asked_once_also_together(server: Server, rows: Any, 
     assert len(server.requests) == 2
     ask(server, "x", template="{completion} {answer}", temperature=0.5)  # another request
     assert len(server.requests) == 3
-
-
-def test_images_are_part_of_what_is_equal(server: Server) -> None:
-    red, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "blue"))
-    for image in (red, blue, red):
-        ask(server, images=(image,))
-    assert len(server.requests) == 2
-
-
-def test_a_failure_is_not_kept(server: Server) -> None:
-    server.answer = lambda *_: says("?", 500)
-    with pytest.raises(RewardError):
-        ask(server, "kept?", attempts=1)
-    server.answer = lambda *_: says("Score: 10")
-    assert ask(server, "kept?") == 1.0

@@ -4,7 +4,6 @@ import asyncio
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from reward_entries import fails, named
 
@@ -28,10 +27,6 @@ def logs(what, *values):
     return f
 
 
-def long_words(completion):
-    raise ValueError("x" * 10_000_000)
-
-
 def in_a_library(completion):
     return Path(completion).relative_to("/nowhere")
 
@@ -45,30 +40,21 @@ def line_of(fn):
     [
         (lambda completion: NAN, "row 'row:0' .*returned nan, which is not finite"),
         (lambda completion: "0.5", "row 'row:0' .*returned '0.5', a str"),
-        (lambda completion: [1.0], r"row 'row:0' .*returned \[1.0\], a list"),
         (lambda completion: VAST, "returned 1000.*, which is not finite"),
         (lambda completion: -1e308, r"returned -1e\+308, which is not finite, or beyond 9.22e\+18"),
-        (lambda completion: 1j, "returned 1j, a complex"),
         (lambda completion: asyncio.sleep(0), "returned <coroutine .*, a coroutine that nobody awaits"),
-        (lambda completion: np.float32("nan"), "returned .*nan.*, which is not finite"),
         (
             lambda completions, **_: [1.0],
             "a batch of 2 .* .rows 'row:0', 'row:1'; .* 'x'.* 1 scores; legal is a list of 2",
         ),
         (lambda completions, **_: None, "a batch .*returned None; legal is a list of 2"),
-        (lambda completions, **_: "ab", "a batch .*returned 'ab'; legal"),
-        (lambda completions, **_: (1.0 for _ in "ab"), "a batch .*generator"),
-        (lambda completions, **_: np.zeros((2, 1)), "a batch .*legal is a list"),
         (lambda completions, **_: [1.0, NAN], "row 'row:1' with the completion 'y', returned nan"),
         (logs("metric", "m", NAN), r"log_metric\('m'\) got nan; legal is a finite number"),
-        (logs("metric", "m", None), r"log_metric\('m'\) got None"),
-        (logs("metric", "m", VAST), r"log_metric\('m'\) got 1000"),
         (logs("metric", "rewards/f/mean", 1), r"log_metric\('rewards/f/mean'\)"),
         (logs("extra", "e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
         (lambda completion, box: inner(box), rf"row 'row:0' .*raised ZeroDivisionError: .* {line_of(inner)}"),
         (in_a_library, f"raised ValueError: .* {line_of(in_a_library)}"),  # of the user's file
         (lambda completion, gone: gone[0], r"raised TypeError: .*'gone' is None; .*needs=\('gone',\)"),
-        (long_words, r"raised ValueError: x{2000}\.\.\. \(10000000 characters\) at"),
     ],
 )
 def test_what_is_no_score_stops_the_run(rows, fn, message):

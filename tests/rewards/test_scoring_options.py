@@ -75,18 +75,6 @@ def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows, scorer):
         Scorer([named("f", f, timeout=0.5)]).score(*rows("abc"), step=1)
 
 
-def test_an_async_reward_that_takes_no_cancelling_is_left(rows, scorer):
-    async def f(completion):
-        try:
-            await asyncio.sleep(20)
-        except asyncio.CancelledError:
-            return 1.0
-
-    made = scorer(named("f", f, timeout=0.2, on_timeout="mask"))
-    scores = made.score(*rows("a"), step=1)
-    assert scores.parts == {"f": [None]} and scores.metrics["rewards/f/timeouts"] == 1
-
-
 @pytest.mark.slow
 def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch, scorer):
     monkeypatch.setattr(loop, "GRACE", 0.4)
@@ -231,30 +219,6 @@ def test_a_gate_decides_where_a_reward_applies(rows):
     assert scores.parts["g"] == [10.0, None, None, None, 10.0, None]
     assert scores.totals == [11.0, 0.0, -1.0, None, 10.1, None]
     assert scores.metrics["rewards/g/none"] == 4 and scores.metrics["rewards/g/mean"] == 10.0
-
-
-def test_gates_of_all_kinds_in_a_row(rows, scorer):
-    seen = []
-
-    async def first(completion):
-        return {"a": 1.0, "b": 1.0, "c": 0.0}[completion]
-
-    def second(completions, box, **kwargs):
-        seen.append(([c[0]["content"] for c in completions], box))
-        return [1.0, 0.0]
-
-    async def third(completion):
-        return 5.0
-
-    made = scorer(
-        named("third", third, only_if=["first", "second"]),
-        named("second", second, only_if="first"),
-        named("first", first),
-    )
-    scores = made.score(*rows("abc", box=[1, 2, 3]), step=1)
-    assert seen == [(["a", "b"], [1, 2])]
-    assert scores.parts == {"third": [5.0, None, None], "second": [1.0, 0.0, None], "first": [1.0, 1.0, 0.0]}
-    assert list(scores.parts) == ["third", "second", "first"] and scores.totals == [7.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import time
 
 import pytest
 import reward_entries
-from helpers.patience import PATIENCE, until
+from helpers.patience import until
 from helpers.sessions import workers
 from reward_entries import fails, named
 
 from mm_grpo.rewards import Scorer
-from mm_grpo.user_code.workers import Workers
 
 TEXTS = ["a", "bb", "none", "dddd", "e", "ffffff"]
 
@@ -205,21 +204,6 @@ def test_calls_that_nobody_waits_for_are_ended(rows, checked):
     assert one.begin(2, (), 1) is not None
 
 
-def test_workers_that_import_for_long_are_not_waited_for(rows, checked, tmp_path):
-    slow = tmp_path / "slow.py"
-    slow.write_text(
-        "import sys, time\n"
-        "if 'pytest' not in sys.modules:\n    time.sleep(600)\n"
-        "def f(completion):\n    return 1.0\n"
-    )
-    one, start = checked({"name": f"{slow}:f", "isolated": True, "timeout": 20}), time.monotonic()
-    prompts, completions = rows("a")
-    early = one.begin(1, (), 1)
-    early.add(0, prompts[0], completions[0])
-    early.abandon()
-    assert time.monotonic() - start < PATIENCE  # it is not waited for
-
-
 def test_where_nothing_can_begin_early(rows, checked):
     one = checked(plain, whole, {"name": gated, "as": "g", "only_if": "plain"})
     assert not one.streams and one.begin(3, (), 1) is None
@@ -230,12 +214,3 @@ def test_where_nothing_can_begin_early(rows, checked):
     early = one.begin(3, (), 1)
     with pytest.raises(ValueError, match="1 completions where 3 were begun"):
         one.score(*rows("a"), 1, early)
-
-
-def test_a_pool_of_one_worker_stays_one(rows, checked, monkeypatch):
-    """Further workers are for calls that wait behind long ones; between two calls none is at one."""
-    one, made, start = checked(isolated("behave"), workers=1), [], Workers.start
-    monkeypatch.setattr(Workers, "start", lambda group: made.append(group) or start(group))
-    for step in (1, 2):
-        one.score(*rows("abcdefgh"), step=step)
-    assert len(made) == 1
