@@ -13,7 +13,6 @@ pytest.importorskip("websockets")
 from helpers.configs import small_config
 from helpers.openenv_server import OpenEnvServer, png
 from helpers.processes import refusing_port
-from helpers.sessions import died, workers
 from helpers.tiny import sample
 from tools_to_isolate import Impatient
 
@@ -103,24 +102,6 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
             other.call("walk", {"direction": "left"})
         box.close()
         stopping.close()
-        server.released.set()
-        assert server.closed()
-
-
-@pytest.mark.slow
-def test_a_server_that_hangs_does_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    with OpenEnvServer("hang") as server:
-        monkeypatch.setenv("TESTED_OPENENV", server.url)
-        box = box_of(Impatient, environment_workers=1)
-        row = box.prepare(sample("train:0"))
-        episodes = box.episodes([row, row])
-        (worker,) = workers()
-        seen = episodes[0].call("walk", {"direction": "left"})
-        assert seen.fault == "timed_out" and episodes[0].masked is not None
-        assert workers() == [worker] and episodes[1].lost is None and episodes[1].reward() is None
-        assert episodes[1].masked is None
-        box.close()
-        assert died([worker])
         server.released.set()
         assert server.closed()
 

@@ -28,7 +28,6 @@ class Server:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.paths: list[str] = []
-        self.busy = self.most = self.open = 0
         self.lock = threading.Lock()
         outer = self
 
@@ -41,13 +40,7 @@ class Server:
                     outer.requests.append(body)
                     outer.headers.append({name.lower(): value for name, value in self.headers.items()})
                     outer.paths.append(self.path)
-                    outer.busy += 1
-                    outer.most = max(outer.most, outer.busy)
-                try:
-                    answered = outer.answer(outer, body)
-                finally:
-                    with outer.lock:
-                        outer.busy -= 1
+                answered = outer.answer(outer, body)
                 if answered is None:
                     self.close_connection = True
                     return
@@ -63,12 +56,8 @@ class Server:
                 pass
 
             def handle(self) -> None:
-                with outer.lock:
-                    outer.open += 1
                 with contextlib.suppress(OSError, ValueError):  # the client hung up
                     super().handle()
-                with outer.lock:
-                    outer.open -= 1
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True

@@ -55,11 +55,10 @@ class Road:
         if action.get("steps", 1) > 9:
             raise ValueError("too tired")
         self.at += action.get("steps", 1) * (1 if action["direction"] == "right" else -1)
-        side = 3000 if self.mode == "huge" else 40
         return {
             "observation": {
                 "at": self.at,
-                "view": {"type": "image", "image": f"data:image/png;base64,{png(side)}"},
+                "view": {"type": "image", "image": f"data:image/png;base64,{png(40)}"},
             },
             "reward": "much" if self.mode == "odd_reward" else 1.0 if self.at >= 4 else 0.25,
             "done": self.at >= 4,
@@ -75,7 +74,7 @@ class Road:
 
 
 class OpenEnvServer:
-    """`mode` is "" for one that works, else how it fails once it is asked for a step: hang, html, closes, huge,
+    """`mode` is "" for one that works, else how it fails once it is asked for a step: hang, html, closes,
     odd_reward; or at once: full, no_schema; or what it is: http (of 0.1, without /ws), mcp."""
 
     def __init__(self, mode: str = "") -> None:

@@ -24,7 +24,7 @@ def connection():
     )
 
 
-def behave(completion, label="none"):  # noqa: C901
+def behave(completion, label="none"):
     """The length of the label, unless the completion asks for trouble."""
     if completion == "loop":
         while True:
@@ -33,8 +33,6 @@ def behave(completion, label="none"):  # noqa: C901
         ctypes.PyDLL(None).sleep(1000)  # PyDLL keeps the interpreter's lock: no thread, no signal gets in
     if completion == "exit":
         os._exit(3)
-    if completion == "exit 0":
-        os._exit(0)
     if completion == "sys.exit":
         sys.exit(0)
     if completion == "opaque":

@@ -6,9 +6,7 @@ from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, norm
 
 FOUND = {
     final_part: {
-        "plain": "plain",
         "<answer>a</answer><answer>b</answer> tail": "b",
-        "<ANSWER>a</Answer>": "a",
         "<answer>cut off": "cut off",
         "<think>4</think>\n3": "\n3",
         "<think>a</think> b </think> c": " c",
@@ -16,29 +14,21 @@ FOUND = {
         "<think><answer>a</answer></think> b": "a",
     },
     boxed: {
-        r"\boxed{3}": "3",
         r"\boxed{1} and \boxed{2}": "2",
         r"\boxed{\frac{1}{2}}": r"\frac{1}{2}",
         r"\boxed{1} and \boxed{2": "1",
         r"\boxed{\boxed{3}}": "3",
-        r"\boxed{}": "",
         "boxed{3}": None,
-        "": None,
     },
     normalise: {
         "  The\n cat. ": "the cat",
-        "**Cat**": "cat",
         "“Cat.”": "cat",
         "`a_b`": "a_b",
         "-5": "-5",
-        ".5": ".5",
-        "(1, 2)": "(1, 2)",
         "C++": "c++",
         "...": "...",
-        "": "",
         "Stra\u00dfe": "strasse",
         "cafe\u0301": "caf\u00e9",
-        "x\u00b2": "x\u00b2",
         "猫。": "猫",
     },
 }

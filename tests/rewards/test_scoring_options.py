@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers.patience import PATIENCE, until
+from helpers.patience import PATIENCE
 from reward_entries import fails, named
 
 from mm_grpo.rewards import Scorer, get, resolve_entry, reward
@@ -66,13 +66,13 @@ def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows, scorer):
             ended.append(completion)
         return 1.0
 
-    made = scorer(named("f", f, timeout=0.5, on_timeout="mask"))
+    made = scorer(named("f", f, timeout=0.3, on_timeout="mask"))
     scores = made.score(*rows("abc"), step=1)
     assert scores.totals == [1.0, None, 1.0] and sorted(ended) == ["a", "b", "c"]
     found = [scores.metrics[f"rewards/f/{what}"] for what in ("errors", "timeouts", "none")]
-    assert found == [0, 1, 0] and 0.5 <= scores.metrics["time/reward/f"] < PATIENCE
-    with fails("reward 'f', on row 'row:1' .* had not answered after timeout = 0.5 s; 1 of 3 calls had not"):
-        Scorer([named("f", f, timeout=0.5)]).score(*rows("abc"), step=1)
+    assert found == [0, 1, 0] and 0.3 <= scores.metrics["time/reward/f"] < PATIENCE
+    with fails("reward 'f', on row 'row:1' .* had not answered after timeout = 0.2 s; 1 of 3 calls had not"):
+        Scorer([named("f", f, timeout=0.2)]).score(*rows("abc"), step=1)
 
 
 @pytest.mark.slow
@@ -142,26 +142,6 @@ def test_async_rewards_run_together_beside_the_others_on_one_loop_in_a_running_o
     assert loops[0].is_closed() and made.score(*rows(["x"]), step=3).totals == [3.0]
 
 
-def test_a_plain_failure_cancels_the_async_ones(rows, scorer):
-    begun, ended = [], []
-
-    async def slow(completion):
-        begun.append(completion)
-        try:
-            await asyncio.sleep(600)
-        finally:
-            ended.append(completion)
-
-    def plain(completion):
-        until(lambda: len(begun) == 2)
-        raise ValueError("no")
-
-    made = scorer(named("slow", slow), named("plain", plain))
-    with fails("reward 'plain', .* raised ValueError: no"):
-        made.score(*rows("ab"), step=1)
-    assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
-
-
 def test_the_first_async_failure_stops_the_others(rows):
     ended, error = [], SystemExit(1)
 
@@ -225,7 +205,6 @@ def test_a_gate_decides_where_a_reward_applies(rows):
     "gates, message",
     [
         ({"a": "c", "cc": []}, "reward 'a': only_if is 'c', .*did you mean 'cc'"),
-        ({"a": "a"}, "reward 'a': only_if is 'a'"),
         ({"a": "b", "b": "a"}, "only_if goes in a circle among a, b"),
     ],
 )
@@ -254,9 +233,7 @@ def test_the_decorator_and_the_entry_take_the_same_options():
     "key, value, others, legal",
     [
         ("timeout", 0, {}, "> 0"),
-        ("timeout", "long", {}, "a number"),
         ("max_concurrency", 0, {}, ">= 1"),
-        ("only_if", [""], {}, "names"),
         ("timeot", 3, {}, "timeout"),
         # what does not go together, or what this kind of function cannot have
         ("on_timeout", "mask", {"timeout": 2}, "isolated: true"),

@@ -64,12 +64,6 @@ def test_none_is_nothing_and_never_a_zero(answer: Any) -> None:
     assert found.metrics["rewards/r/none"] == 1.0
 
 
-def test_tensors_are_lists() -> None:
-    same = conversation("a", "b")
-    found = score([by_turn(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))], same, same)
-    assert found.turns == [(1.0, 2.0), (3.0, 4.0)]
-
-
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
