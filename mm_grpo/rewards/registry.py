@@ -20,11 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MODULES = {
     "clicking": ("clicking",),
     "documents": ("json_schema",),
-    "grounding": ("box_match", "giou", "iou"),
+    "grounding": ("box_match", "iou"),
     "judge": ("judge",),
     "maths": ("math",),
     "numeric": ("chart_relaxed", "count", "numeric"),
-    "reward_model": ("reward_model",),
     "shaping": ("format", "length", "repetition_penalty", "soft_overlong"),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
