@@ -36,7 +36,6 @@ def refused(path: str, value: Any) -> str:
     [
         ("run.report", "yes", "true or false"),
         ("run.profile", 0, "torch"),
-        ("rollout.environment", 3, "a mapping of names to text"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
         ("run.guards", {"update_happens": "quiet"}, "stop, warn or off"),

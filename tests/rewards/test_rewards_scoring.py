@@ -35,6 +35,12 @@ def test_metrics_are_over_the_completions_that_a_reward_applies_to(rows):
     assert all(type(value) is float for value in metrics.values())
 
 
+def test_a_reward_that_applies_nowhere_has_no_mean(rows):
+    scores = Scorer([named("a", lambda completion: None)]).score(*rows("xy"), step=1)
+    assert scores.totals == [None, None]
+    assert not {"rewards/a/mean", "rewards/a/std"} & scores.metrics.keys()
+
+
 def test_a_reward_of_weight_0_is_watched_and_makes_no_total(rows):
     scorer = Scorer([named("a", given(1.0, 1.0), weight=0), named("b", given(0.5, None))])
     scores = scorer.score(*rows("xy"), step=1)
