@@ -35,7 +35,7 @@ ENCODED = ("iVBORw0KGgo", "/9j/")
 
 
 class OpenEnv(OwnTools):
-    """A conversation with an OpenEnv server. Its tool takes the fields of the server's action, or are its MCP tools.
+    """A conversation with an OpenEnv server. Its tool takes the fields of the server's action.
 
     A subclass sets what differs: `base_url`, http://HOST:PORT of the server; `timeout`, seconds that each request may
     take, below rollout.tool_timeout, or that one ends the call; `show`, what the model sees of an observation;
@@ -51,10 +51,12 @@ class OpenEnv(OwnTools):
         self._conversation = _Conversation(self.base_url, self.timeout)
 
     def tools(self) -> Mapping[str, Tool]:
-        """The tool that takes an action, or the server's MCP tools. EnvironmentGone where it cannot be asked."""
-        schema, listed = _offer(self.base_url, self.timeout)
-        if listed:
-            return {tool.__name__: tool for tool in map(self._mcp_tool, listed)}
+        """The tool that takes an action. EnvironmentGone where the server cannot be asked."""
+        schema = _action_schema(self.base_url, self.timeout)
+        if "tool_name" in schema.get("properties", {}):
+            raise ValueError(
+                f"the actions of {redact(self.base_url)} are calls of MCP tools, which are not supported"
+            )
         title = str(schema.get("title", ""))
         name = _snake(title.removesuffix("Action")) or "step"
         properties = dict(schema.get("properties", {}))
@@ -92,50 +94,23 @@ class OpenEnv(OwnTools):
         self._conversation.close()
 
     def _act(self, **action: Any) -> Any:
-        return self.show(self._step(action))
-
-    def _step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
         if self.done:
             raise ValueError("the episode is over")
         observation, reward, self.done = self._conversation.ask("step", action)
         self.rewards += [] if reward is None else [reward]
-        return observation
-
-    def _mcp_tool(self, listed: Mapping[str, Any]) -> Tool:
-        name = str(listed["name"])
-
-        def call(**arguments: Any) -> Any:
-            given = {key: value for key, value in arguments.items() if value is not None}
-            seen = self._step({"type": "call_tool", "tool_name": name, "arguments": given})
-            result = seen.get("result", seen)
-            if isinstance(result, Mapping) and isinstance(result.get("content"), list):
-                parts = [
-                    part.get("text") if part.get("type") == "text" else part for part in result["content"]
-                ]
-                failed, result = result.get("is_error") or result.get("isError"), parts
-            else:
-                failed = seen.get("error")
-            if failed:
-                raise RuntimeError(json.dumps(seen.get("error") or result, default=str)[:SHOWN])
-            return self.show(
-                {"result": result[0] if isinstance(result, list) and len(result) == 1 else result}
-            )
-
-        return Tool(name, str(listed.get("description", "")), listed.get("input_schema", {}), call)
+        return self.show(observation)
 
 
 @cache
-def _offer(base_url: str, timeout: float) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
-    """The schema of a server's action, and its MCP tools; a server is asked once."""
+def _action_schema(base_url: str, timeout: float) -> Mapping[str, Any]:
+    """The schema of a server's action; a server is asked once."""
     conversation = _Conversation(base_url, timeout)
     schema = conversation.schema()
     try:
-        conversation.open()
-        if "tool_name" in schema.get("properties", {}):
-            return schema, conversation.ask("step", {"type": "list_tools"})[0].get("tools", [])
+        conversation.open()  # a server without /ws is refused at the start
     finally:
         conversation.close()
-    return schema, []
+    return schema
 
 
 class _Conversation:

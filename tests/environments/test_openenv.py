@@ -65,16 +65,6 @@ def test_a_conversation_with_a_server() -> None:
         assert server.closed()
 
 
-def test_the_tools_of_mcp() -> None:
-    with OpenEnvServer("mcp") as server:
-        box = box_of(server.url)
-        assert [schema["function"]["name"] for schema in box.schemas] == ["greet"]
-        one = box.episode(box.prepare(sample("train:0")))
-        assert one.call("greet", {"whom": "you"}).text == "greet you"
-        assert "nobody" in one.call("greet", {}).text
-        box.close()
-
-
 @pytest.mark.parametrize(
     ("mode", "fault"),
     [
@@ -112,7 +102,7 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
 def test_servers_that_cannot_serve() -> None:
     with refusing_port() as port, pytest.raises(ConfigError, match=f"rollout.environment: .*:{port}"):
         box_of(f"http://127.0.0.1:{port}")
-    for mode in ("http", "no_schema"):
+    for mode in ("http", "no_schema", "mcp"):
         with OpenEnvServer(mode) as server, pytest.raises(ConfigError, match=server.url):
             box_of(server.url)
     with OpenEnvServer("full") as server, pytest.raises(ToolError, match="CAPACITY_REACHED"):

@@ -25,9 +25,6 @@ SCHEMA = {
     "required": ["direction"],
 }
 MCP_SCHEMA = {"title": "CallToolAction", "properties": {"tool_name": {"type": "string"}}}
-TOOLS = [
-    {"name": "greet", "description": "Greet.", "input_schema": {"properties": {"whom": {"type": "string"}}}}
-]
 
 
 def png(side: int, colour: Any = "red") -> str:
@@ -48,8 +45,6 @@ class Road:
         return {"observation": {"text": f"You are at {self.at}.", "seen": None}, "reward": None}
 
     def step(self, action: Any) -> Any:
-        if self.mode == "mcp":
-            return {"observation": self.call(action)}
         if action.get("direction") not in ("left", "right"):
             return None
         if action.get("steps", 1) > 9:
@@ -63,14 +58,6 @@ class Road:
             "reward": "much" if self.mode == "odd_reward" else 1.0 if self.at >= 4 else 0.25,
             "done": self.at >= 4,
         }
-
-    def call(self, action: Any) -> Any:
-        """Of an environment whose tools are MCP's."""
-        if action["type"] == "list_tools":
-            return {"tools": TOOLS}
-        if whom := action["arguments"].get("whom"):
-            return {"result": {"content": [{"type": "text", "text": f"{action['tool_name']} {whom}"}]}}
-        return {"result": {"content": [{"type": "text", "text": "nobody"}], "is_error": True}}
 
 
 class OpenEnvServer:
