@@ -44,13 +44,13 @@ def library_first(path: Sequence[str], folder: str) -> list[str]:
     return [*others[:end], folder, *others[end:]]
 
 
-def load_named(address: str, field: str, error: type[UserError], base: Path | None = None) -> Any:
+def load_named(address: str, field: str, error: type[UserError]) -> Any:
     """What an address leads to. `error`, naming the `field`, when the file, the module or the name is not there."""
     place, _, name = address.rpartition(":")
     if not place or not name:
         raise error(f"{field} = {address!r}: must be path/to/file.py:Name or package.module:Name")
     what = f"{field} = {address!r}"
-    module = load_file(what, place, error, base) if place.endswith(".py") else load_module(what, place, error)
+    module = load_file(what, place, error) if place.endswith(".py") else load_module(what, place, error)
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -62,10 +62,10 @@ def load_named(address: str, field: str, error: type[UserError], base: Path | No
     return found
 
 
-def load_file(what: str, place: str, error: type[UserError], base: Path | None = None) -> ModuleType:
-    """The module of a file; `base` is the folder of relative paths, by default the current one."""
+def load_file(what: str, place: str, error: type[UserError]) -> ModuleType:
+    """The module of a file."""
     try:
-        path = ((base or Path.cwd()) / expand_home(place)).resolve()
+        path = Path(expand_home(place)).resolve()
         source = read_regular_file(path)
     except FileNotFoundError:
         raise error(f"{what}: there is no file {path}; give a path from the folder you start in") from None

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, score_of, scores_of, shown, total_of
 from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
 from mm_grpo.rewards.thinking import without_thinking
@@ -267,12 +266,10 @@ class Call:
 class RewardCalls:
     """One reward's calls in a step and their results: n scores, and the errors of the rows without one.
 
-    `on_error` and `on_timeout` are in force: under "stop" an error is raised at once. `seconds` is what the calls took.
+    Where the reward's options say "stop" an error is raised at once. `seconds` is what the calls took.
     """
 
     spec: RewardSpec
-    on_error: Action
-    on_timeout: Action
     scores: list[float | None]
     calls: Sequence[Call] = ()
     errors: Faults = field(default_factory=dict)
@@ -314,7 +311,9 @@ class RewardCalls:
         self._fault(self.timeouts, call.rows, fault)
 
     def _fault(self, kept: Faults, rows: Sequence[int], fault: RewardError, cause: Any = None) -> None:
-        if (self.on_timeout if kept is self.timeouts else self.on_error) == "stop":
+        options = self.spec.options
+        late = options.on_timeout is not None and kept is self.timeouts
+        if (options.on_timeout if late else options.on_error) == "stop":
             raise fault from cause
         kept.update(dict.fromkeys(rows, fault))
 

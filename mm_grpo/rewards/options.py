@@ -63,9 +63,9 @@ class RewardOptions(Section):
     """Seconds for all calls of one step together, > 0. Default: no bound, and 120 for an isolated reward."""
     max_concurrency: int | None = Field(default=None, ge=1)
     """How many calls of an async reward are in flight, or how many workers an isolated one uses, >= 1. Default: all."""
-    on_error: Action | None = None
+    on_error: Action = "stop"
     """"stop" ends the run; "mask" leaves the completions concerned without a total, counted. A batch function's failure
-    concerns all completions of the call. Default: the scorer's, which is "stop"."""
+    concerns all completions of the call. Default: "stop"."""
     on_timeout: Action | None = None
     """The same for a call that is late. Default: `on_error`."""
     when: Annotated[

@@ -43,11 +43,11 @@ RESERVED_KEYS = ("name", "weight", "as", *KEYS)
 Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec
 
 
-def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> list[RewardSpec]:
+def resolve_entries(entries: Iterable[Entry]) -> list[RewardSpec]:
     """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
         raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, my_function]")
-    specs = [resolve_entry(entry, base=base) for entry in entries]
+    specs = [resolve_entry(entry) for entry in entries]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
     seen: set[str] = set()
@@ -58,14 +58,14 @@ def resolve_entries(entries: Iterable[Entry], *, base: Path | None = None) -> li
     return specs
 
 
-def resolve_entry(entry: Entry, *, base: Path | None = None) -> RewardSpec:
-    """One entry as a spec. `base` is the folder of relative paths: the current one by default."""
+def resolve_entry(entry: Entry) -> RewardSpec:
+    """One entry as a spec."""
     if not isinstance(entry, Mapping):
-        return _find(entry, base, {})
+        return _find(entry, {})
     if "name" not in entry:
         raise RewardError(f"rewards: the entry {dict(entry)!r} has no `name`; add it")
     bound = {key: value for key, value in entry.items() if key not in RESERVED_KEYS}
-    spec = _renamed(_find(entry["name"], base, bound), entry.get("as"))
+    spec = _renamed(_find(entry["name"], bound), entry.get("as"))
     bound = {key: value for key, value in bound.items() if key not in spec.made_with}
     for key, value in bound.items():
         if key not in spec.settable:
@@ -112,7 +112,7 @@ def entry_point_names() -> list[str]:
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def _find(what: Any, base: Path | None, settings: Mapping[str, Any]) -> RewardSpec:
+def _find(what: Any, settings: Mapping[str, Any]) -> RewardSpec:
     """The spec of what an entry names; `settings` are those of the entry, for the constructor of a class."""
     if isinstance(what, RewardSpec):
         return what
@@ -124,7 +124,7 @@ def _find(what: Any, base: Path | None, settings: Mapping[str, Any]) -> RewardSp
             f"a function, or a mapping with `name`"
         )
     if ":" in what:
-        return _from_place(what, base, settings)
+        return _from_place(what, settings)
     if what.endswith(".py"):
         raise RewardError(f"rewards: {what!r} names a file; name a function in it too: {what}:function")
     if what not in registry.names():
@@ -179,13 +179,13 @@ def _constructor(of: type) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _from_place(what: str, base: Path | None, settings: Mapping[str, Any]) -> RewardSpec:
-    fn = load_named(what, "rewards", RewardError, base)
+def _from_place(what: str, settings: Mapping[str, Any]) -> RewardSpec:
+    fn = load_named(what, "rewards", RewardError)
     if not callable(fn):
         raise RewardError(f"rewards: {what!r} is {fn!r}, which is not a function")
     place, _, attribute = what.rpartition(":")
     if place.endswith(".py"):
-        place = str(((base or Path.cwd()) / expand_home(place)).resolve())
+        place = str(Path(expand_home(place)).resolve())
     return _of_function(fn, what, f"{place}:{attribute}", settings)
 
 

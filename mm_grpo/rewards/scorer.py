@@ -17,12 +17,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError, did_you_mean
 from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
-from mm_grpo.rewards.options import Action
 from mm_grpo.rewards.outcome import Scored, check_outcomes, gated
 from mm_grpo.rewards.plain import run_plain
 from mm_grpo.rewards.required_columns import column_faults, routing_faults
@@ -66,32 +64,22 @@ class Scores:
 class Scorer:
     """Scores completions with a list of rewards.
 
-    `entries` is the config's `rewards` list (see `resolve.py`). `on_error` and `on_timeout` ("stop" or "mask") hold for
-    rewards whose own options set none: under "mask" the completions of a call that fails, or that get a score that is
-    none, have no total and are counted. With `conversational` prompts are messages, and batch functions get
-    completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what rewards read in
-    `trainer_state`; `base` the folder of relative paths; `workers` the number of processes for isolated rewards, by
-    default the cores that this rank may use. Without `several_turns` a reward with `per_turn` is refused.
+    `entries` is the config's `rewards` list (see `resolve.py`). With `conversational` prompts are messages, and batch
+    functions get completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what
+    rewards read in `trainer_state`; `workers` the number of processes for isolated rewards, by default the cores that
+    this rank may use. Without `several_turns` a reward with `per_turn` is refused.
     """
 
     def __init__(
         self,
         entries: Iterable[Entry],
         *,
-        on_error: Action = "stop",
-        on_timeout: Action | None = None,
         conversational: bool = True,
         max_steps: int = 0,
-        base: Path | None = None,
         workers: int | None = None,
         several_turns: bool = True,
     ) -> None:
-        for key, action in (("on_error", on_error), ("on_timeout", on_timeout or on_error)):
-            if action not in ("stop", "mask"):
-                raise RewardError(f"rewards: {key} is {action!r}; legal are 'stop' and 'mask'")
-        self.specs = resolve_entries(entries, base=base)
-        self.on_error: Action = on_error
-        self.on_timeout: Action = on_timeout or on_error
+        self.specs = resolve_entries(entries)
         self.conversational = conversational
         self.max_steps = max_steps
         self.workers = workers
@@ -216,13 +204,8 @@ class Scorer:
         _close(self._pools, self._loops)
 
     def _calls_of(self, batch: Batch) -> StreamedCalls:
-        results = {spec.name: self._results(spec, len(batch.completions)) for spec in self.specs}
+        results = {spec.name: RewardCalls(spec, [None] * len(batch.completions)) for spec in self.specs}
         return StreamedCalls(batch, results, self._begin)
-
-    def _results(self, spec: RewardSpec, n: int) -> RewardCalls:
-        on_error = spec.options.on_error or self.on_error
-        on_timeout = spec.options.on_timeout or spec.options.on_error or self.on_timeout
-        return RewardCalls(spec, on_error, on_timeout, [None] * n)
 
     def _calls(self, spec: RewardSpec, batch: Batch, results: Mapping[str, RewardCalls]) -> list[Call]:
         """The calls to make: where every gate of the reward has scored above 0."""

@@ -45,7 +45,7 @@ def test_nonsense_is_asked_again_and_is_never_a_score(server: Server, rows: Any)
     server.answer = lambda *_: says("What a lovely picture!")
     with fails("'m' gave no verdict from 0 to 10 in 3 replies"):
         ask(server, "a dog", attempts=3)
-    masking = Scorer([entry(server, attempts=1), "exact_match"], on_error="mask")
+    masking = Scorer([entry(server, attempts=1, on_error="mask"), "exact_match"])
 
     def answer(_: Server, body: dict[str, Any]) -> Any:
         return says("Score: 4" if "a cat" in body["messages"][0]["content"][-1]["text"] else "?")

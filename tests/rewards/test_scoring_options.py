@@ -45,7 +45,7 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
         return release.wait(600) if completion == "b" else 1.0
 
     with caplog.at_level(logging.INFO):
-        scorer = Scorer([named("f", f, timeout=0.5)], on_error="mask")
+        scorer = Scorer([named("f", f, timeout=0.5, on_error="mask")])
     assert "reward 'f' runs in the trainer's process" in caplog.text
     with fails("reward 'f', on row 'row:1' .* 'b', had not answered .* = 0.5 s.*isolated: true"):
         scorer.score(*rows("abc"), step=1)
@@ -85,7 +85,7 @@ def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch, s
             release.wait(600)
         return 1.0
 
-    made = scorer(named("f", f, timeout=0.1), on_error="mask")
+    made = scorer(named("f", f, timeout=0.1, on_error="mask"))
     with fails(r"async rewards \('f'\): the event loop does not answer"):
         made.score(*rows("abc"), step=1)
     monkeypatch.setattr(loop, "GRACE", PATIENCE)
@@ -163,23 +163,19 @@ def test_the_first_async_failure_stops_the_others(rows):
 # policies --------------------------------------------------------------------------------------------
 
 
-def test_a_rewards_own_policy_wins_over_the_scorers(rows):
+def test_late_calls_may_have_another_policy_than_errors(rows, scorer):
     def bad(completion):
         raise ValueError("no")
 
     async def late(completion):
         await asyncio.sleep(20)
 
-    with fails("reward 'b', .* raised ValueError"):
-        Scorer([named("a", bad), named("b", bad, on_error="stop")], on_error="mask").score(*rows("x"), step=1)
-    scorer = Scorer([named("a", late, timeout=0.1, on_error="mask", on_timeout="stop")])
+    made = scorer(named("a", late, timeout=0.1, on_error="mask", on_timeout="stop"))
     with fails("reward 'a', .* had not answered"):
-        scorer.score(*rows("x"), step=1)
-    scorer.close()
-    scorer = Scorer([named("a", late, timeout=0.1), named("b", bad, on_error="mask")], on_timeout="mask")
-    metrics = scorer.score(*rows("x"), step=1).metrics
+        made.score(*rows("x"), step=1)
+    made = scorer(named("a", late, timeout=0.1, on_error="mask"), named("b", bad, on_error="mask"))
+    metrics = made.score(*rows("x"), step=1).metrics
     assert (metrics["rewards/a/timeouts"], metrics["rewards/b/errors"]) == (1, 1)
-    scorer.close()
 
 
 # gates -----------------------------------------------------------------------------------------------

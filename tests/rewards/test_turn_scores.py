@@ -77,7 +77,8 @@ def test_none_is_nothing_and_never_a_zero(answer: Any) -> None:
 def test_a_wrong_answer_stops_the_run_or_masks(answer: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         score([by_turn(answer)], *DONE)
-    found = score([by_turn(answer), {"name": lambda completion: 1.0, "as": "other"}], *DONE, on_error="mask")
+    masked = {**by_turn(answer), "on_error": "mask"}
+    found = score([masked, {"name": lambda completion: 1.0, "as": "other"}], *DONE)
     assert found.totals[0] is None and found.turns[0] == (None, None, None)
 
 
