@@ -80,6 +80,9 @@ def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise _refused(f"{name} has no method `reset`")
+    paid = getattr(type(environment), "step_reward", None)
+    if isinstance(paid, property) and paid.fset is None:
+        raise _refused(f"{name}.step_reward is a property without a setter; give it one")
     try:
         found = methods(environment)
     except Exception as error:
