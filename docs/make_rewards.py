@@ -16,10 +16,10 @@ START, END = "<!-- list: written by docs/make_rewards.py -->", "<!-- end of the 
 AREAS = {
     "Text": ("exact_match", "choice", "contains", "format", "json_schema"),
     "Numbers": ("math", "numeric", "count"),
-    "Vision": ("iou", "box_match", "clicking"),
+    "Vision": ("iou", "giou", "box_match", "clicking"),
     "Documents and charts": ("anls", "edit_similarity", "chart_relaxed"),
     "Shaping": ("length", "soft_overlong", "repetition_penalty"),
-    "Models": ("judge",),
+    "Models": ("judge", "reward_model"),
 }
 
 

@@ -175,8 +175,8 @@ REASONS: Mapping[str, str] = {
     "write rewards (a list of names or mappings)": "reward_funcs",
     "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]": "reward_weights",
     "write rewards: [path/to/file.py:function]":
-        "external_plugins reward_function custom_reward_function.path custom_reward_function.name "
-        "reward_model_name_or_path",
+        "external_plugins reward_function custom_reward_function.path custom_reward_function.name",
+    "write rewards: [{name: reward_model, model: ...}]": "reward_model_name_or_path",
     "write algorithm.perception_coef (0 is no perception term)": "use_kl_prcp kl_prcp_coef",
     "write algorithm.loss_options: {perception_entropy_coef: ...} (of both entropies)":
         "perception_entropy_coef aug_entropy_loss_coef ori_entropy_loss_coef",

@@ -34,7 +34,7 @@ MOST_ERRORS = 3
 """A reward that has raised on so many rows is not called again: each may have waited for its deadline."""
 TOLERANCE = 1e-6
 
-JUDGES = ("judge",)
+JUDGES = ("judge", "reward_model")
 """Built-ins whose best score the config sets; that of the others is 1."""
 FORMS = ("format",)
 """Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""

@@ -21,7 +21,7 @@ from mm_grpo.types import Prompt
 Options = Mapping[str, Any]
 """The row's columns and, over them, what the config sets: the arguments of the reward by name."""
 
-UNWRITTEN = frozenset({"json_schema", "judge"})
+UNWRITTEN = frozenset({"json_schema", "judge", "reward_model"})
 UNREADABLE = 200
 """Characters of a gold value that cannot be read, which stand for a right answer until the reward refuses it."""
 DIGITS = 9
@@ -120,7 +120,7 @@ def _all_texts(prompt: Prompt, options: Options) -> str:
 
 
 GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
-    "iou": lambda prompt, options: _written(options["box"], prompt, options),
+    **dict.fromkeys(("iou", "giou"), lambda prompt, options: _written(options["box"], prompt, options)),
     "box_match": _boxes,
     "clicking": _click,
     "contains": _all_texts,

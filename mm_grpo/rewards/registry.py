@@ -20,10 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 _MODULES = {
     "clicking": ("clicking",),
     "documents": ("json_schema",),
-    "grounding": ("box_match", "iou"),
+    "grounding": ("box_match", "giou", "iou"),
     "judge": ("judge",),
     "maths": ("math",),
     "numeric": ("chart_relaxed", "count", "numeric"),
+    "reward_model": ("reward_model",),
     "shaping": ("format", "length", "repetition_penalty", "soft_overlong"),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }

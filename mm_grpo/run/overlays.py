@@ -24,6 +24,7 @@ from mm_grpo.types import Prompt
 
 OVERLAID = {
     "iou": "box",
+    "giou": "box",
     "box_match": "boxes",
     "clicking": "target",
 }

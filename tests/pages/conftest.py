@@ -49,11 +49,7 @@ def page_job(tmp_path: Path, models: dict[str, Path]) -> Callable[..., GRPOConfi
             "model": {"path": str(models["qwen2_5_vl"])},
             "data": {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"), **changes},
             "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
-            "rewards": [
-                "iou",
-                {"name": "iou", "as": "half", "threshold": 0.5},
-                {"name": "clicking", "space": "0-1000"},
-            ],
+            "rewards": ["iou", "giou", {"name": "clicking", "space": "0-1000"}],
             "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
         }
         return GRPOConfig.from_dict(values)

@@ -46,7 +46,7 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
     box, triangle = [[49, 28], [147, 28], [147, 84], [49, 84]], [[0, 0], [39.2, 0], [0, 56]]
     for row in (*train["shown"], *evaluation["shown"]):
         assert [(each["image"], each["label"], each["points"]) for each in row["gold"]] == [
-            (0, "iou, half", box), (0, "clicking", triangle),
+            (0, "iou, giou", box), (0, "clicking", triangle),
         ]  # fmt: skip
         assert [(image["original"], image["jpeg"]) for image in row["images"]] == [([200, 100], False)]
         # 196 x 112 are 14 x 8 patches of 14, merged by 2 x 2: 28 tokens
@@ -54,7 +54,7 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
     special = [text for text, is_special in train["shown"][0]["prompt"] if is_special]
     sees = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
     assert special == ["<|im_start|>", *sees, "<|im_end|>", "<|im_start|>"]
-    assert [name for name, _ in train["shown"][0]["answers"]] == ["iou", "half", "clicking"]
+    assert [name for name, _ in train["shown"][0]["answers"]] == ["iou", "giou", "clicking"]
     (uri,) = re.findall(r'id="u-0">([^<]*)<', html)
     first = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
     assert (first.size, first.getpixel((3, 3))) == ((196, 112), (0, 128, 64))

@@ -321,9 +321,9 @@ def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: 
     )  # fmt: skip
     assert found[3:5] == ["1 row cannot be used", "train.jsonl:4"] and found[6] == "6"
     assert "196 × 112 pixels, 200 × 100 in the dataset; " in found[7]
-    assert "iou, half: [49, 28, 147, 84];  clicking: [0, 0, 39.2, 0, 0, 56]" in found[7]
+    assert "iou, giou: [49, 28, 147, 84];  clicking: [0, 0, 39.2, 0, 0, 56]" in found[7]
     assert found[8] == "6" and found[9].startswith(
-        "right answer, iou; right answer, half; right answer, clicking; box"
+        "right answer, iou; right answer, giou; right answer, clicking; box"
     )
 
 

@@ -34,7 +34,7 @@ def prompt(**columns: Any) -> Prompt:
          "[10.0, 20.0, 30.0, 40.0]"),
         ({"name": "iou", "gold_space": "pixel", "gold_layout": "xywh"}, {"box": [10, 20, 30, 40]},
          "[10.0, 20.0, 40.0, 60.0]"),
-        ({"name": "iou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
+        ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
         ({"name": "box_match"}, {"boxes": [BOX, [0, 0, 50, 50]]}, "[5.6, 8.4, 33.6, 50.4] [0.0, 0.0, 28.0, 21.0]"),
         # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),

@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "edit_similarity": {"answer": "the quick brown fox"},
     "exact_match": {"answer": "gold"},
     "format": {"template": "<think>...</think> <answer>...</answer>"},
+    "giou": {"box": [0, 0, 10, 20]},
     "iou": {"box": [0, 0, 10, 20]},
     "json_schema": {"schema": {"type": "object"}},
     "length": {"max_length": 10},
@@ -42,7 +43,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
 }
-RANGES = {"repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
+RANGES = {"giou": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
 # Each is repeated to a text of HUGE characters.
 PIECES = [
     *"([{}])<>|\"'*$\\,.;:-+/%^_#`=\n\t 0129Aeé猫\u0301\u200b\x00\U0001f600", "[[", "[0,", "[0,0,", "(1,2),", "1 ",
@@ -94,7 +95,7 @@ def call(name: str, completion: str, **changed: Any) -> float | None:
 def test_every_built_in_is_registered() -> None:
     assert set(BUILTINS) <= set(names())
     assert {name: get(name).fn.__module__ for name in BUILTINS} == BUILTINS
-    assert {*ARGUMENTS, "judge"} == set(BUILTINS)
+    assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -143,7 +144,7 @@ def test_any_text_scores_within_the_range(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(ARGUMENTS.keys() - {"count"}))  # those read as others
+@pytest.mark.parametrize("name", sorted(ARGUMENTS.keys() - {"count", "giou"}))  # those read as others
 def test_huge_texts_are_scored_fast(name: str) -> None:
     slowest: tuple[float, str] = (0.0, "")
     for piece in PIECES:

@@ -1,4 +1,4 @@
-"""Boxes and points in a text, coordinate spaces; iou and box_match."""
+"""Boxes and points in a text, coordinate spaces; iou, giou and box_match."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from PIL import Image
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.builtins.boxes import Frame, boxes_in, iou_of, point_in
 from mm_grpo.rewards.builtins.clicking import clicking
-from mm_grpo.rewards.builtins.grounding import box_match, iou, most_pairs
+from mm_grpo.rewards.builtins.grounding import box_match, giou, iou, most_pairs
 from mm_grpo.types import Sample
 
 SEEN = (Image.new("RGB", (56, 28)),)
@@ -60,7 +60,7 @@ def test_the_point_in_a_text(text, point):
     assert point_in(text) == point
 
 
-# iou ----------------------------------------------------------------------------------
+# iou and giou ----------------------------------------------------------------------------------
 
 
 @given(with_area(st.integers(0, 30)), with_area(st.integers(0, 30)))
@@ -90,6 +90,7 @@ def test_every_pair_of_spaces_agrees():
         for gold_space, box in gold.items():
             options = {"space": space, "gold_space": gold_space}
             assert iou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
+            assert giou(text, box, SEEN, ROW, **options) == pytest.approx(1.0)
             assert box_match(text, [box], SEEN, ROW, **options, threshold=1.0) == 1.0
             assert clicking(text, box, SEEN, ROW, **options) == 1.0
 

@@ -27,7 +27,6 @@ def rounded(marks: list[Overlay]) -> list[tuple[int, str, list[tuple[float, floa
     return [(m.image, m.label, [(round(x, 6), round(y, 6)) for x, y in m.points]) for m in marks]
 
 
-HALF = {"name": "iou", "as": "half", "threshold": 0.5}
 BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
 
 
@@ -35,7 +34,7 @@ BOX = [(5.6, 8.4), (33.6, 8.4), (33.6, 50.4), (5.6, 50.4)]
     ("entry", "columns"),
     [
         ({"name": "iou"}, {"box": [10, 20, 60, 120]}),
-        ({"name": "iou", "gold_layout": "xywh"}, {"box": [10, 20, 50, 100]}),
+        ({"name": "giou", "gold_layout": "xywh"}, {"box": [10, 20, 50, 100]}),
         ({"name": "iou", "gold_space": "normalized"}, {"box": "[0.1, 0.1, 0.6, 0.6]"}),
         ({"name": "clicking"}, {"target": [10, 20, 60, 120]}),
         ({"name": "box_match"}, {"boxes": [[10, 20, 60, 120]]}),
@@ -48,12 +47,12 @@ def test_a_box_lies_where_its_space_says(entry: dict[str, Any], columns: dict[st
 
 
 def test_rewards_with_the_same_gold_share_a_mark() -> None:
-    specs = [resolve_entry(name) for name in ("iou", HALF, "box_match", "exact_match")]
+    specs = [resolve_entry(name) for name in ("iou", "giou", "box_match", "exact_match")]
     marks, notes = gold_overlays(
         specs, prompt(box=[10, 20, 60, 120], boxes=[[10, 20, 60, 120], [0, 0, 50, 100]])
     )
     assert [(m.label, rounded([m])[0][2]) for m in marks] == [
-        ("iou, half, box_match", BOX),
+        ("iou, giou, box_match", BOX),
         ("box_match", [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]),
     ]
     assert notes == []
@@ -111,7 +110,7 @@ def test_every_reward_on_boxes_and_points_is_known() -> None:
     ("entry", "text", "points"),
     [
         ({"name": "iou"}, "[1, 2, 3, 4] or [5.6, 8.4, 33.6, 50.4]", [BOX]),  # of several the last counts
-        ({"name": "iou", "space": "0-1000"}, "<think>[0, 0, 9, 9]</think>(100, 100), (600, 600)", [BOX]),
+        ({"name": "giou", "space": "0-1000"}, "<think>[0, 0, 9, 9]</think>(100, 100), (600, 600)", [BOX]),
         ({"name": "iou", "space": "normalized", "layout": "xywh"}, "[0.1, 0.1, 0.5, 0.5]", [BOX]),
         ({"name": "box_match"}, "[5.6, 8.4, 33.6, 50.4] [0, 0, 28, 42]",
          [BOX, [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]]),
@@ -132,10 +131,10 @@ def test_a_prediction_lies_where_the_reward_reads_it(
 
 
 def test_predictions_are_shared_bounded_and_those_of_rewards_that_apply() -> None:
-    specs = [resolve_entry(name) for name in ("iou", HALF, "exact_match")]
+    specs = [resolve_entry(name) for name in ("iou", "giou", "exact_match")]
     (mark,) = predicted_overlays(specs, prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]")
     assert mark.as_dict() == {
-        "image": 0, "label": "iou, half", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
+        "image": 0, "label": "iou, giou", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
     }  # fmt: skip
     assert predicted_overlays(specs, prompt(box=None), "[1, 2, 30, 40]") == []
     without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))

@@ -3,12 +3,13 @@
 - `text.py`          exact_match, contains, choice, anls, edit_similarity
 - `numeric.py`       numeric, count, chart_relaxed; numbers in digits and words
 - `maths.py`         math
-- `grounding.py`     iou, box_match
+- `grounding.py`     iou, giou, box_match
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
 - `documents.py`     json_schema
 - `shaping.py`       format, length, soft_overlong, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server
+- `reward_model.py`  reward_model
 - `answers.py`       where the final answer stands, gold answers, normal forms of texts
 
 To add one: a function whose docstring gives units, range, edge cases, the data it serves and a doctest; its name in

@@ -195,6 +195,16 @@ def has_area(box: Box) -> bool:
     return box[0] < box[2] and box[1] < box[3]
 
 
+def overlap(one: Box, other: Box) -> tuple[float, float, float]:
+    """The areas of the intersection, the union and the smallest box around two boxes that have an area."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(0.0, width) * max(0.0, height)
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    hull = (max(one[2], other[2]) - min(one[0], other[0])) * (max(one[3], other[3]) - min(one[1], other[1]))
+    return shared, sum(areas) - shared, hull
+
+
 def iou_of(one: Box, other: Box) -> float:
     """Intersection over union, in [0, 1]; 0 when a box has no area.
 
@@ -203,8 +213,5 @@ def iou_of(one: Box, other: Box) -> float:
     """
     if not (has_area(one) and has_area(other)):
         return 0.0
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    shared = max(0.0, width) * max(0.0, height)
-    union = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)) - shared
+    shared, union, _ = overlap(one, other)
     return min(1.0, shared / union) if union > 0 else 0.0

@@ -1,4 +1,4 @@
-"""Rewards for grounding: `iou` and `box_match`.
+"""Rewards for grounding: `iou`, `giou` and `box_match`.
 
 Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
 `boxes.py`. They and `clicking` share their last options, which `box_options` declares: their
@@ -19,7 +19,9 @@ from mm_grpo.rewards.builtins.boxes import (
     Space,
     boxes_in,
     check_space,
+    has_area,
     iou_of,
+    overlap,
 )
 from mm_grpo.rewards.registry import reward
 
@@ -116,6 +118,47 @@ def iou(
         return 0.0
     score = iou_of(found[-1], gold)
     return score if threshold is None else float(score >= threshold - 1e-9)
+
+
+@reward("giou", needs=("box",))
+@takes_box_options
+def giou(
+    completion: str,
+    box: Any,
+    images: Sequence[Image] = (),
+    sample: Sample | None = None,
+    **spaces: Any,
+) -> float | None:
+    """Generalised IoU of the completion's last box and the gold box (Rezatofighi et al., 2019).
+
+    IoU - (hull - union) / hull, where hull is the smallest box around both: two boxes apart score
+    below 0, and the less the farther, so that a near miss scores more than a far one. Options, spaces, and how
+    boxes are read, are those of the reward `iou`.
+
+    Returns a score in (-1, 1], and -1.0 when no box parses or its corners are swapped; None when the row
+    has no gold box. ValueError as `iou`. For RefCOCO and other grounding data while IoU is mostly 0.
+
+    >>> giou("[0, 0, 10, 10]", box=(0, 0, 10, 20)), giou("[0, 0, 1, 1]", box=(1, 1, 2, 2))
+    (0.5, -0.5)
+    >>> giou("nowhere", box=(0, 0, 10, 20))
+    -1.0
+    """
+    if box is None:
+        return None
+    options = box_options(images, sample, **spaces)
+    gold, found = options.gold(box), boxes_in(completion, options.layout)
+    return giou_of(found[-1], gold) if found else -1.0
+
+
+def giou_of(one: Box, other: Box) -> float:
+    """Generalised IoU of two boxes; -1 when one has no area."""
+    if not (has_area(one) and has_area(other)):
+        return -1.0
+    shared, union, hull = overlap(one, other)
+    if union <= 0 or hull <= 0:  # too small for a float
+        return -1.0
+    outside = max(0.0, hull - union) / hull  # rounding can leave the hull a hair below the union
+    return max(-1.0, min(1.0, shared / union - outside))
 
 
 @reward("box_match", needs=("boxes",))
