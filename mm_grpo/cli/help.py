@@ -32,7 +32,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo check config.yaml --page rows.html --rows 200",
         "mm-grpo check config.yaml data.max_pixels=50176",
     ),
-    "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm --json"),
+    "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm"),
     "eval": (
         "mm-grpo eval config.yaml --model runs/first",
         "mm-grpo eval config.yaml --model Qwen/Qwen2.5-VL-3B-Instruct",
@@ -49,7 +49,6 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "recipes": ("mm-grpo recipes", "mm-grpo recipes shapes", "mm-grpo recipes shapes --copy mine"),
     "init": ("mm-grpo init mine",),
     "config": ("mm-grpo config", "mm-grpo config rollout.vllm", "mm-grpo config learning_rate"),
-    "docs": ("mm-grpo docs", "mm-grpo docs turns"),
     "rewards": (
         "mm-grpo rewards",
         "mm-grpo rewards iou",
@@ -64,7 +63,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "convert": (
         "mm-grpo convert trl.yaml",
         "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
-        "mm-grpo convert train.py -o config.yaml",
+        "mm-grpo convert args.json -o config.yaml",
     ),
 }
 """By the words that call a command."""
@@ -74,7 +73,7 @@ GROUPS: Mapping[str, str] = {
     "Before a run": "check estimate doctor",
     "Run": "train serve view",
     "The trained model": "eval ask export",
-    "Look up": "config rewards docs env",
+    "Look up": "config rewards env",
 }
 """The commands, as the help of the application shows them."""
 

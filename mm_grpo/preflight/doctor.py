@@ -9,9 +9,8 @@ that an engine which missed it would be past the limit. The model is changed by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -67,10 +66,6 @@ class DoctorReport:
     @property
     def ok(self) -> bool:
         return not self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: lengths in tokens, gaps in nats per token, sizes in bytes."""
-        return {"ok": self.ok, **asdict(self)}
 
 
 def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -41,28 +40,14 @@ FORMS = ("format",)
 """Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One row on which a reward does not tell right from wrong, or raises (`fault` says which)."""
-
-    row: str
-    reward: str
-    fault: str
-    gold: str = ""
-    gold_score: float | None = None
-    wrong: str = ""
-    wrong_score: float | None = None
-
-
 @dataclass
 class RewardReport:
-    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `seconds` the time
-    of all its `calls` (completions). `skipped` says why it was not judged, or not called.
+    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `failures` messages about rows
+    on which it does not tell them apart or raises. `skipped` says why it was not judged, or not called.
 
-    Of `rows` rows, `none` were not judged, for they have no right answer to it or it gave None, and to `unapplied`
-    it does not apply at all: a column that it needs is null, its `when` names other rows (`excluded`), or every answer
-    gets None, the right one too. On `alike`
-    rows right and wrong answers score alike. `may_be_idle` says that it need not apply anywhere.
+    To `unapplied` of the `rows` rows it does not apply: a column that it needs is null, its `when` names others, or
+    every answer gets None. On `alike` rows right and wrong answers score alike. `may_be_idle` says that it need not
+    apply anywhere.
     """
 
     name: str
@@ -71,15 +56,11 @@ class RewardReport:
     gold: list[float] = field(default_factory=list)
     wrong: list[float] = field(default_factory=list)
     rows: int = 0
-    none: int = 0
     unapplied: int = 0
-    excluded: int = 0
     alike: int = 0
     may_be_idle: bool = False
-    calls: int = 0
-    seconds: float = 0.0
     errors: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     @property
     def applies_nowhere(self) -> bool:
@@ -162,8 +143,6 @@ class _Check:
             if not lacks_column(self.spec, prompt)
         ]
         self.report.rows += len(rows)
-        self.report.excluded += sum(not self.spec.options.is_for(prompt.sample.columns) for _, prompt in rows)
-        self.report.none += len(rows) - len(needed)
         self.report.unapplied += len(rows) - len(needed)
         self.pool |= dict.fromkeys(gold for _, _, gold in needed if gold)
         self._score(needed)
@@ -194,7 +173,7 @@ class _Check:
                 return
             self.report.errors += 1
             end = "; not called again" if self.report.errors == MOST_ERRORS else ""
-            self.report.failures.append(Failure(rows[0][0], self.report.name, f"{error}{end}"))
+            self.report.failures.append(f"{_short(rows[0][0])}: {error}{end}")
             return
         for row, texts, answers in zip(rows, tried, scores, strict=True):
             self._judge(row, texts, answers)
@@ -211,10 +190,7 @@ class _Check:
         bare = [dataclasses.replace(prompt, opens_thinking=False) for _, prompt, _ in rows]
         prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
         completions = [self._completion(text) for texts in tried for text in texts]
-        start = time.perf_counter()
         flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
-        self.report.seconds += time.perf_counter() - start
-        self.report.calls += len(completions)
         return [[next(flat) for _ in texts] for texts in tried]
 
     def _completion(self, text: str) -> Completion:
@@ -228,32 +204,40 @@ class _Check:
         report.unapplied += self.judged and all(score is None for score in scores)
         if right and not self.judged:
             report.wrong += [score for score in scores if score is not None]
-            return
-        if not right or gold is None:
-            report.none += 1
+        if not right or gold is None or not self.judged:
             return
         report.gold.append(gold)
         report.wrong += [score for score in scores[1:] if score is not None]
-        wrong = next((i for i, s in enumerate(scores[1:-1], start=1) if not _less(s, gold)), None)
         same_as_others = bool(others) and all(not _less(score, gold) for score in others)
         report.alike += same_as_others or not _less(garbage, gold)
-        fault = ""
         has_top = self.builtin is not None and self.builtin not in ANY_BEST
+        tried = [(right, gold)]
         if has_top and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
-            fault, wrong = "the right answer is not scored 1", None
+            fault = "the right answer is not scored 1"
         elif not _less(garbage, gold):
-            fault, wrong = "garbage scores no less", len(texts) - 1
+            fault = "garbage scores no less"
+            tried.append((texts[-1], garbage))
         elif same_as_others:
             fault = "the right answers of other rows score no less"
-        if fault:
-            shown = ("", None) if wrong is None else (texts[wrong], scores[wrong])
-            report.failures.append(Failure(name, report.name, fault, right, gold, *shown))
+            tried.append((texts[1], scores[1]))
+        else:
+            return
+        shown = ", ".join(f"{text[:40]!r} scores {number(score)}" for text, score in tried)
+        report.failures.append(f"{_short(name)}: {fault} ({report.name}: {shown})")
+
+
+def number(score: float | None) -> str:
+    return "None" if score is None else f"{score:.3g}"
 
 
 def alone(spec: RewardSpec) -> RewardSpec:
     """The reward as it is checked: not gated by others, and every error raised, whatever a run would do."""
     options = spec.options.model_copy(update={"only_if": (), "on_error": "stop", "on_timeout": "stop"})
     return dataclasses.replace(spec, options=options)
+
+
+def _short(row: str) -> str:
+    return row.rsplit("/", 1)[-1]
 
 
 def _less(score: float | None, gold: float) -> bool:

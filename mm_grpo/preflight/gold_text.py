@@ -14,7 +14,6 @@ from typing import Any
 
 from mm_grpo.rewards.builtins.boxes import Frame, gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
-from mm_grpo.rewards.builtins.ordering import gold_order
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
@@ -97,28 +96,12 @@ def _written(box: Any, prompt: Prompt, options: Options) -> str:
     return as_text([round(number, DIGITS) for number in orders.get(options.get("layout", "xyxy"), corners)])
 
 
-def _mask(prompt: Prompt, options: Options) -> str:
-    """An RLE as it is, for it covers the image whatever its size; polygons in the model's space."""
-    mask = options["mask"]
-    value = json.loads(mask) if isinstance(mask, str) else mask
-    return as_text(_points(value, _frame(prompt, options).scale(*_spaces(options))))
-
-
 def _click(prompt: Prompt, options: Options) -> str:
     """A point in the gold shape, in the space that the reward expects of the model."""
     frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
     shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
     point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
     return as_text([round(number, DIGITS) for number in point])
-
-
-def _points(value: Any, factors: tuple[float, float]) -> Any:
-    """Nested lists of x, y, x, y, ... with every number scaled; a mapping as it is."""
-    if not isinstance(value, list | tuple):
-        return value
-    if value and all(isinstance(one, int | float) for one in value):
-        return [round(one * factors[i % 2], DIGITS) for i, one in enumerate(value)]
-    return [_points(one, factors) for one in value]
 
 
 def _frame(prompt: Prompt, options: Options) -> Frame:
@@ -140,8 +123,6 @@ GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     **dict.fromkeys(("iou", "giou"), lambda prompt, options: _written(options["box"], prompt, options)),
     "box_match": _boxes,
     "clicking": _click,
-    "mask_iou": _mask,
-    "ordering": lambda prompt, options: json.dumps(gold_order(options["order"]), ensure_ascii=False),
     "contains": _all_texts,
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -64,7 +64,7 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
     assert listed == sorted(
-        [".".join(folder.parts) for folder in folders] + ["mm_grpo.docs", "mm_grpo.examples"]
+        [".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"]
     )
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
@@ -87,8 +87,6 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     held = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     wanted = [str(f) for f in source_files() if f.parts[0] == "mm_grpo"]
     wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] == "examples"]
-    docs = [f for f in source_files() if str(f.parent) == "docs" and f.suffix in (".md", ".py", ".css")]
-    wanted += [f"mm_grpo/{f}" for f in docs]
     assert sorted(held) == sorted(wanted)
 
 
@@ -140,7 +138,7 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
         f"{evaluated}|--model|runs/labels.csv|--json|found.json",
         "export|runs/openai.jsonl|model",
         "ask|model|What colour is the circle?|--image|photos/0.png",
-        "docs|data", "config|rollout",
+        "config|rollout",
     ]  # fmt: skip
     (snippet,) = re.findall(
         r"```python\n(from mm_grpo import GRPOConfig.*?)```", README.read_text(), re.DOTALL
