@@ -35,7 +35,9 @@ def test_their_values_are_our_defaults() -> None:
     section = read(ONE)["deepspeed_config"]
     assert section["zero_stage"] == OURS.optim.zero_stage and section["gradient_accumulation_steps"] == 1
     assert section["gradient_clipping"] == OURS.optim.max_grad_norm
-    assert read(TWO)["deepspeed_config"].items() >= {"zero_stage": 2, "gradient_accumulation_steps": 1}.items()
+    assert (
+        read(TWO)["deepspeed_config"].items() >= {"zero_stage": 2, "gradient_accumulation_steps": 1}.items()
+    )
 
 
 @pytest.mark.long

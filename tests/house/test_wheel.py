@@ -63,9 +63,7 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
-    assert listed == sorted(
-        [".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"]
-    )
+    assert listed == sorted([".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"])
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
