@@ -1,7 +1,7 @@
 """Settings of `accelerate launch`, compared with the config: what its file asks for is what `optim` says, or refused.
 
-accelerate hands its YAML file on in ACCELERATE_* variables. mm_grpo makes no `Accelerator`: it takes the processes alone
-from a launcher, and sets DeepSpeed up by `optim` (zero.py).
+accelerate hands its YAML file on in ACCELERATE_* variables. mm_grpo makes no `Accelerator`: it takes from a launcher
+the processes alone, and sets DeepSpeed up by `optim` (zero.py).
 """
 
 from __future__ import annotations

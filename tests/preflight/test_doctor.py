@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers.fake_engines import FakeRemoteEngine
 
 from mm_grpo import GRPOConfig, build, cli
 from mm_grpo.errors import GuardStop
 from mm_grpo.preflight.doctor import examine
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.testing.fake_engines import FakeRemoteEngine
 
 SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 56}
 

@@ -160,8 +160,9 @@ def faulty_engine(fault: str) -> Callable[[Path], AbstractContextManager[Any]]:
     """An engine that has its own copy of the weights, and a fault."""
 
     def within(folder: Path) -> AbstractContextManager[Any]:
+        from helpers.fake_engines import FakeRemoteEngine
+
         from mm_grpo import build
-        from mm_grpo.testing.fake_engines import FakeRemoteEngine
 
         def engine(config: Any, model: Any, processor: Any) -> FakeRemoteEngine:
             return FakeRemoteEngine(model, processor, fault)
