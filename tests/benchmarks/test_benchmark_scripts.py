@@ -16,14 +16,9 @@ TINY = "--size tiny --rounds 1"
 SMOKE = {
     "learner": "--size tiny --shapes 2x4x56,3x2x0 --rounds 1",
     "memory": "--vocabularies 1024 --tokens 8 --width 16",
-    "overhead": "rollout.prompts_per_step=2 data.train.size=8 optim.warmup_steps=0 --steps 2 --warm 1",
-    "scaling": f"{TINY} --sweeps completions --side 112",
     "step": "--workloads tiny --rounds 2 --warm 1",
-    "hybrid": f"{TINY} --shapes 2x4x56",
     "turns": f"{TINY} --side 84 --sides 56 --generations 2 --tokens 3",
     "packs": f"{TINY} --prompts 6 --generations 2 --words 5 --tokens 4 --pack 200",
-    "spread": f"{TINY} --generations 4 --side 56 --tokens 3 --packs 1,2",
-    "images": "--prompts 4 --steps 1 --max-pixels 3136",
     "overlap": f"{TINY} --prompts 2 --generations 2 --tokens 8 --steps 1 --kinds async --seconds 0.01",
     "generation": "--workloads tiny --rounds 2",
 }

@@ -163,21 +163,3 @@ def test_the_readme_lists_every_stage(script: Script) -> None:
     readme = script("readme")
     for name in readme.GPU_TABLES:
         assert f"<!-- {name} -->\n" in section and f"<!-- /{name} -->" in section
-
-
-def test_a_side_without_memory_is_a_result_beside_the_other(
-    script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learner, runs, models = script("learner"), script("gpu_runs"), script("gpu_models")
-
-    class Full:
-        def __init__(self, *args: Any) -> None:
-            raise torch.OutOfMemoryError("64 GiB")
-
-    monkeypatch.setattr(learner, "TRL", Full)
-    machine = script("common").Machine(torch.device("cpu"), torch.float32)
-    row = runs.trl(models.Setting(machine, 1e12, "given", True), "x", (8, 256, 448, True))
-    assert row["fault_trl"] == "out of memory" and row["seconds_ours"] > 0 and row["mfu_ours"] > 0
-    assert not {"fault", "seconds_trl", "ratio", "fault_ours"} & row.keys()
-    (_, line) = script("readme").gpu_trl([{"stage": "trl", "rows": [row | {"case": "x"}]}])
-    assert line[3:5] == ["out of memory", ""]

@@ -75,15 +75,6 @@ def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
     assert wrong.code == 2 and "run.max_steps" in wrong.err
 
 
-def test_docs_prints_the_pages_that_messages_name(command: Any) -> None:
-    page = Path(mm_grpo.__file__).parents[1] / "docs/turns.md"
-    for name in ("turns", "docs/turns.md"):
-        assert command("docs", name).out.strip() == page.read_text(encoding="utf-8").strip()
-    listed = {line.split()[0] for line in command("docs").out.splitlines()}
-    assert listed == {each.stem for each in page.parent.glob("*.md")}
-    assert command("docs", "trns").code == 2
-
-
 def test_the_config_of_init_names_every_field_that_matters() -> None:
     text = (Path(mm_grpo.__file__).parents[1] / "examples/init/config.yaml").read_text(encoding="utf-8")
     whole = re.sub(r"(?m)^( *)# (\w+:)", r"\1\2", text)
@@ -100,7 +91,6 @@ def test_the_config_of_init_names_every_field_that_matters() -> None:
     [
         ("--config", "mm-grpo train CONFIG"),
         ("--learning_rate", "optim.learning_rate=VALUE"),
-        ("--learning-rate=1e-6", "optim.learning_rate=VALUE"),
         ("--optim.learning_rate", "optim.learning_rate=VALUE"),
         ("--temperature", "rollout.temperature=VALUE or rollout.eval.temperature=VALUE"),
         ("--output_dir", "write run.dir"),
@@ -142,10 +132,4 @@ def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:
     again = command("convert", theirs, "--output", ours)
     assert (again.code, again.err.count("\n")) == (2, 1) and f"--output '{ours}'" in again.err
     assert command("convert", theirs).out == ours.read_text()
-    nowhere = tmp_path / "link"
-    nowhere.symlink_to(tmp_path / "nowhere")
-    for no_file in (nowhere, tmp_path, tmp_path / "none" / "a.yaml", "/dev/full", "a\0b", "x" * 300):
-        refused = command("convert", theirs, "--output", no_file)
-        assert (refused.code, refused.err.count("\n")) == (2, 1) and "--output" in refused.err, no_file
-    assert nowhere.is_symlink() and not (tmp_path / "nowhere").exists()
     assert command("convert", tmp_path / "no.yaml").code == 2

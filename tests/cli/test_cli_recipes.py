@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +94,7 @@ def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:
     assert "29.9 million numbers" in command("recipes", "lora.yaml").out
     wrong = command("recipes", "chartq")
     assert wrong.code == 2 and "did you mean 'chartqa'?" in wrong.err
-    assert command("recipes", "lora", "--copy", "x").code == 2  # layers are copied with a recipe
+    assert command("recipes", "lora", "--copy", "x").code == 2
 
 
 def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callable[..., Any]) -> None:
@@ -105,7 +103,6 @@ def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callab
     source = find_recipes()["clicking"].parent
     rows = (source / "fixture/train.jsonl").read_bytes()
     assert (tmp_path / "mine" / "fixture" / "train.jsonl").read_bytes() == rows
-    assert {path.stem for path in (tmp_path / "mine" / "layers").iterdir()} == set(find_layers())
     config = GRPOConfig.from_yaml(tmp_path / "mine" / "config.yaml")
     assert config == load_config("clicking", [])
     (tmp_path / "mine" / "README.md").write_text("mine")
@@ -113,11 +110,6 @@ def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callab
     assert again.code == 2 and "exists already and would be written over" in again.err
     assert (tmp_path / "mine" / "README.md").read_text() == "mine"
     assert command("recipes", "--copy", tmp_path / "x").code == 2 and not (tmp_path / "x").exists()
-    assert command("recipes", "zoom", "--copy", tmp_path / "zoom").code == 0
-    script = (tmp_path / "zoom" / "make_base.py").read_text()  # what it imports lies beside it
-    own = [name for name in re.findall(r"(?m)^(?:from|import) (\w+)", script) if find_spec(name) is None]
-    assert {"small_bases", "patterns"} <= {*own}
-    assert [name for name in own if not (tmp_path / "zoom" / f"{name}.py").is_file()] == []
 
 
 def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., Any]) -> None:

@@ -58,20 +58,16 @@ def test_only_the_reply_and_its_end_are_learned(make_base: ModuleType) -> None:
 def test_a_tiny_run_saves_a_folder_that_loads(
     make_base: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    weights = []
-    for out in (tmp_path / "a", tmp_path / "b"):
-        make_base.main(["--out", str(out), "--steps", "2", "--batch", "4", "--check-rows", "6", *TINY])
-        processor = AutoProcessor.from_pretrained(out)
-        model = AutoModelForImageTextToText.from_pretrained(out)
-        weights.append(model.state_dict())
+    out = tmp_path / "a"
+    make_base.main(["--out", str(out), "--steps", "2", "--batch", "4", "--check-rows", "6", *TINY])
+    processor = AutoProcessor.from_pretrained(out)
+    model = AutoModelForImageTextToText.from_pretrained(out)
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert processor.chat_template == make_base.small_bases.CHAT_TEMPLATE
     assert model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     printed = capsys.readouterr().out
     assert re.search(r"eyes: \d\.\d{3} of held-out objects", printed)
     assert re.search(r"position: in form \d\.\d{3}  spread \d\.\d{3}  right \d\.\d{3}", printed)

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers import processes
 from helpers.recipe_scripts import script
 
 from mm_grpo.config import GRPOConfig
@@ -237,13 +236,3 @@ def test_every_recipe_and_every_layer_was_run() -> None:
     head, *table = [[cell.strip() for cell in row] for row in rows]
     assert head[1:] == [*find_layers()] and [row[0] for row in table] == [*find_recipes()]
     assert [row for row in table if not all(re.fullmatch(r"\d+ \+ \d+", cell) for cell in row[1:])] == []
-
-
-@pytest.mark.long
-def test_the_command_itself(tmp_path: Path) -> None:
-    """In a process of its own, from a folder where no data was prepared; without run.dir nothing is left."""
-    settings = {"PYTHONPATH": str(EXAMPLES.parent), "TMPDIR": str(tmp_path)}
-    program = ["-m", "mm_grpo.cli", "train", "geometry3k", "offload", "--smoke"]
-    code, said = processes.finished(program, tmp_path / "said.txt", cwd=tmp_path, **settings)
-    assert code == 0 and "results are not kept" in said, said
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mm_grpo_")] == []

@@ -30,19 +30,14 @@ def prompt(**columns: Any) -> Prompt:
     [
         ({"name": "iou"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
         ({"name": "iou", "space": "normalized"}, {"box": BOX}, "[0.1, 0.1, 0.6, 0.6]"),
-        ({"name": "iou", "gold_space": "pixel", "layout": "xywh"}, {"box": [10, 20, 40, 60]},
-         "[10.0, 20.0, 30.0, 40.0]"),
         ({"name": "iou", "gold_space": "pixel", "gold_layout": "xywh"}, {"box": [10, 20, 30, 40]},
          "[10.0, 20.0, 40.0, 60.0]"),
         ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
         ({"name": "box_match"}, {"boxes": [BOX, [0, 0, 50, 50]]}, "[5.6, 8.4, 33.6, 50.4] [0.0, 0.0, 28.0, 21.0]"),
-        ({"name": "mask_iou"}, {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 28.0, 0.0, 28.0, 42.0]]"),
         # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
-        ({"name": "ordering", "metric": "exact"}, {"order": ["a [1]", "b, c"]}, '["a [1]", "b, c"]'),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
-        ({"name": "count"}, {"answer": 3.0}, "3"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
     ],
 )  # fmt: skip
@@ -78,8 +73,6 @@ def test_a_reward_for_some_rows_is_tried_on_those() -> None:
         ({"name": "iou", "gold_space": "pixel"}, "box", [10, 20, 90, 180], "56 × 84"),
         ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]"),
         ("box_match", "boxes", 3, "the gold boxes are '3'"),
-        ("iou", "box", [0, 0, 10**400, 1], "four finite numbers"),
-        ("mask_iou", "mask", "[" * 100_000, "the gold mask is"),
     ],
 )
 def test_a_gold_that_means_nothing_is_found_by_the_reward(
@@ -88,7 +81,7 @@ def test_a_gold_that_means_nothing_is_found_by_the_reward(
     check = RewardCheck([resolve_entry(entry)])
     check.add("row", prompt(**{column: value}))
     (report,) = check.finish()
-    assert words in report.failures[0].fault
+    assert words in report.failures[0]
 
 
 def test_the_best_of_cosine_length_is_what_the_config_says() -> None:
@@ -109,23 +102,14 @@ def test_rows_without_a_right_answer_are_left_out() -> None:
     assert report.skipped == "not judged: no column says what a right answer is" and report.failures == []
 
 
-@pytest.mark.parametrize(
-    ("name", "columns", "text"),
-    [
-        ("iou", {"box": BOX}, "[20.0, 10.0, 120.0, 60.0]"),
-        ("mask_iou", {"mask": [[0, 0, 50, 0, 50, 100]]}, "[[0.0, 0.0, 100.0, 0.0, 100.0, 50.0]]"),
-    ],
-)
-def test_the_image_that_the_reward_looks_at_is_the_one_that_counts(
-    name: str, columns: dict[str, Any], text: str
-) -> None:
+def test_the_image_that_the_reward_looks_at_is_the_one_that_counts() -> None:
     # the second image is held at 100 x 200 too, and seen at 200 x 100: twice as wide and half as high
-    row = prompt(**columns)
+    row = prompt(box=BOX)
     sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, *HELD)))
     seen = (tiny.picture(0, *SEEN), tiny.picture(1, 200, 100))
     row = replace(row, sample=sample, engine_prompt=EnginePrompt((), seen))
-    spec = resolve_entry({"name": name, "image_index": 1})
-    assert gold_text(spec, row) == text
+    spec = resolve_entry({"name": "iou", "image_index": 1})
+    assert gold_text(spec, row) == "[20.0, 10.0, 120.0, 60.0]"
     check = RewardCheck([spec])
     check.add("row", row)
     (report,) = check.finish()

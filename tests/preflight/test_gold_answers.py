@@ -30,9 +30,8 @@ def checked(entry: Any, answers: list[Any], *, column: str = "answer", **options
 def test_a_reward_that_tells_right_from_wrong_passes() -> None:
     report = checked("exact_match", ["red", "green", "blue", None])
     assert (report.failures, report.skipped, report.errors) == ([], "", 0)
-    assert report.gold == [1.0, 1.0, 1.0] and report.none == 1
+    assert report.gold == [1.0, 1.0, 1.0] and report.unapplied == 1
     assert report.wrong == [0.0] * 9  # for each row two other answers and garbage
-    assert report.calls == 12 and report.seconds > 0
 
 
 def says_number(completion: str, answer: int) -> float:
@@ -43,35 +42,24 @@ def always(completion: str, answer: str) -> float:
     return 0.5
 
 
-def broken(completion: str, answer: str) -> float:
-    return float(completion == answer.upper())
-
-
 @pytest.mark.parametrize(
-    ("fn", "answers", "fault", "scores"),
+    ("fn", "answers", "first"),
     [
-        (says_number, [3, 4, 5], "the right answers of other rows score no less", (1.0, 1.0)),
-        (always, ["a", "b"], "garbage scores no less", (0.5, 0.5)),
-        (broken, ["a", "b"], "garbage scores no less", (0.0, 0.0)),
-        (lambda completion, answer: None if "?" in completion else 1.0, ["a"], "garbage scores", (1.0, None)),
+        (says_number, [3, 4], "1: the right answers of other rows score no less (says_number: '3' scores 1, '4' "),
+        (always, ["a", "b"], "1: garbage scores no less (always: 'a' scores 0.5, '?!' scores 0.5)"),
+        (lambda completion, answer: None if "?" in completion else 1.0, ["a"], "'a' scores 1, '?!' scores None)"),
     ],
-)
-def test_one_that_does_not_fails_on_each_row(
-    fn: Callable[..., Any], answers: list[Any], fault: str, scores: tuple[float, float | None]
-) -> None:
+)  # fmt: skip
+def test_one_that_does_not_fails_on_each_row(fn: Callable[..., Any], answers: list[Any], first: str) -> None:
     report = checked(fn, answers)
-    assert [failure.row for failure in report.failures] == [
-        f"rows.jsonl:{i + 1}" for i in range(len(answers))
-    ]
-    for failure, answer in zip(report.failures, answers, strict=True):
-        assert fault in failure.fault and failure.gold == str(answer)
-        assert (failure.gold_score, failure.wrong_score) == scores
+    assert len(report.failures) == len(answers) and first in report.failures[0]
+    assert all(text.startswith(f"rows.jsonl:{i + 1}: ") for i, text in enumerate(report.failures))
 
 
 def test_a_built_in_must_give_1() -> None:
     report = checked("exact_match", ["red", "blue"], template="{gold} perhaps")
-    assert [f.fault for f in report.failures] == ["the right answer is not scored 1"] * 2
-    assert report.failures[0].gold == "red perhaps"
+    assert len(report.failures) == 2
+    assert "the right answer is not scored 1 (exact_match: 'red perhaps' scores 0)" in report.failures[0]
     ok = checked("exact_match", ["red", "blue"], template="<think>so</think> <answer>{gold}</answer>")
     assert ok.failures == [] and ok.gold == [1.0, 1.0]
 
@@ -86,7 +74,7 @@ def test_two_answers_that_mean_the_same_are_no_failure() -> None:
 def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     report = checked({"name": "length", "max_length": 3, "unit": "characters"}, ["red", "blue"])
     assert report.skipped.startswith("not judged: it reads no column")
-    assert report.gold == [] and report.failures == [] and report.calls > 0
+    assert report.gold == [] and report.failures == []
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
 
 
@@ -108,7 +96,7 @@ def test_which_text_is_the_right_answer() -> None:
 
 def test_a_reward_whose_column_is_null_in_every_row_applies_nowhere() -> None:
     report = checked("exact_match", [None] * 70)
-    assert (report.rows, report.unapplied, report.calls, report.applies_nowhere) == (70, 70, 0, True)
+    assert (report.rows, report.unapplied, report.applies_nowhere) == (70, 70, True)
     once = checked("exact_match", [None] * 69 + ["red"])
     assert (once.rows, once.unapplied, once.applies_nowhere) == (70, 69, False)
 
