@@ -1,7 +1,7 @@
 """`mm-grpo rewards`: what can score, how each one is used, and a score by hand.
 
     mm-grpo rewards                       every reward by name, with a line each
-    mm-grpo rewards NAME                  one reward: its signature, its documentation, an entry for a config
+    mm-grpo rewards NAME                  one reward: its signature, its documentation
     mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--arg k=v ...]
 
 NAME is whatever a config may name: a registered reward, path/to/file.py:function, package.module:function
@@ -63,7 +63,7 @@ Name = Annotated[str, typer.Argument(help="A reward, as a config names it.", sho
 
 @app.command()
 def show(name: Name) -> None:
-    """Show one reward: its signature, its documentation and an example entry."""
+    """Show one reward: its signature and its documentation."""
     from mm_grpo.rewards import resolve_entry
 
     typer.echo(printable(page(resolve_entry(name))))
@@ -139,34 +139,5 @@ def first_line(spec: RewardSpec) -> str:
 
 def page(spec: RewardSpec) -> str:
     """What `mm-grpo rewards NAME` prints."""
-    head = f"{spec.name} ({spec.source}; called per {spec.kind}): {inspect.signature(spec.fn)}"
-    doc = inspect.getdoc(spec.fn) or "(no docstring)"
-    return "\n".join([head, "", doc, "", "In a config:", *(f"  {line}" for line in example(spec))])
-
-
-def example(spec: RewardSpec) -> list[str]:
-    """Lines of YAML that use the reward, with the columns and arguments it has."""
-    settings = [f"name: {spec.source if ':' in spec.source else spec.name}", f"weight: {spec.weight:g}"]
-    settings += [f"{name}: VALUE" for name in spec.required if _is_setting(spec, name)]
-    settings += [f"{name}: {_default(spec, name)}" for name in spec.config_only]
-    lines = [f"rewards: [{{{', '.join(settings)}}}]"]
-    for name in dict.fromkeys((*spec.needs, *spec.required)):
-        if name not in spec.supplied and not _is_setting(spec, name):
-            return [*lines, f"data: {{columns: {{{name}: name_in_the_dataset}}}}"]
-    return lines
-
-
-def _default(spec: RewardSpec, name: str) -> str:
-    """The default of a parameter, as YAML."""
-    value = inspect.signature(spec.fn).parameters[name].default
-    value = list(value) if isinstance(value, tuple | set | frozenset) else value
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _is_setting(spec: RewardSpec, name: str) -> bool:
-    """Whether a parameter is a setting: behind the `*` of a per-completion function, of a built-in batch one any."""
-    if name in spec.supplied:
-        return False
-    if spec.kind == "batch":
-        return spec.source == "built-in" and name not in spec.needs
-    return inspect.signature(spec.fn).parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    head = f"{spec.name} ({spec.source}; called per {spec.kind}; weight: {spec.weight:g}): {inspect.signature(spec.fn)}"
+    return f"{head}\n\n{inspect.getdoc(spec.fn) or '(no docstring)'}"

@@ -234,11 +234,6 @@ def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
             f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "
             "answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
         )
-    if report.cannot_tell:
-        yield (
-            f"{reward} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} a wrong "
-            "answer scores no less than the right one; see its arguments, and data.gold_template"
-        )
 
 
 def _table(title: str, *columns: str) -> Table:

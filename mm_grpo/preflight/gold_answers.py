@@ -3,7 +3,7 @@
 A reward must score a row's right answer above the right answers of other rows and above garbage; a built-in
 must give it 1. Rewards that read no column have no right answer: they are called, and their scores reported.
 Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
-gate or has weight 0; one that scores right and wrong answers alike on most rows is reported as a whole.
+gate or has weight 0.
 
 What a right answer is, gold_text.py knows. In a run of several turns an answer is a conversation of one turn.
 """
@@ -46,8 +46,7 @@ class RewardReport:
     on which it does not tell them apart or raises. `skipped` says why it was not judged, or not called.
 
     To `unapplied` of the `rows` rows it does not apply: a column that it needs is null, its `when` names others, or
-    every answer gets None. On `alike` rows right and wrong answers score alike. `may_be_idle` says that it need not
-    apply anywhere.
+    every answer gets None. `may_be_idle` says that it need not apply anywhere.
     """
 
     name: str
@@ -57,7 +56,6 @@ class RewardReport:
     wrong: list[float] = field(default_factory=list)
     rows: int = 0
     unapplied: int = 0
-    alike: int = 0
     may_be_idle: bool = False
     errors: int = 0
     failures: list[str] = field(default_factory=list)
@@ -66,11 +64,6 @@ class RewardReport:
     def applies_nowhere(self) -> bool:
         """Whether it applies to none of the rows, and ought to."""
         return 0 < self.rows == self.unapplied and not self.may_be_idle
-
-    @property
-    def cannot_tell(self) -> bool:
-        """Whether right and wrong answers score alike on most of the rows that were judged."""
-        return 2 * self.alike > len(self.gold)
 
 
 _Row = tuple[str, Prompt, str]
@@ -209,7 +202,6 @@ class _Check:
         report.gold.append(gold)
         report.wrong += [score for score in scores[1:] if score is not None]
         same_as_others = bool(others) and all(not _less(score, gold) for score in others)
-        report.alike += same_as_others or not _less(garbage, gold)
         has_top = self.builtin is not None and self.builtin not in ANY_BEST
         tried = [(right, gold)]
         if has_top and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):

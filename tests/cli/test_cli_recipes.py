@@ -22,8 +22,8 @@ FULL = ModelSizes(WEIGHTS, WEIGHTS - TOWER, 2, 36, 2048, 2048, 11008, 151936)
 LORA = ModelSizes(WEIGHTS + ADAPTERS, ADAPTERS, 2, 36, 2048, 2048, 11008, 151936, head_is_trained=False)
 
 
-@pytest.mark.parametrize("recipe", sorted(find_recipes()))
-def test_every_layer_goes_over_every_recipe(recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["digits", "geometry3k", "mixture", "zoom"])
+def test_every_layer_goes_over_any_recipe(recipe: str) -> None:
     alone = load_config(recipe, [])
     for layer in find_layers():
         merged = load_config(recipe, [layer])

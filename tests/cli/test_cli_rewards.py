@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.cli.rewards import page
-from mm_grpo.config import apply_overrides
-from mm_grpo.rewards import names, resolve_entry
+from mm_grpo.rewards import names
 
 
 def test_the_list_has_a_line_for_each(command: Any) -> None:
@@ -18,17 +16,6 @@ def test_the_list_has_a_line_for_each(command: Any) -> None:
     assert result.code == 0 and [line.split()[0] for line in lines][: len(names())] == names()
     assert all(len(line.split()) > 3 for line in lines)
     assert "1 when the completion's final answer is the gold answer." in result.out
-
-
-def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
-    for name in names():
-        shown = page(resolve_entry(name))
-        entry = next(line for line in shown.splitlines() if line.startswith("  rewards: "))
-        (made,) = apply_overrides({}, [entry.strip().replace(": ", "=", 1)])["rewards"]
-        made = {
-            key: 8 if value == "VALUE" else value for key, value in made.items()
-        }  # for the user to replace
-        assert resolve_entry(made).name == name
 
 
 def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) -> None:
@@ -42,10 +29,8 @@ def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) ->
 
 def test_a_page(command: Any) -> None:
     out = command("rewards", "exact_match").out
-    assert out.startswith("exact_match (built-in; called per completion): (completion: ")
+    assert out.startswith("exact_match (built-in; called per completion; weight: 1): (completion: ")
     assert "ignore_case: 'bool' = True" in out and "\n\n1 when the completion's final" in out
-    assert "rewards: [{name: exact_match, weight: 1, ignore_case: true}]" in out
-    assert "data: {columns: {answer: name_in_the_dataset}}" in out
 
 
 @pytest.mark.parametrize(

@@ -110,19 +110,6 @@ def test_gates_and_weights_of_0_may_be_idle() -> None:
     assert report.unapplied == 1 and not report.applies_nowhere
 
 
-def test_right_and_wrong_alike_on_most_rows() -> None:
-    assert [checked(always, ["a", "b"]).alike, checked(always, ["a", "b"]).cannot_tell] == [2, True]
-
-    def half(completion: str, answer: str) -> float:
-        return float(completion == answer or answer in ("a", "b"))
-
-    two_of_four = checked(half, ["a", "b", "c", "d"])
-    assert (two_of_four.alike, two_of_four.cannot_tell) == (2, False)
-    two_of_three = checked(half, ["a", "b", "c"])
-    assert (two_of_three.alike, two_of_three.cannot_tell) == (2, True)
-    assert not checked("exact_match", ["red", "blue"]).cannot_tell
-
-
 @pytest.mark.parametrize("kind", ["completion", "batch"])
 def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one(kind: str) -> None:
     seen: list[Any] = []
