@@ -84,16 +84,6 @@ def test_every_stage_of_a_dry_run(
     assert f"| samples per second and GPU, embedded engine | {rate:.2f} |" in headline
 
 
-@pytest.mark.parametrize(("passed", "fault"), [(1, "1 of 3 tests failed: b"), (0, "1 of 2 tests failed: b")])
-def test_a_report_of_pytest_is_a_row(passed: int, fault: str, script: Script, tmp_path: Path) -> None:
-    good = '<testcase name="a" time="1.5"/>' * passed
-    wrong = '<testcase name="b" time="2"><failure message="no&#10;more"/></testcase>'
-    (tmp_path / "x.xml").write_text(f'<x>{good}{wrong}<testcase name="c"><skipped/></testcase></x>')
-    row = script("gpu_runs").read_junit(tmp_path / "x.xml", gpu=True)
-    counts = {"tests": 2 + passed, "passed": passed, "skipped": 1, "seconds": 2 + 1.5 * passed}
-    assert row == {**counts, "failed": {"b": "no"}, "fault": fault}
-
-
 def test_faults_stay_in_their_cases(script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof, runs = script("gpu_proof"), script("gpu_runs")
     called: list[str] = []

@@ -11,8 +11,6 @@ import yaml
 
 from mm_grpo import GRPOConfig
 from mm_grpo.data.sources import load_train
-from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import ToolError
 
 
 @pytest.fixture
@@ -143,7 +141,7 @@ def test_rows_without_their_images_are_one_cause_with_the_folder_that_holds_them
 
 
 def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None:
-    """Rows without images need no data.text_only then, and what reset returns is looked at before the first step."""
+    """Rows without images need no data.text_only then."""
     (job.parent / "env.py").write_text(
         "from PIL import Image\nclass Show:\n"
         "    def reset(self, answer):\n        return Image.new('RGB', (60, 60), answer)\n"
@@ -155,14 +153,6 @@ def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None
     shown = command("check", job, *env)
     assert shown.code == 0 and row_of(shown.out, "train", "303 / ")[3] == "2", shown.out + shown.err
     assert command("check", job, "rewards=[exact_match]").code == 2
-    config = GRPOConfig.from_yaml(job, env)
-    toolbox = toolbox_of(config, None, None)
-    assert toolbox is not None
-    toolbox.look(load_train(config))
-    rows.write_text('{"prompt": "what", "answer": "no colour"}\n')
-    with pytest.raises(ToolError, match="train:0"):
-        toolbox.look(load_train(config))
-    toolbox.close()
 
 
 def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from mm_grpo.cli.main import app
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.grpo_config import MATTER
 from mm_grpo.config.messages import Section
-from mm_grpo.run.environment import memory_limit
 
 
 def commands() -> list[str]:
@@ -108,17 +107,6 @@ def test_env_shows_versions_devices_and_limits(command: Any) -> None:
     assert found["mm_grpo"] == mm_grpo.__version__ and found["packages"]["torch"]
     assert found["limits"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert "command" not in found and "started" not in found
-
-
-def test_the_memory_of_a_container_is_what_it_allows(tmp_path: Path) -> None:
-    control, machine = tmp_path / "memory.max", tmp_path / "meminfo"
-    machine.write_text("MemTotal:       2048 kB\nMemFree: 1 kB\n")
-    assert memory_limit(control, machine) == 2048 * 1024
-    control.write_text("max\n")
-    assert memory_limit(control, machine) == 2048 * 1024
-    control.write_text("1048576\n")
-    assert memory_limit(control, machine) == 1048576
-    assert memory_limit(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:

@@ -67,18 +67,6 @@ def ranks_of(process: forkserver.Forked) -> dict[int, int]:
     return found
 
 
-def listening(pids: list[int]) -> set[str]:
-    """The addresses that these processes listen at over TCP, as the kernel writes them."""
-    found = set()
-    for pid in pids:
-        with suppress(OSError):
-            files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-            texts = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-            lines = [line.split() for text in texts for line in text.splitlines()]
-            found |= {w[1].partition(":")[0] for w in lines if w[3] == "0A" and f"socket:[{w[9]}]" in files}
-    return found
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -144,16 +132,13 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     """Also where something left aborts the process when the interpreter is taken down, as threads of gloo may do."""
     last = "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
     (job.parent / "mine.py").write_text((job.parent / "mine.py").read_text() + last)
-    run, number, seen = tmp_path / "run", signal.SIGTERM, set[str]()
+    run, number = tmp_path / "run", signal.SIGTERM
     arguments = ("-m", "mm_grpo.cli", "train", job, "--processes", "2", "run.max_steps=400")
     with started(tmp_path, *arguments) as process:
-        while process.poll() is None and not (run / "metrics.jsonl").exists():
-            seen |= listening([process.pid, *ranks_of(process).values()])
-            time.sleep(0.05)
+        wait_for(lambda: (run / "metrics.jsonl").exists() or process.poll() is not None)
         process.send_signal(number)
         code, err = ended(process, tmp_path)
     assert code == 128 + number, err
-    assert seen == {"0100007F"}  # 127.0.0.1
     (newest,) = (run / "checkpoints").iterdir()
     step = int(newest.name[5:])
     lines = err.strip().splitlines()[-3:]
@@ -224,13 +209,10 @@ def failures(*ends: tuple[int, int, int]) -> dict[int, ProcessFailure]:
 @pytest.mark.parametrize(
     ("ends", "code", "printed"),
     [
-        ([(0, 2, 5), (1, 2, 5)], 2, ""),
         ([(1, 1, 5), (0, 3, 6)], 3, ""),  # what it lost was a process that a guard had stopped
         ([(0, -15, 6), (1, 2, 5)], 2, ""),  # the launcher ended the first
         ([(0, 1, 5), (1, -15, 5)], 1, ""),  # a fault, and its traceback
-        ([(0, -15, 6), (1, -15, 5)], 1, "process 1 of 2 (pid 1001) was ended by SIGTERM; the others"),
         ([(0, 1, 7), (1, -9, 7)], 1, "process 1 of 2 (pid 1001) was ended by SIGKILL; "),
-        ([(0, -11, 4), (1, 1, 7)], 1, "process 0 of 2 (pid 1000) was ended by SIGSEGV; the others"),
         ([(1, 130, 4), (0, -15, 7)], 130, ""),  # it stopped after a whole step, and printed so
     ],
 )

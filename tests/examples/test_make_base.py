@@ -27,23 +27,6 @@ def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base:
     assert tokenizer.decode(tokenizer.encode(odd)) == odd  # bytes: nothing is unknown
 
 
-def test_prompts_are_chatml(make_base: ModuleType) -> None:
-    processor = make_base.make_processor()
-    messages = [
-        {"role": "system", "content": "Look."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What shape?"}]},
-        {"role": "assistant", "content": "circle"},
-    ]
-    assert processor.apply_chat_template(messages) == (
-        "<|im_start|>system\nLook.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What shape?<|im_end|>\n"
-        "<|im_start|>assistant\ncircle<|im_end|>\n"
-    )
-    assert processor.apply_chat_template(messages[:1], add_generation_prompt=True) == (
-        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
 def test_only_the_reply_and_its_end_are_learned(make_base: ModuleType) -> None:
     processor = make_base.make_processor()
     lessons = [make_base.lesson(index, 0, 1.0, OPTIONS) for index in range(8)]

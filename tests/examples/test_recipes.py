@@ -128,29 +128,6 @@ def test_prepare_writes_what_the_config_reads(
     }[recipe]
 
 
-def test_a_second_run_leaves_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: published("geometry3k"))
-    module = prepare("geometry3k")
-    module.main(["--out", str(tmp_path)])
-    first = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "validation.jsonl").unlink()
-    asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, split: asked.append(split) or published("geometry3k")
-    )
-    capsys.readouterr()
-    module.main(["--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert asked == ["validation"] and (tmp_path / "train.jsonl").read_text() == first
-    assert f"{tmp_path}/train.jsonl: is there already" in said and "validation.jsonl: 6 rows in " in said
-    module.main(["--out", str(tmp_path), "--again"])
-    assert asked == ["validation", "train", "validation", "test"]
-
-
 def test_without_a_network_prepare_ends_with_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -110,20 +110,13 @@ def test_gates_and_weights_of_0_may_be_idle() -> None:
     assert report.unapplied == 1 and not report.applies_nowhere
 
 
-@pytest.mark.parametrize("kind", ["completion", "batch"])
-def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one(kind: str) -> None:
+def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one() -> None:
     seen: list[Any] = []
 
     def first_turn(completion: str, turns: list[dict[str, Any]], answer: str) -> list[float]:
         seen.append((completion, [(turn["role"], turn["text"]) for turn in turns]))
         return [float(turns[0]["text"] == answer)]
 
-    def first_turns(completions: Any, turns: Any, answer: list[str], **columns: Any) -> list[list[float]]:
-        told = zip(completions, turns, answer, strict=True)
-        return [first_turn(done[-1]["content"], own, gold) for done, own, gold in told]
-
-    entry = {"name": first_turn if kind == "completion" else first_turns, "per_turn": True}
-    report = checked(entry, ["red", "blue"], several_turns=True)
+    report = checked({"name": first_turn, "per_turn": True}, ["red", "blue"], several_turns=True)
     assert (report.failures, report.errors, report.gold) == ([], 0, [1.0, 1.0])
     assert set(report.wrong) == {0.0} and ("red", [("assistant", "red")]) in seen
-    assert all(turns == [("assistant", text)] for text, turns in seen)

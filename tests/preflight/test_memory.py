@@ -87,17 +87,6 @@ def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, 
     assert kept == 10 * (3 * 4 * 64 + around + found.linear_token)
 
 
-def test_sizes_are_read_from_a_model(models: dict[str, Path]) -> None:
-    model = load(models["qwen2_vl"])
-    text = model.config.get_text_config()
-    found = ModelSizes.of(model, reference=model)
-    assert found.weights == found.trained == found.reference == sum(p.numel() for p in model.parameters())
-    assert (found.numbers, found.layers, found.hidden) == (4, text.num_hidden_layers, text.hidden_size)
-    assert (found.inner, found.vocabulary) == (text.intermediate_size, text.vocab_size)
-    model.requires_grad_(False)
-    assert ModelSizes.of(model).trained == 0 and not ModelSizes.of(model).head_is_trained
-
-
 def kept_by_autograd(model: Any, run: Any) -> int:
     """Bytes of the storages that autograd keeps for backward, without weights."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
