@@ -29,8 +29,8 @@ def check(
     ] = None,
     pass_rate_rows: Annotated[int, typer.Option(min=1, help="Rows for that, evenly spread.")] = 100,
     pass_rate_bounds: Annotated[
-        str, typer.Option(metavar="LOW,HIGH", help="Pass rates of the rows to keep.")
-    ] = "0.1,0.9",
+        tuple[float, float], typer.Option(metavar="LOW HIGH", help="Pass rates of the rows to keep.")
+    ] = (0.1, 0.9),
     pass_rate_file: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="Write those rows, for data.train.")
     ] = None,
@@ -39,7 +39,6 @@ def check(
     loaded = load_config(config, overrides or [])
     if not smoke:
         refuse_missing_data(loaded, config)
-    bounds = _bounds(pass_rate_bounds)
     if pass_rate_file is not None and pass_rate is None:
         raise ConfigError("--pass-rate-file: needs --pass-rate N, the answers to each row")
     file = None if pass_rate_file is None else OutputFile("--pass-rate-file", pass_rate_file, mark=None)
@@ -54,19 +53,9 @@ def check(
             from mm_grpo.preflight.pass_rates import measure
             from mm_grpo.run.progress import Progress
 
-            measure(loaded, pass_rate, pass_rate_rows, bounds, file, Progress(0).evaluating)
+            measure(loaded, pass_rate, pass_rate_rows, pass_rate_bounds, file, Progress(0).evaluating)
     if not passed:
         raise typer.Exit(2)
-
-
-def _bounds(text: str) -> tuple[float, float]:
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low, high = 1.0, 0.0
-    if not 0 <= low <= high <= 1:
-        raise ConfigError(f"--pass-rate-bounds {text}: must be two shares from 0 to 1, as 0.1,0.9")
-    return low, high
 
 
 def doctor(

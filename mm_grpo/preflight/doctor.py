@@ -21,9 +21,10 @@ from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.checks import duplicate_completions
 from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
+from mm_grpo.preflight.memory import in_gb
 from mm_grpo.preflight.out_of_memory import refuse_too_large
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
-from mm_grpo.terminal import byte_size, print_line
+from mm_grpo.terminal import print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
@@ -185,7 +186,7 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
     if (done := report.update) is not None:
         lines += [
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}"
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {in_gb(done.bytes)}"
         ]
     for line in lines:
         print_line(line, console)

@@ -65,18 +65,21 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     return model, family
 
 
-_KNOWN: dict[tuple[str, ...], tuple[ModelSizes, Image]] = {}
+_KNOWN: dict[tuple[str, str, bool], tuple[ModelSizes, Image]] = {}
 """By what decides them: a model is built again for each card and each setting that is tried."""
 
 
 def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     """Counts and axes of a config's model, and its largest image. ConfigError where its config does not tell them."""
     pixels, policy = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
-    key = (config.model.model_dump_json(), pixels, f"{policy.beta > 0} {policy.reference_path}")
+    own = policy.beta > 0 and (policy.reference_path is not None or config.model.lora is None)
+    key = (config.model.model_dump_json(), pixels, own)
     if key not in _KNOWN:
         model, family = build_on_meta(config)
         try:
-            sizes = ModelSizes.of(model, _reference(config, model))
+            sizes = ModelSizes.of(
+                model, model if own else None
+            )  # a reference of its own is taken for as large
         except (AttributeError, TypeError) as error:
             where = f"model.path = '{config.model.path}'"
             raise ConfigError(
@@ -224,15 +227,6 @@ def _table(found: Phases, card: float) -> Table:
 
 
 # parts ---------------------------------------------------------------------------------------
-
-
-def _reference(config: GRPOConfig, model: Any) -> Any:
-    """The model that the reference policy is a copy of, if it is one of its own."""
-    if config.algorithm.beta == 0:
-        return None
-    if (path := config.algorithm.reference_path) is not None:
-        return build_on_meta(config.with_values({"model.path": path, "model.lora": None}))[0]
-    return model if config.model.lora is None else None
 
 
 def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
