@@ -1,4 +1,4 @@
-"""The base of the shapes demo: its tokenizer and template, its lessons, and a tiny run of the script."""
+"""The base of the shapes demo: its tokenizer, and a tiny run of the script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from mm_grpo.data.shapes import COLOURS, NUMBERS, SHAPES, SIDES
 
 RECIPE = Path(__file__).parents[2] / "examples" / "shapes"
-OPTIONS = {"image_size": 84, "max_objects": 2}
 TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
 
 
@@ -25,17 +24,6 @@ def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base:
     assert tokenizer.eos_token == "<|im_end|>"
     odd = "\u00dcber \u56fe 12\n"
     assert tokenizer.decode(tokenizer.encode(odd)) == odd  # bytes: nothing is unknown
-
-
-def test_only_the_reply_and_its_end_are_learned(make_base: ModuleType) -> None:
-    processor = make_base.make_processor()
-    lessons = [make_base.lesson(index, 0, 1.0, OPTIONS) for index in range(8)]
-    prompts, replies, images = (list(column) for column in zip(*lessons, strict=True))
-    batch = make_base.encode(processor, prompts, images, replies)
-    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 8  # 84 pixels: not resized
-    for row, reply in enumerate(replies):
-        learned = batch["labels"][row]
-        assert processor.tokenizer.decode(learned[learned >= 0]) == reply + "<|im_end|>"
 
 
 def test_a_tiny_run_saves_a_folder_that_loads(

@@ -72,14 +72,6 @@ def test_a_cut_at_full_size_shows_the_pattern() -> None:
         )
 
 
-def test_one_row_in_full() -> None:
-    row = task.patterns_rows(split="heldout", size=2, seed=3, cell_size=27)[1]
-    content = [{"type": "image"}, {"type": "text", "text": task.QUESTION}]
-    assert row["prompt"] == [{"role": "user", "content": content}]
-    assert (row["answer"], row["place"], row["box"]) == ("vertical", "top middle", (27, 0, 54, 27))
-    assert row["images"][0].size == (81, 81) and set(row) == {"prompt", "images", "answer", "place", "box"}
-
-
 def test_answers_and_places_are_balanced() -> None:
     rows = task.patterns_rows(split="train", size=90, cell_size=27)
     pairs = Counter((row["answer"], row["place"]) for row in rows)

@@ -57,8 +57,3 @@ def test_everything_asked_for_is_imported() -> None:
     modules = imported()
     unused = {name for name in asked_for() - EXCEPTIONS.keys() if MODULES.get(name, name) not in modules}
     assert unused == set()
-
-
-def test_the_exceptions_are_asked_for_and_not_imported() -> None:
-    assert EXCEPTIONS.keys() <= asked_for()
-    assert {name for name in EXCEPTIONS if name in imported()} == set()
