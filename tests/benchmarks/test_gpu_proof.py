@@ -1,4 +1,4 @@
-"""The stages for a GPU: their models and their places in the README; `make proof-dry` runs them all on a CPU."""
+"""The stages for a GPU: their models and their places in the README; `make gpu-proof DRY=1` runs them on a CPU."""
 
 from __future__ import annotations
 
