@@ -102,21 +102,6 @@ def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
-    with started(tmp_path, *peers(tmp_path, "ignoring")) as process:
-        wait_for(lambda: len(list(tmp_path.glob("ignoring-*"))) == 2 or process.poll() is not None)
-        ranks = ranks_of(process)
-        process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)  # is no Ctrl-C
-        process.send_signal(signal.SIGINT)
-        code, err = ended(process, tmp_path)
-    assert (code, err.strip()) == (130, "interrupted")
-    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-
-
-@pytest.mark.long
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path, *peers(tmp_path, "loop")) as process:
         wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)

@@ -4,7 +4,6 @@
 `peers.py FOLDER MODE` each process then ends as `mm-grpo` does, in one of these ways:
 
     loop        exchanges objects and gradients for ever; FOLDER/exchanged is there after the first time
-    ignoring    ignores SIGINT and SIGTERM and sleeps; FOLDER/ignoring-RANK is there then
     guard       every process raises the same GuardStop, the first one after it has written FOLDER/report
 """
 
@@ -12,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -61,13 +59,6 @@ def loop(folder: Path, ranks: Ranks) -> None:
         (folder / "exchanged").touch()
 
 
-def ignoring(folder: Path, ranks: Ranks) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    (folder / f"ignoring-{ranks.rank}").touch()
-    time.sleep(300)
-
-
 def guard(folder: Path, ranks: Ranks) -> None:
     try:
         with ranks.fail_together("guards"):
@@ -78,9 +69,7 @@ def guard(folder: Path, ranks: Ranks) -> None:
             (folder / "report").write_text("whole")
 
 
-MODES: dict[str, Callable[[Path, Ranks], None]] = {
-    "loop": loop, "guard": guard, "ignoring": ignoring,
-}  # fmt: skip
+MODES: dict[str, Callable[[Path, Ranks], None]] = {"loop": loop, "guard": guard}
 
 
 def command(_: list[str]) -> None:

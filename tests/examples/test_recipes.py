@@ -179,12 +179,9 @@ def test_what_no_published_row_shows() -> None:
 
 
 LAYERS = [layer for layer in find_layers() if layer not in ("vllm", "offload", "qlora")]
-QUICK = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
+TRAINED = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
 """Those that share their reward and layout with none of the others."""
-CELLS = [
-    pytest.param(recipe, LAYERS[at % len(LAYERS)], marks=[] if recipe in QUICK else pytest.mark.long)
-    for at, recipe in enumerate(RECIPES)
-]
+CELLS = [(recipe, LAYERS[at % len(LAYERS)]) for at, recipe in enumerate(RECIPES)]
 """Each recipe with one layer (recipes_runs.md has all pairs)."""
 
 
@@ -193,6 +190,8 @@ CELLS = [
 def test_a_smoke_run_trains_two_steps(recipe: str, layer: str, tmp_path: Path, command: Any) -> None:
     code, out, _ = command("check", recipe, layer, "--smoke")
     assert code == 0 and out.rstrip().endswith("ok") and "1 / 1 / 1" in out, out
+    if recipe not in TRAINED:
+        return
     code, out, err = command("train", recipe, layer, "--smoke", f"run.dir={tmp_path}/run")
     assert code == 0, err
     assert "smoke: a tiny random model in place of " in out and "done: 2 steps" in out
