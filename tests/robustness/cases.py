@@ -194,7 +194,6 @@ def lay_tools(kind: str) -> Any:
     return (lambda out: shutil.rmtree(out / "checkpoints")) if kind == "bare" else lambda out: None
 
 
-ASCII = "\u56fe"
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
     *(Case(f"command: {name}", command, words) for name, command, words in COMMANDS),
@@ -263,7 +262,6 @@ CASES: list[Case] = [
         )
         for name, command, run, words in TOOLS
     ),
-    Case("terminal: a Chinese prompt", CHECK, code=0, files={"rows.jsonl": row(prompt=ASCII)}, encoding="ascii"),
     Case("machine: WORLD_SIZE=abc", TRAIN, ("failed: ", "'abc'"), 1, within=variable("WORLD_SIZE", "abc")),
     Case("machine: a full disk behind stdout", CHECK, ("No space left",), 1, full_disk=True),
     Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,
