@@ -45,7 +45,7 @@ def outputs(folder: Path) -> list[str]:
 
 @pytest.mark.long
 def test_two_hosts_join_and_a_lost_one_ends_the_other_with_a_message(tmp_path: Path) -> None:
-    """SIGSTOP leaves the connection open and silent, as a host that lost its power does."""
+    """The first one, whose launcher holds the store; test_ranks.py has one that falls silent."""
     with two_hosts([SCRIPT, tmp_path, "loop"], tmp_path) as hosts:
         end = time.monotonic() + DEADLINE
         while not (tmp_path / "exchanged").exists() and time.monotonic() < end:
@@ -58,11 +58,8 @@ def test_two_hosts_join_and_a_lost_one_ends_the_other_with_a_message(tmp_path: P
         gone = [hosts[0].pid, *children(hosts[0].pid)]
         assert len(gone) == 2
         for pid in gone:
-            os.kill(pid, signal.SIGSTOP)
-        started = time.monotonic()
-        hosts[1].wait(DEADLINE)
-        assert hosts[1].returncode == 1 and time.monotonic() - started > 1
-        for pid in gone:
             os.kill(pid, signal.SIGKILL)
+        hosts[1].wait(DEADLINE)
+        assert hosts[1].returncode == 1
     output = outputs(tmp_path)[1]
     assert "process 1 of 2" in output and "run.process_timeout" in output, output[-3000:]
