@@ -13,7 +13,7 @@ import torch
 
 from mm_grpo import GRPOConfig
 from mm_grpo.cli import recipes
-from mm_grpo.cli.configs import load_config, prepare_command
+from mm_grpo.cli.configs import load_config
 from mm_grpo.config.shipped import find_layers, find_recipes
 from mm_grpo.preflight.memory import ModelSizes, learner_memory
 
@@ -80,8 +80,7 @@ def test_data_that_is_not_there_is_said_with_the_command(
     monkeypatch.chdir(tmp_path)
     for name in ("check", "train", "doctor"):
         ended = command(name, recipe)
-        made = prepare_command(find_recipes()[recipe].parent)
-        assert ended.code == 2 and made is not None and made in ended.err
+        assert ended.code == 2 and f"{recipe}/prepare.py" in ended.err
         assert "train.jsonl does not exist; the recipe's rows are made" in ended.err
 
 
