@@ -1,6 +1,6 @@
 """Rewards on right and on wrong answers, for `mm-grpo check`.
 
-A reward must score a row's right answer above the right answers of rows before it and above garbage; a built-in
+A reward must score a row's right answer above the right answers of other rows and above garbage; a built-in
 must give it 1. Rewards that read no column have no right answer: they are called, and their scores reported.
 Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
 gate or has weight 0.
@@ -23,8 +23,10 @@ from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Completion, Prompt, Turn
 
+CHUNK = 64
+"""Rows among which right answers are exchanged."""
 OTHERS = 3
-"""Right answers of rows before it that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
+"""Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
 GARBAGE = "?!"
 MOST_ERRORS = 3
 """A reward that has raised on so many rows is not called again: each may have waited for its deadline."""
@@ -73,17 +75,25 @@ class RewardCheck:
 
     def __init__(self, specs: Sequence[RewardSpec], **options: Any) -> None:
         self._checks = [_Check(spec, **options) for spec in specs]
+        self._rows: list[tuple[str, Prompt]] = []
 
     def add(self, row: str, prompt: Prompt) -> None:
-        """Score the answers of a row; `row` is what messages call it."""
-        for check in self._checks:
-            check.add(row.rsplit("/", 1)[-1], prompt)
+        """Take a row; `row` is what messages call it."""
+        self._rows.append((row.rsplit("/", 1)[-1], prompt))
+        if len(self._rows) >= CHUNK:
+            self._flush()
 
     def finish(self) -> list[RewardReport]:
-        """Stop all workers, and give a report for each reward."""
+        """Score what is left, stop all workers, and give a report for each reward."""
+        self._flush()
         for check in self._checks:
             check.scorer.close()
         return [check.report for check in self._checks]
+
+    def _flush(self) -> None:
+        for check in self._checks:
+            check.score(self._rows)
+        self._rows = []
 
 
 class _Check:
@@ -105,22 +115,28 @@ class _Check:
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
         self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
         self.judged = self.form = self.builtin in FORMS and template is not None
-        self.before: dict[str, None] = {}
+        self.pool: list[str] = []
         if not self.may_call:
             self.report.skipped = "not called: it may use a network (--call-judges calls it)"
 
-    def add(self, row: str, prompt: Prompt) -> None:
+    def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
         if not self.may_call:
             return
-        self.judged = self.judged or self._may_judge(prompt)
-        self.report.rows += 1
-        if lacks_column(self.spec, prompt):
-            self.report.unapplied += 1
-            return
-        gold = gold_text(self.spec, prompt, self.template, always=not self.judged or self.form)
+        needed = []
+        for row, prompt in rows:
+            self.judged = self.judged or self._may_judge(prompt)
+            always = not self.judged or self.form
+            if not lacks_column(self.spec, prompt):
+                needed.append((row, prompt, gold_text(self.spec, prompt, self.template, always=always)))
+        self.report.rows += len(rows)
+        self.report.unapplied += len(rows) - len(needed)
+        self.pool = list(dict.fromkeys(gold for _, _, gold in needed if gold is not None))
+        for row, prompt, gold in needed:
+            if self.report.errors < MOST_ERRORS:
+                self._score(row, prompt, gold)
+
+    def _score(self, row: str, prompt: Prompt, gold: str | None) -> None:
         texts = [GARBAGE] if gold is None else [gold, *self._others(gold), GARBAGE]
-        if self.report.errors >= MOST_ERRORS:
-            return
         try:
             scores = self._scores(prompt, texts)
         except RewardError as error:
@@ -140,10 +156,8 @@ class _Check:
         return not self.report.skipped
 
     def _others(self, gold: str) -> list[str]:
-        """The latest right answers of rows before that are not this one's."""
         plain = " ".join(gold.split()).casefold()
-        others = [text for text in self.before if " ".join(text.split()).casefold() != plain]
-        self.before = dict.fromkeys([*list(self.before)[-OTHERS:], gold])
+        others = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
         return [] if self.form else others[-OTHERS:]
 
     def _scores(self, prompt: Prompt, texts: Sequence[str]) -> Sequence[float | None]:

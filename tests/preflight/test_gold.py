@@ -90,7 +90,7 @@ def test_the_best_of_cosine_length_is_what_the_config_says() -> None:
     for index, answer in enumerate(("red", "blue")):
         check.add(f"row {index}", prompt(answer=answer))
     (report,) = check.finish()
-    assert (report.gold, report.wrong, report.failures) == ([2.0, 2.0], [-1.0] * 3, [])
+    assert (report.gold, report.wrong, report.failures) == ([2.0, 2.0], [-1.0] * 4, [])
 
 
 def test_rows_without_a_right_answer_are_left_out() -> None:

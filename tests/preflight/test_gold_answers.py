@@ -31,7 +31,7 @@ def test_a_reward_that_tells_right_from_wrong_passes() -> None:
     report = checked("exact_match", ["red", "green", "blue", None])
     assert (report.failures, report.skipped, report.errors) == ([], "", 0)
     assert report.gold == [1.0, 1.0, 1.0] and report.unapplied == 1
-    assert report.wrong == [0.0] * 6  # for each row garbage, and the answers before it
+    assert report.wrong == [0.0] * 9  # for each row two other answers and garbage
 
 
 def says_number(completion: str, answer: int) -> float:
@@ -45,7 +45,8 @@ def always(completion: str, answer: str) -> float:
 @pytest.mark.parametrize(
     ("fn", "answers", "failures"),
     [
-        (says_number, [3, 4], ["2: the right answers of other rows score no less (says_number: '4' scores 1, '3' "]),
+        (says_number, [3, 4], ["1: the right answers of other rows score no less (says_number: '3' scores 1, '4' ",
+                               "2: the right answers of other rows score no less (says_number: '4' scores 1, '3' "]),
         (always, ["a", "b"], [f"{n}: garbage scores no less (always: '{'.ab'[n]}' scores 0.5, '?!' " for n in (1, 2)]),
         (lambda completion, answer: None if "?" in completion else 1.0, ["a"], ["1: garbage scores no less"]),
     ],
