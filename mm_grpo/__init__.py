@@ -20,7 +20,7 @@ The annexes hang on it, and nobody has to open them for that::
     run          the run folder and what is in it            timing     seconds by phase
     trained      a run's model: eval, ask, export, the Hub   preflight  check, doctor, smoke runs
     pages        the page of a run and of a check            cli        the command `mm-grpo`
-    testing      tiny models and fake engines for tests      version    the version
+    testing      tiny models for tests                       version    the version
     errors       what is raised, and its exit code           files      atomic writes
     import_path  files and modules that a config names       terminal   text of data made safe to print
     user_code    the user's functions, in processes that end migrate    names of other trainers, `mm-grpo convert`

@@ -87,15 +87,6 @@ def cell(text: object) -> Text:
     return Text(printable(text, lines=False))
 
 
-def byte_size(size: int) -> str:
-    """Bytes in GiB, below one in MiB.
-
-    >>> byte_size(3 * 2**29), byte_size(2**23)
-    ('1.5 GiB', '8.0 MiB')
-    """
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
 def print_line(text: object, console: Console, *, style: str | None = None) -> None:
     """A printable line of a report of rich, which is not cut in two and never read as markup."""
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)

@@ -397,10 +397,7 @@ class GRPOTrainer:
         steps = self.plan.max_steps - done
         profile = self.profile = Profile(config.run.profile, run.paths if first else None, steps)
         self._call("on_train_begin", step=done)
-        batch, memory = (
-            config.batch_sentence(processes=self.ranks.world),
-            run_sentence(self.learner, brief=True),
-        )
+        batch, memory = config.batch_sentence(processes=self.ranks.world), run_sentence(self.learner)
         on_disk = self.checkpoints.sentence(self.save_every), run.rollout_budget.sentence
         headline = "\n".join(filter(None, (batch, *self._limits, memory, *on_disk)))
         self.progress = Progress(

@@ -7,7 +7,7 @@ evaluate   `eval`
 preflight  `check`, `doctor`, `estimate`
 export     `export`, `ask`
 view       `view`
-reference  `config`, `docs`, `env`
+reference  `config`, `env`
 rewards    `rewards`, `rewards NAME`, `rewards try NAME`
 recipes    `recipes`, `init`
 configs    the config that a command runs: files, layers, fields

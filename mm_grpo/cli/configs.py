@@ -8,10 +8,7 @@ fields in theirs.
 
 from __future__ import annotations
 
-import ast
 import os
-import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -83,25 +80,16 @@ def first_comment(path: Path) -> str:
 
 
 def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
-    """DataError where a recipe's prepared rows are not there, with the command that makes them."""
+    """DataError where a recipe's prepared rows are not there, with the script that makes them."""
     recipe = find_config(config).parent
-    command = prepare_command(recipe)
+    script = recipe / "prepare.py"
     for path in _paths([loaded.data.train, loaded.data.eval]):
-        if command is not None and path.endswith(".jsonl") and not os.path.exists(path):
+        if script.is_file() and path.endswith(".jsonl") and not os.path.exists(path):
             raise DataError(
-                f"{path} does not exist; the recipe's rows are made, once and with a network, by\n    {command}\n"
+                f"{path} does not exist; the recipe's rows are made, once and with a network, by\n"
+                f"    python {os.path.relpath(script)}    # its first lines say what it takes\n"
                 f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"
             )
-
-
-def prepare_command(recipe: Path) -> str | None:
-    """The first command in the docstring of a recipe's prepare.py, as it is called from here; None without one."""
-    script = recipe / "prepare.py"
-    if not script.is_file():
-        return None
-    text = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
-    found = re.search(r"^ +python \S*prepare\.py(.*?)(?: +#.*)?$", text, re.MULTILINE)
-    return f"{os.path.basename(sys.executable)} {os.path.relpath(script)}{found.group(1)}" if found else None
 
 
 def _paths(source: Any) -> Iterator[str]:

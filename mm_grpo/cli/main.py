@@ -25,7 +25,7 @@ from mm_grpo.cli.export import ask, export
 from mm_grpo.cli.help import CommandGroup, show_version
 from mm_grpo.cli.preflight import check, doctor, estimate
 from mm_grpo.cli.recipes import init, recipes
-from mm_grpo.cli.reference import config, docs, env
+from mm_grpo.cli.reference import config, env
 from mm_grpo.cli.rewards import app as rewards_app
 from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train
@@ -46,7 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    train, serve, check, doctor, estimate, view, export, ask, recipes, init, config, docs, convert, env
+    train, serve, check, doctor, estimate, view, export, ask, recipes, init, config, convert, env
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)

@@ -3,11 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -29,14 +24,13 @@ def check(
     page: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="Also write a page of what the model sees.")
     ] = None,
-    page_rows: Annotated[int, typer.Option(min=1, help="Rows of each set on the page.")] = 20,
     pass_rate: Annotated[
         int | None, typer.Option(min=1, help="Also answer training rows so many times with the model.")
     ] = None,
     pass_rate_rows: Annotated[int, typer.Option(min=1, help="Rows for that, evenly spread.")] = 100,
     pass_rate_bounds: Annotated[
-        str, typer.Option(metavar="LOW,HIGH", help="Pass rates of the rows to keep.")
-    ] = "0.1,0.9",
+        tuple[float, float], typer.Option(metavar="LOW HIGH", help="Pass rates of the rows to keep.")
+    ] = (0.1, 0.9),
     pass_rate_file: Annotated[
         str | None, typer.Option(metavar="FILE.jsonl", help="Write those rows, for data.train.")
     ] = None,
@@ -45,7 +39,6 @@ def check(
     loaded = load_config(config, overrides or [])
     if not smoke:
         refuse_missing_data(loaded, config)
-    bounds = _bounds(pass_rate_bounds)
     if pass_rate_file is not None and pass_rate is None:
         raise ConfigError("--pass-rate-file: needs --pass-rate N, the answers to each row")
     file = None if pass_rate_file is None else OutputFile("--pass-rate-file", pass_rate_file, mark=None)
@@ -55,44 +48,29 @@ def check(
     with temporary_folder("check") as work:
         if smoke:
             loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
-        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=page, page_rows=page_rows)
+        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=page)
         if passed and pass_rate is not None:
             from mm_grpo.preflight.pass_rates import measure
             from mm_grpo.run.progress import Progress
 
-            measure(loaded, pass_rate, pass_rate_rows, bounds, file, Progress(0).evaluating)
+            measure(loaded, pass_rate, pass_rate_rows, pass_rate_bounds, file, Progress(0).evaluating)
     if not passed:
         raise typer.Exit(2)
-
-
-def _bounds(text: str) -> tuple[float, float]:
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low, high = 1.0, 0.0
-    if not 0 <= low <= high <= 1:
-        raise ConfigError(f"--pass-rate-bounds {text}: must be two shares from 0 to 1, as 0.1,0.9")
-    return low, high
 
 
 def doctor(
     config: Config,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Compare engine and learner of a config on its first prompts, before and after a weight update."""
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
-    with stdout_to_stderr() if as_json else nullcontext():
-        with heavy_imports():
-            from mm_grpo.preflight.doctor import examine, show
+    with heavy_imports():
+        from mm_grpo.preflight.doctor import examine, show
 
-        report = examine(loaded, prompts)
-    if as_json:
-        typer.echo(json.dumps(report.as_dict()))
-    else:
-        show(report)
+    report = examine(loaded, prompts)
+    show(report)
     if not report.ok:
         raise typer.Exit(3)
 
@@ -114,17 +92,3 @@ def estimate(
 
     transformers_logging.set_verbosity_error()
     show(loaded, gpu or [80.0], processes=processes)
-
-
-@contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what libraries, their loggers and their processes print to stdout."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -2,17 +2,15 @@
 
 mm-grpo recipes                     every recipe and layer by name, with what it is for
 mm-grpo recipes NAME                one recipe: its README and its config; or one layer
-mm-grpo recipes NAME --copy DIR     its folder and the layers in DIR, to be edited
+mm-grpo recipes NAME --copy DIR     its folder as DIR, to be edited
 mm-grpo init [DIR]                  what is in examples/init: a config, a row with an image and a reward of your own
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -27,31 +25,26 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="A recipe or a layer.", show_default=False)] = None,
     copy: Annotated[
         Path | None,
-        typer.Option("--copy", help="Copy recipe and layers into this folder.", show_default=False),
+        typer.Option("--copy", help="Copy the recipe into this folder.", show_default=False),
     ] = None,
 ) -> None:
     """List the shipped recipes and layers; with NAME show one, with --copy DIR copy it."""
     known, layers = find_recipes(), find_layers()
-    if name is None:
-        if copy is not None:
-            raise ConfigError(f"--copy {copy}: name the recipe to copy: {', '.join(known)}")
+    if name is None and copy is None:
         for title, files in (("recipes", known), ("layers", layers)):
             typer.echo(f"{title}:")
             for each, file in files.items():
                 typer.echo(printable(f"  {each:<18} {first_comment(file)}"))
         typer.echo("mm-grpo recipes NAME shows one, mm-grpo recipes NAME --copy DIR copies it")
         return
-    found = known.get(name) or layers.get(name.removesuffix(".yaml"))
-    if found is None or (copy is not None and name not in known):
-        names = f"recipes are {', '.join(known)}; layers, which are not copied alone, are {', '.join(layers)}"
+    name = name or ""
+    found = known.get(name) or (layers.get(name.removesuffix(".yaml")) if copy is None else None)
+    if found is None:
+        names = f"recipes are {', '.join(known)}; layers, which are not copied, are {', '.join(layers)}"
         raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, [*known, *layers])}{names}")
     if copy is not None:
-        more = {f"layers/{path.name}": path for path in layers.values()}
-        if (found.parent / "make_base.py").is_file():
-            more["small_bases.py"] = shipped_folder("examples") / "small_bases.py"  # which it imports
-        _copy(found.parent, copy, more)
-        command = f"mm-grpo train {copy / 'config.yaml'} [{copy / 'layers' / 'lora.yaml'} ...] [--smoke]"
-        typer.echo(printable(f"next: {command}"))
+        _copy(found.parent, copy)
+        typer.echo(printable(f"next: mm-grpo train {copy / 'config.yaml'} [lora.yaml ...] [--smoke]"))
         return
     readme = found.parent / "README.md"
     if name in known and readme.is_file():
@@ -75,14 +68,13 @@ def init(
     typer.echo(printable(f"next: {follow}"))
 
 
-def _copy(source: Path, folder: Path, more: Mapping[str, Path] = MappingProxyType({})) -> None:
-    """Copy what is in `source`, and `more` files by the names that they get in `folder`. Nothing is written over."""
+def _copy(source: Path, folder: Path) -> None:
+    """Copy what is in `source`. Nothing is written over."""
     files = {
         folder / path.relative_to(source): path
         for path in sorted(source.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    files |= {folder / name: path for name, path in more.items()}
     if there := [str(path) for path in files if path.exists() or path.is_symlink()]:
         others = f" and {len(there) - 1} more" if len(there) > 1 else ""
         raise ConfigError(f"{there[0]}{others} exists already and would be written over; name another folder")

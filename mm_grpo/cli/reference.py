@@ -1,18 +1,15 @@
-"""What there is to look up: `mm-grpo config` (fields), `mm-grpo docs` (the pages of docs/, which ship too) and
-`mm-grpo env` (what a bug report needs of a machine)."""
+"""What there is to look up: `mm-grpo config` (fields) and `mm-grpo env` (what a bug report needs of a machine)."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import textwrap
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mm_grpo.config.shipped import shipped_folder
-from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.errors import ConfigError
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
@@ -38,23 +35,6 @@ def config(
     if not shown:
         raise ConfigError(unknown_key(name, None, [field.path for field in fields])[0])
     typer.echo(printable("\n".join(_lines(shown))))
-
-
-def docs(
-    name: Annotated[str | None, typer.Argument(help="A page, such as turns.", show_default=False)] = None,
-) -> None:
-    """Print a page of the documentation, such as turns for docs/turns.md; without a name list them."""
-    pages = {path.stem: path for path in sorted(shipped_folder("docs").glob("*.md"))}
-    if name is None:
-        for stem, path in pages.items():
-            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            typer.echo(printable(f"{stem:<15} {title}"))
-        return
-    if (stem := Path(name).stem) not in pages:
-        raise ConfigError(
-            f"there is no page {name!r}; {did_you_mean(stem, pages)}pages are {', '.join(pages)}"
-        )
-    typer.echo(printable(pages[stem].read_text(encoding="utf-8")))
 
 
 def env() -> None:

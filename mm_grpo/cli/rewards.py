@@ -1,8 +1,8 @@
 """`mm-grpo rewards`: what can score, how each one is used, and a score by hand.
 
     mm-grpo rewards                       every reward by name, with a line each
-    mm-grpo rewards NAME                  one reward: its documentation, its arguments, an entry for a config
-    mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--image PATH ...] [--arg k=v ...]
+    mm-grpo rewards NAME                  one reward: its signature, its documentation
+    mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--arg k=v ...]
 
 NAME is whatever a config may name: a registered reward, path/to/file.py:function, package.module:function
 or an entry point.
@@ -14,7 +14,6 @@ import inspect
 import json
 from collections.abc import Collection
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -64,7 +63,7 @@ Name = Annotated[str, typer.Argument(help="A reward, as a config names it.", sho
 
 @app.command()
 def show(name: Name) -> None:
-    """Show one reward: its documentation, its arguments and an example entry."""
+    """Show one reward: its signature and its documentation."""
     from mm_grpo.rewards import resolve_entry
 
     typer.echo(printable(page(resolve_entry(name))))
@@ -77,9 +76,7 @@ def try_reward(
     column: Annotated[
         list[str] | None, typer.Option(help="A column of the row: answer=3; JSON, or else text.")
     ] = None,
-    image: Annotated[list[Path] | None, typer.Option(help="An image, as the model saw it.")] = None,
     arg: Annotated[list[str] | None, typer.Option(help="An argument of the reward: threshold=0.5.")] = None,
-    prompt: Annotated[str, typer.Option(help="What the model was asked.")] = "",
 ) -> None:
     """Score one completion by hand; prints the raw score."""
     from mm_grpo.rewards import Scorer
@@ -87,7 +84,7 @@ def try_reward(
 
     scorer = Scorer([{**pairs("--arg", arg or []), "name": name}])
     columns = pairs("--column", column or [], texts=texts_of(scorer.specs[0]))
-    row = hand_made(prompt, columns, image or [])
+    row = hand_made(columns)
     turns = (Turn("assistant", completion, 0),) if scorer.specs[0].options.per_turn else ()
     with closing(scorer):
         try:
@@ -125,16 +122,13 @@ def texts_of(spec: RewardSpec) -> list[str]:
     return [name for name, p in parameters if p.annotation in (str, "str", str | None, "str | None")]
 
 
-def hand_made(text: str, columns: dict[str, Any], images: list[Path]) -> Prompt:
+def hand_made(columns: dict[str, Any]) -> Prompt:
     """A prompt as rewards see one, without a model: the tensors are missing."""
-    from mm_grpo.data.images import open_image
     from mm_grpo.types import EnginePrompt, Prompt, Sample
 
-    opened = tuple(open_image(path, row="--image") for path in images)
-    content = [*({"type": "image"} for _ in opened), {"type": "text", "text": text}]
-    sample = Sample("by hand", [{"role": "user", "content": content}], opened, (), columns)
+    sample = Sample("by hand", [{"role": "user", "content": ""}], (), (), columns)
     tensors: Any = None
-    return Prompt(sample, (), EnginePrompt((), opened), tensors, {})
+    return Prompt(sample, (), EnginePrompt((), ()), tensors, {})
 
 
 def first_line(spec: RewardSpec) -> str:
@@ -145,51 +139,5 @@ def first_line(spec: RewardSpec) -> str:
 
 def page(spec: RewardSpec) -> str:
     """What `mm-grpo rewards NAME` prints."""
-    lines = [f"{spec.name} ({spec.source}; called per {spec.kind})", ""]
-    lines += [inspect.getdoc(spec.fn) or "(no docstring)", "", "Arguments:"]
-    for name in (*spec.required, *spec.optional, *spec.config_only):
-        lines.append(f"  {name:<16} {_role(spec, name)}")
-    if spec.takes_kwargs:
-        lines.append("  **               every other column of the dataset")
-    return "\n".join([*lines, "", "In a config:", *(f"  {line}" for line in example(spec))])
-
-
-def example(spec: RewardSpec) -> list[str]:
-    """Lines of YAML that use the reward, with the columns and arguments it has."""
-    settings = [f"name: {spec.source if ':' in spec.source else spec.name}", f"weight: {spec.weight:g}"]
-    settings += [f"{name}: VALUE" for name in spec.required if _is_setting(spec, name)]
-    settings += [f"{name}: {_default(spec, name)}" for name in spec.config_only]
-    lines = [f"rewards: [{{{', '.join(settings)}}}]"]
-    for name in dict.fromkeys((*spec.needs, *spec.required)):
-        if name not in spec.supplied and not _is_setting(spec, name):
-            return [*lines, f"data: {{columns: {{{name}: name_in_the_dataset}}}}"]
-    return lines
-
-
-def _role(spec: RewardSpec, name: str) -> str:
-    if name in spec.supplied:
-        return "given by the run"
-    if name in spec.needs:
-        return "column; rows where it is null get no score"
-    if name in spec.config_only:
-        return f"argument, default {_default(spec, name)}"
-    is_setting = _is_setting(spec, name)
-    if name in spec.optional:
-        return f"{'argument' if is_setting else 'column or argument'}, default {_default(spec, name)}"
-    return "argument, to be set" if is_setting else "column or argument"
-
-
-def _default(spec: RewardSpec, name: str) -> str:
-    """The default of a parameter, as YAML."""
-    value = inspect.signature(spec.fn).parameters[name].default
-    value = list(value) if isinstance(value, tuple | set | frozenset) else value
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _is_setting(spec: RewardSpec, name: str) -> bool:
-    """Whether a parameter is a setting: behind the `*` of a per-completion function, of a built-in batch one any."""
-    if name in spec.supplied:
-        return False
-    if spec.kind == "batch":
-        return spec.source == "built-in" and name not in spec.needs
-    return inspect.signature(spec.fn).parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    head = f"{spec.name} ({spec.source}; called per {spec.kind}; weight: {spec.weight:g}): {inspect.signature(spec.fn)}"
+    return f"{head}\n\n{inspect.getdoc(spec.fn) or '(no docstring)'}"

@@ -1,4 +1,4 @@
-"""What ships: recipes and layers by name, and the folders `examples` and `docs`.
+"""What ships: recipes and layers by name, and their folder `examples`.
 
 A recipe is a folder of `examples/` with a config.yaml and a README, a layer a file of `examples/layers/` (lora or
 lora.yaml).

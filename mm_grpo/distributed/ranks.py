@@ -11,15 +11,12 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import secrets
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from hashlib import blake2b
-from hmac import compare_digest
 from typing import Any, TypeVar
 
 import torch
@@ -48,15 +45,13 @@ class Ranks:
     """Rank, world size and object collectives of this process.
 
     `group` is the gloo group that objects go over, `deadline` the seconds that a collective waits. Every collective
-    takes `what`, the name of what is exchanged, and raises RankLost with it when another process is lost. What is
-    exchanged is sealed with `key`, which all of them know.
+    takes `what`, the name of what is exchanged, and raises RankLost with it when another process is lost.
     """
 
     rank: int = 0
     world: int = 1
     group: Any = None
     deadline: float = DEADLINE
-    key: bytes = field(default=b"", repr=False)
 
     @property
     def first(self) -> bool:
@@ -82,21 +77,20 @@ class Ranks:
         """The values of all ranks [world], on every rank."""
         if self.world == 1:
             return [value]
-        return self._exchange([self._seal(value)] * self.world, what)
+        return self._exchange([value] * self.world, what)
 
     def gather(self, value: T, what: str) -> list[T] | None:
         """The values of all ranks [world] on rank 0, None on the others."""
         if self.world == 1:
             return [value]
-        gathered = self._exchange([self._seal(value), *[self._seal(None)] * (self.world - 1)], what)
+        gathered = self._exchange([value, *[None] * (self.world - 1)], what)
         return gathered if self.first else None
 
     def broadcast(self, value: T, what: str) -> T:
         """Rank 0's value, on every rank."""
         if self.world == 1:
             return value
-        sealed = self._seal(value if self.first else None)
-        result: T = self._exchange([sealed] * self.world, what)[0]
+        result: T = self._exchange([value if self.first else None] * self.world, what)[0]
         return value if self.first else result
 
     def sum(self, values: Mapping[str, float], what: str) -> dict[str, float]:
@@ -115,29 +109,19 @@ class Ranks:
         """Send `parcels[r]` to rank r; returns what each rank sent to this one [world]."""
         if self.world == 1:
             return list(parcels)
-        return self._exchange([self._seal(parcel) for parcel in parcels], what)
+        return self._exchange(parcels, what)
 
-    def _exchange(self, parcels: Sequence[bytes], what: str) -> list[Any]:
-        """Send the sealed `parcels[r]` to rank r; returns the values that the ranks sent to this one [world]."""
-        sizes = torch.tensor([len(p) for p in parcels])
+    def _exchange(self, parcels: Sequence[Any], what: str) -> list[Any]:
+        """Send `parcels[r]` to rank r; returns the values that the ranks sent to this one [world]."""
+        pickled = [pickle.dumps(parcel) for parcel in parcels]
+        sizes = torch.tensor([len(p) for p in pickled])
         due = torch.empty_like(sizes)
-        sent = torch.frombuffer(bytearray(b"".join(parcels)), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(b"".join(pickled)), dtype=torch.uint8)
         with self._watched(what):
             dist.all_to_all_single(due, sizes, group=self.group)
             received = torch.empty(int(due.sum()), dtype=torch.uint8)
             dist.all_to_all_single(received, sent, due.tolist(), sizes.tolist(), group=self.group)
-            return [self._open(part.numpy().tobytes()) for part in received.split(due.tolist())]
-
-    def _seal(self, value: Any) -> bytes:
-        data = pickle.dumps(value)
-        return blake2b(data, key=self.key).digest() + data
-
-    def _open(self, sealed: bytes) -> Any:
-        """The value; RuntimeError for one that no process of this run sent, which is not unpickled: that runs code."""
-        size = blake2b().digest_size
-        if not compare_digest(blake2b(sealed[size:], key=self.key).digest(), sealed[:size]):
-            raise RuntimeError("what arrived was not sent by a process of this run")
-        return pickle.loads(sealed[size:])
+        return [pickle.loads(part.numpy().tobytes()) for part in received.split(due.tolist())]
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place, over the group that gradients use."""
@@ -233,9 +217,7 @@ def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:
     if not joined:  # gloo's threads, left running, can abort a finished process
         atexit.register(state.destroy_process_group)
     group = dist.new_group(backend="gloo", timeout=timeout) if gpu else None
-    store = dist.distributed_c10d._get_default_store()
-    key = store.compare_set("mm_grpo/key", "", secrets.token_hex(32))  # the first one's
-    return Ranks(state.process_index, world, group, deadline, key)
+    return Ranks(state.process_index, world, group, deadline)
 
 
 def joined_others() -> bool:

@@ -24,13 +24,12 @@ from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
 from mm_grpo.health.image_files import readable
 from mm_grpo.pages.check_page import ROWS, CheckPage
-from mm_grpo.preflight.gold_answers import Failure, RewardCheck, RewardReport
+from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
-from mm_grpo.run.evaluations import blind_controls
 from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ SHOWN = 20
 
 WIDTH = 120
 """Least width of the tables, in characters."""
-NUMBERS = ("rows", "usable", "images", "weight", "ms per call")
+NUMBERS = ("rows", "usable", "images", "weight")
 """Columns of the tables that hold one number."""
 
 
@@ -54,12 +53,10 @@ def check_config(  # noqa: PLR0915
     call_judges: bool = False,
     rows: int | None = None,
     page: str | None = None,
-    page_rows: int = ROWS,
 ) -> bool:
     """Print what a run would load; True when every row can be used and every reward tells right from wrong.
 
-    `rows` bounds the rows of each set that are looked at; `page` is where the page of `--page` goes, with the first
-    `page_rows` of each set.
+    `rows` bounds the rows of each set that are looked at; `page` is where the page of `--page` goes.
     Raises UserError for what is wrong with the config itself, the sources or the rewards' arguments.
     """
     console = Console()
@@ -84,7 +81,7 @@ def check_config(  # noqa: PLR0915
     context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
-    shown = own_page(page, processor, specs, rows=0 if page is None else page_rows)
+    shown = own_page(page, processor, specs, rows=0 if page is None else ROWS)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -114,12 +111,6 @@ def check_config(  # noqa: PLR0915
         ]
         notes += left_out if lengths else []
         failures += [] if lengths else left_out
-    if config.run.eval_blind is not None and evaluations and not failures:
-        first = {dataset.name: dataset for dataset in evaluations[:1]}
-        try:
-            blind_controls(first, config.run.eval_blind, several_turns=several_turns)
-        except UserError as error:
-            failures.append(str(error))
     notes += [
         shared_sentence(one["name"], one["same"], one["rows"], one["examples"][0])
         for one in shown.overlaps()
@@ -210,15 +201,14 @@ def _listed(name: str, failed: Sequence[str], rows: int) -> list[str]:
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
-    """Of each reward: its scores of right and of wrong answers, the time of a call, and what came out."""
-    titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "ms per call", "result")
+    """Of each reward: its scores of right and of wrong answers, and what came out."""
+    titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "result")
     table = _table("rewards: scores (min / mean / max)", *titles)
     for name, of_set in reports.items():
         for report in of_set:
-            time = f"{1000 * report.seconds / report.calls:.3g}" if report.calls else "-"
             counted = (f"{report.weight:g}", str(len(report.gold) or "-"))
             scores = (_spread(report.gold), _spread(report.wrong))
-            table.add_row(cell(name), cell(report.name), *counted, *scores, time, cell(_result(report)))
+            table.add_row(cell(name), cell(report.name), *counted, *scores, cell(_result(report)))
     console.print(table)
 
 
@@ -226,37 +216,24 @@ def _result(report: RewardReport) -> str:
     if report.failures:
         return f"{len(report.failures)} row(s) fail"
     if 0 < report.rows == report.unapplied:
-        return "applies to no row" + (": `when` names none of them" if report.rows == report.excluded else "")
+        return "applies to no row"
     if report.skipped:
         return report.skipped
     if not report.gold:
         return "not judged: no row has a right answer for it"
-    return "ok" + (f", does not apply to {report.none} row(s)" if report.none else "")
+    return "ok" + (f", does not apply to {report.unapplied} row(s)" if report.unapplied else "")
 
 
 def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
     """What is wrong with a reward on the set `name`, by row and as a whole; `whole` where that is all that is trained
     on."""
     reward = f"reward {report.name!r}"
-    yield from _listed(report.name, [_described(failure) for failure in report.failures], report.rows)
+    yield from _listed(report.name, report.failures, report.rows)
     if whole and report.applies_nowhere:
         yield (
             f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "
             "answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
         )
-    if report.cannot_tell:
-        yield (
-            f"{reward} cannot tell right from wrong: on {report.alike} of {len(report.gold)} rows of {name} a wrong "
-            "answer scores no less than the right one; see its arguments, and data.gold_template"
-        )
-
-
-def _described(failure: Failure) -> str:
-    """A row on which a reward fails, with the answers that it was tried on."""
-    tried = ((failure.gold, failure.gold_score), (failure.wrong, failure.wrong_score))
-    scores = ", ".join(f"{text[:40]!r} scores {_number(score)}" for text, score in tried if text)
-    what = f"{failure.row.rsplit('/', 1)[-1]}: {failure.fault}"
-    return f"{what} ({failure.reward}: {scores})" if scores else what
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -268,8 +245,4 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _spread(scores: Sequence[float]) -> str:
-    return " / ".join(map(_number, (min(scores), fmean(scores), max(scores)))) if scores else "-"
-
-
-def _number(score: float | None) -> str:
-    return "None" if score is None else f"{score:.3g}"
+    return " / ".join(map(number, (min(scores), fmean(scores), max(scores)))) if scores else "-"

@@ -9,12 +9,10 @@ that an engine which missed it would be past the limit. The model is changed by 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from mm_grpo.build import Parts, build_parts, plan_run
 from mm_grpo.config import GRPOConfig
@@ -23,16 +21,16 @@ from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.checks import duplicate_completions
 from mm_grpo.parity.gaps import PromptParity, compare, gap_of, past_limit
+from mm_grpo.preflight.memory import in_gb
 from mm_grpo.preflight.out_of_memory import refuse_too_large
 from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
-from mm_grpo.terminal import byte_size, cell, print_line
+from mm_grpo.terminal import print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
 CLEARLY = 3.0
 """The update is large enough when it has moved log-probs by this many times the limit."""
 FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
-COLUMNS = ("row", "tokens", "images", "distinct", "gap before", "gap after")
 
 
 @dataclass
@@ -67,10 +65,6 @@ class DoctorReport:
     @property
     def ok(self) -> bool:
         return not self.failures
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: lengths in tokens, gaps in nats per token, sizes in bytes."""
-        return {"ok": self.ok, **asdict(self)}
 
 
 def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
@@ -176,24 +170,24 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
 def show(report: DoctorReport, console: Console | None = None) -> None:
     """Print `report`; each failure stands at the end, in red."""
     console = console or Console(highlight=False)
-    where = f"{report.dtype} on {report.device}"
-    lines = []
-    print_line(
-        f"engine {report.engine}, model {report.model} ({where}), limit {report.limit:g} nats per token",
-        console,
-    )
+    lines = [
+        f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), limit "
+        f"{report.limit:g} nats per token",
+        f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}",
+    ]
     if report.before:
         lines += [
-            "gaps of log-probs per token, mean / max: of given completions, then of the samples themselves"
+            "gaps of log-probs per token (mean / max) of given completions, and of the samples themselves:"
         ]
-    lines += [f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}"]
+    for before, after in zip_longest(report.before, report.after):
+        gaps = f"{_gaps(before)}; after the update {_gaps(after) if after else '-'}"
+        counts = f"{before.prompt_tokens} tokens, {before.images} image(s), {before.distinct} of {before.completions}"
+        lines += [f"  {before.uid}: {counts} completions distinct; {gaps}"]
     if (done := report.update) is not None:
         lines += [
             f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {byte_size(done.bytes)}"
+            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {in_gb(done.bytes)}"
         ]
-    if report.before:
-        console.print(_prompt_table(report))
     for line in lines:
         print_line(line, console)
     for failure in report.failures:
@@ -201,16 +195,5 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
     print_line("ok" if report.ok else f"{len(report.failures)} problem(s)", console)
 
 
-def _prompt_table(report: DoctorReport) -> Table:
-    table = Table(title="prompts")
-    for title in COLUMNS:
-        wide = title == "row"  # gives way on a narrow terminal
-        table.add_column(title, justify="left" if wide else "right", overflow="fold", no_wrap=not wide)
-    for before, after in zip_longest(report.before, report.after):
-        counts = (str(before.prompt_tokens), str(before.images), f"{before.distinct} of {before.completions}")
-        table.add_row(cell(before.uid), *counts, _gaps(before), _gaps(after) if after else "-")
-    return table
-
-
 def _gaps(parity: PromptParity) -> str:
-    return "\n".join(f"{gap.mean:.0e} / {gap.max:.0e}" for gap in (parity.score, parity.sampled))
+    return ", ".join(f"{gap.mean:.0e} / {gap.max:.0e}" for gap in (parity.score, parity.sampled))

@@ -39,7 +39,6 @@ from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
 from mm_grpo.terminal import print_line
 
-PROCESSES = "--processes"
 CARDS = (24.0, 48.0, 80.0)
 """Sizes of GPUs [GB] that are shown beside what is asked for."""
 FEWEST = 512
@@ -66,18 +65,21 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     return model, family
 
 
-_KNOWN: dict[tuple[str, ...], tuple[ModelSizes, Image]] = {}
+_KNOWN: dict[tuple[str, str, bool], tuple[ModelSizes, Image]] = {}
 """By what decides them: a model is built again for each card and each setting that is tried."""
 
 
 def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     """Counts and axes of a config's model, and its largest image. ConfigError where its config does not tell them."""
     pixels, policy = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
-    key = (config.model.model_dump_json(), pixels, f"{policy.beta > 0} {policy.reference_path}")
+    own = policy.beta > 0 and (policy.reference_path is not None or config.model.lora is None)
+    key = (config.model.model_dump_json(), pixels, own)
     if key not in _KNOWN:
         model, family = build_on_meta(config)
         try:
-            sizes = ModelSizes.of(model, _reference(config, model))
+            sizes = ModelSizes.of(
+                model, model if own else None
+            )  # a reference of its own is taken for as large
         except (AttributeError, TypeError) as error:
             where = f"model.path = '{config.model.path}'"
             raise ConfigError(
@@ -115,8 +117,7 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
 
     def tried(knobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Phases]:
         settings = {name: value for knob in knobs for name, value in knob.items()}
-        changed = config.with_values({name: value for name, value in settings.items() if name != PROCESSES})
-        return settings, phases(changed, card, processes=settings.get(PROCESSES, processes))
+        return settings, phases(config.with_values(settings), card, processes=processes)
 
     def fits(knobs: Sequence[dict[str, Any]]) -> bool:
         found = tried(knobs)[1]
@@ -133,14 +134,12 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
         if fits(fewer):
             taken = fewer
     settings, found = tried(taken)
-    shown = (
-        f"{n} {v}" if n == PROCESSES else f"{n}={yaml_repr(v)}".replace("'", "") for n, v in settings.items()
-    )
+    shown = (f"{name}={yaml_repr(value)}".replace("'", "") for name, value in settings.items())
     return Remedy(tuple(shown), found.peak)
 
 
 def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
-    """Settings to try, from what costs least: seconds of a step, then time, then machines, then what is learned."""
+    """Settings to try, from what costs least: seconds of a step, then time, then what is learned."""
     (sizes, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
     lengths = Lengths.of(config, image, processes)
     if config.rollout.engine == "vllm":
@@ -158,9 +157,6 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         tokens //= 2
     if not optim.offload_optimizer:
         yield {"optim.offload_optimizer": True}
-    for more in (2, 4, 8):
-        if more > processes and config.rollout.prompts_per_step % more == 0:
-            yield {PROCESSES: more}
     lora = {} if config.model.lora is not None else {"model.lora": {"rank": 16}}
     if lora and not config.model.freeze_vision:
         yield {"model.freeze_vision": True}
@@ -231,15 +227,6 @@ def _table(found: Phases, card: float) -> Table:
 
 
 # parts ---------------------------------------------------------------------------------------
-
-
-def _reference(config: GRPOConfig, model: Any) -> Any:
-    """The model that the reference policy is a copy of, if it is one of its own."""
-    if config.algorithm.beta == 0:
-        return None
-    if (path := config.algorithm.reference_path) is not None:
-        return build_on_meta(config.with_values({"model.path": path, "model.lora": None}))[0]
-    return model if config.model.lora is None else None
 
 
 def _image(config: GRPOConfig, model: Any, family: Any) -> Image:

@@ -3,7 +3,7 @@
 A reward must score a row's right answer above the right answers of other rows and above garbage; a built-in
 must give it 1. Rewards that read no column have no right answer: they are called, and their scores reported.
 Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
-gate or has weight 0; one that scores right and wrong answers alike on most rows is reported as a whole.
+gate or has weight 0.
 
 What a right answer is, gold_text.py knows. In a run of several turns an answer is a conversation of one turn.
 """
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +24,7 @@ from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Completion, Prompt, Turn
 
 CHUNK = 64
-"""Rows that are scored in one call of a batch function, and among which right answers are exchanged."""
+"""Rows among which right answers are exchanged."""
 OTHERS = 3
 """Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
 GARBAGE = "?!"
@@ -40,28 +38,13 @@ FORMS = ("format",)
 """Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """One row on which a reward does not tell right from wrong, or raises (`fault` says which)."""
-
-    row: str
-    reward: str
-    fault: str
-    gold: str = ""
-    gold_score: float | None = None
-    wrong: str = ""
-    wrong_score: float | None = None
-
-
 @dataclass
 class RewardReport:
-    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `seconds` the time
-    of all its `calls` (completions). `skipped` says why it was not judged, or not called.
+    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `failures` messages about rows
+    on which it does not tell them apart or raises. `skipped` says why it was not judged, or not called.
 
-    Of `rows` rows, `none` were not judged, for they have no right answer to it or it gave None, and to `unapplied`
-    it does not apply at all: a column that it needs is null, its `when` names other rows (`excluded`), or every answer
-    gets None, the right one too. On `alike`
-    rows right and wrong answers score alike. `may_be_idle` says that it need not apply anywhere.
+    To `unapplied` of the `rows` rows it does not apply: a column that it needs is null, its `when` names others, or
+    every answer gets None. `may_be_idle` says that it need not apply anywhere.
     """
 
     name: str
@@ -70,29 +53,15 @@ class RewardReport:
     gold: list[float] = field(default_factory=list)
     wrong: list[float] = field(default_factory=list)
     rows: int = 0
-    none: int = 0
     unapplied: int = 0
-    excluded: int = 0
-    alike: int = 0
     may_be_idle: bool = False
-    calls: int = 0
-    seconds: float = 0.0
     errors: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     @property
     def applies_nowhere(self) -> bool:
         """Whether it applies to none of the rows, and ought to."""
         return 0 < self.rows == self.unapplied and not self.may_be_idle
-
-    @property
-    def cannot_tell(self) -> bool:
-        """Whether right and wrong answers score alike on most of the rows that were judged."""
-        return 2 * self.alike > len(self.gold)
-
-
-_Row = tuple[str, Prompt, str]
-"""A row's name, its prompt, and its right answer, empty where it has none."""
 
 
 class RewardCheck:
@@ -109,16 +78,15 @@ class RewardCheck:
 
     def add(self, row: str, prompt: Prompt) -> None:
         """Take a row; `row` is what messages call it."""
-        self._rows.append((row, prompt))
+        self._rows.append((row.rsplit("/", 1)[-1], prompt))
         if len(self._rows) >= CHUNK:
             self._flush()
 
     def finish(self) -> list[RewardReport]:
         """Score what is left, stop all workers, and give a report for each reward."""
-        with ExitStack() as held:
-            for check in self._checks:
-                held.callback(check.scorer.close)
-            self._flush()
+        self._flush()
+        for check in self._checks:
+            check.scorer.close()
         return [check.report for check in self._checks]
 
     def _flush(self) -> None:
@@ -146,106 +114,91 @@ class _Check:
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
         self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
         self.judged = self.form = self.builtin in FORMS and template is not None
-        self.pool: dict[str, None] = {}
+        self.pool: list[str] = []
         if not self.may_call:
             self.report.skipped = "not called: it may use a network (--call-judges calls it)"
 
     def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
-        if not rows or not self.may_call:
+        if not self.may_call:
             return
-        self._settle([prompt for _, prompt in rows])
-        always = not self.judged or self.form
-        needed = [
-            (name, prompt, gold_text(self.spec, prompt, self.template, always=always) or "")
-            for name, prompt in rows
-            if not lacks_column(self.spec, prompt)
-        ]
+        needed = []
+        for row, prompt in rows:
+            self.judged = self.judged or self._may_judge(prompt)
+            always = not self.judged or self.form
+            if not lacks_column(self.spec, prompt):
+                needed.append((row, prompt, gold_text(self.spec, prompt, self.template, always=always)))
         self.report.rows += len(rows)
-        self.report.excluded += sum(not self.spec.options.is_for(prompt.sample.columns) for _, prompt in rows)
-        self.report.none += len(rows) - len(needed)
         self.report.unapplied += len(rows) - len(needed)
-        self.pool |= dict.fromkeys(gold for _, _, gold in needed if gold)
-        self._score(needed)
-        self.pool = dict.fromkeys(list(self.pool)[-CHUNK:])
+        self.pool = list(dict.fromkeys(gold for _, _, gold in needed if gold is not None))
+        for row, prompt, gold in needed:
+            if self.report.errors < MOST_ERRORS:
+                self._score(row, prompt, gold)
 
-    def _settle(self, prompts: Sequence[Prompt]) -> None:
-        """Whether there is anything to judge: some row has a column that the reward reads."""
-        if self.judged:
-            return
+    def _score(self, row: str, prompt: Prompt, gold: str | None) -> None:
+        texts = [GARBAGE] if gold is None else [gold, *self._others(gold), GARBAGE]
+        try:
+            scores = self._scores(prompt, texts)
+        except RewardError as error:
+            self.report.errors += 1
+            end = "; not called again" if self.report.errors == MOST_ERRORS else ""
+            self.report.failures.append(f"{row}: {error}{end}")
+        else:
+            self._judge(row, gold, texts, scores)
+
+    def _may_judge(self, prompt: Prompt) -> bool:
+        """Whether a row says what is right: it has a column that the reward reads."""
         self.report.skipped = ""
         if self.builtin in UNWRITTEN:
             self.report.skipped = "not judged: no column says what a right answer is"
-        elif self.spec.takes_kwargs or any(read_columns(self.spec, p.sample.columns) for p in prompts):
-            self.judged = True
-        else:
+        elif not self.spec.takes_kwargs and not read_columns(self.spec, prompt.sample.columns):
             self.report.skipped = "not judged: it reads no column, so no answer is right by the row alone"
-
-    def _score(self, rows: Sequence[_Row]) -> None:
-        if not rows or self.report.errors >= MOST_ERRORS:
-            return
-        tried = [[gold, *self._others(gold), GARBAGE] if gold else [GARBAGE] for _, _, gold in rows]
-        try:
-            scores = self._call(rows, tried)
-        except RewardError as error:
-            if len(rows) > 1:  # find the rows that it is about
-                for row in rows:
-                    self._score([row])
-                return
-            self.report.errors += 1
-            end = "; not called again" if self.report.errors == MOST_ERRORS else ""
-            self.report.failures.append(Failure(rows[0][0], self.report.name, f"{error}{end}"))
-            return
-        for row, texts, answers in zip(rows, tried, scores, strict=True):
-            self._judge(row, texts, answers)
+        return not self.report.skipped
 
     def _others(self, gold: str) -> list[str]:
-        if self.form:
-            return []
         plain = " ".join(gold.split()).casefold()
         others = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
-        return others[-OTHERS:]
+        return [] if self.form else others[-OTHERS:]
 
-    def _call(self, rows: Sequence[_Row], tried: Sequence[Sequence[str]]) -> list[list[float | None]]:
+    def _scores(self, prompt: Prompt, texts: Sequence[str]) -> Sequence[float | None]:
         # an answer by itself, without the thinking that the chat template may have begun
-        bare = [dataclasses.replace(prompt, opens_thinking=False) for _, prompt, _ in rows]
-        prompts = [prompt for prompt, texts in zip(bare, tried, strict=True) for _ in texts]
-        completions = [self._completion(text) for texts in tried for text in texts]
-        start = time.perf_counter()
-        flat = iter(self.scorer.score(prompts, completions, 1).parts[self.spec.name])
-        self.report.seconds += time.perf_counter() - start
-        self.report.calls += len(completions)
-        return [[next(flat) for _ in texts] for texts in tried]
+        bare = dataclasses.replace(prompt, opens_thinking=False)
+        completions = [self._completion(text) for text in texts]
+        return self.scorer.score([bare] * len(texts), completions, 1).parts[self.spec.name]
 
     def _completion(self, text: str) -> Completion:
         turns = (Turn("assistant", text, 0),) if self.several_turns else ()
         return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0, turns=turns)
 
-    def _judge(self, row: _Row, texts: Sequence[str], scores: Sequence[float | None]) -> None:
+    def _judge(
+        self, row: str, right: str | None, texts: Sequence[str], scores: Sequence[float | None]
+    ) -> None:
         gold, others, garbage = scores[0], scores[1:-1], scores[-1]
-        name, _, right = row
         report = self.report
         report.unapplied += self.judged and all(score is None for score in scores)
-        if right and not self.judged:
+        if right is not None and not self.judged:
             report.wrong += [score for score in scores if score is not None]
-            return
-        if not right or gold is None:
-            report.none += 1
+        if right is None or gold is None or not self.judged:
             return
         report.gold.append(gold)
         report.wrong += [score for score in scores[1:] if score is not None]
-        wrong = next((i for i, s in enumerate(scores[1:-1], start=1) if not _less(s, gold)), None)
         same_as_others = bool(others) and all(not _less(score, gold) for score in others)
-        report.alike += same_as_others or not _less(garbage, gold)
-        fault = ""
+        tried: list[tuple[str, float | None]] = [(right, gold)]
         if self.builtin is not None and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
-            fault, wrong = "the right answer is not scored 1", None
+            fault = "the right answer is not scored 1"
         elif not _less(garbage, gold):
-            fault, wrong = "garbage scores no less", len(texts) - 1
+            fault = "garbage scores no less"
+            tried.append((texts[-1], garbage))
         elif same_as_others:
             fault = "the right answers of other rows score no less"
-        if fault:
-            shown = ("", None) if wrong is None else (texts[wrong], scores[wrong])
-            report.failures.append(Failure(name, report.name, fault, right, gold, *shown))
+            tried.append((texts[1], scores[1]))
+        else:
+            return
+        shown = ", ".join(f"{text[:40]!r} scores {number(score)}" for text, score in tried)
+        report.failures.append(f"{row}: {fault} ({report.name}: {shown})")
+
+
+def number(score: float | None) -> str:
+    return "None" if score is None else f"{score:.3g}"
 
 
 def alone(spec: RewardSpec) -> RewardSpec:

@@ -5,8 +5,9 @@ The run prints it at its start, `mm-grpo estimate` without one, and out_of_memor
 Each part is explained where it is computed: b are the bytes of a number of the weights, n the weights that are trained.
 With gradient checkpointing each layer keeps its input, and one at a time has everything.
 
-Left out: a tower's projector, states after a kept prompt in layers of linear attention, buffers of attention kernels,
-the allocator's losses, and checkpoints' copies, which lie in the host's memory. Layers are taken for those of a Llama.
+Left out: a tower's projector, prompts that are kept for several packs, dense masks of sliding windows, buffers of
+attention kernels, the allocator's losses, and checkpoints' copies, which lie in the host's memory. Layers are taken for
+those of a Llama.
 Against what autograd keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
 """
 
@@ -52,13 +53,12 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """The axes of a vision tower; `patch` is the side of a patch in pixels, `depth` how many numbers stand for one."""
+    """The axes of a vision tower; `patch` is the side of a patch in pixels."""
 
     layers: int
     hidden: int
     inner: int
     patch: int
-    depth: int = 3
     trained: bool = True
 
     @classmethod
@@ -72,10 +72,8 @@ class VisionSizes:
         side = patch[0] if isinstance(patch, list | tuple) else patch
         if not (layers and hidden and inner and side):
             return None
-        channels = getattr(vision, "in_channels", None) or getattr(vision, "num_channels", None) or 3
-        depth = channels * getattr(vision, "temporal_patch_size", 1)
         tower = [p for n, p in model.named_parameters() if re.search(r"\bvi(sual|sion)", n)]
-        return cls(layers, hidden, int(inner), int(side), depth, any(p.requires_grad for p in tower))
+        return cls(layers, hidden, int(inner), int(side), any(p.requires_grad for p in tower))
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,6 @@ class ModelSizes:
     reference: int = 0
     linear_layers: int = 0  # of `layers`
     linear_token: int = 0  # bytes that each of these keeps of a token for its convolution and its rule
-    mask_kinds: int = 0  # kinds of layers that are given a dense mask
     keys: int = 0  # width of the keys of all heads, and of the values
     vision: VisionSizes | None = None
     trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
@@ -122,7 +119,6 @@ class ModelSizes:
             reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
             linear_layers=linear,
             linear_token=_linear_token(text, head.element_size()) if linear else 0,
-            mask_kinds=_mask_kinds(text),
             keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
             vision=VisionSizes.of(model),
             trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
@@ -156,13 +152,10 @@ def learner_memory(
     processes: int = 1,
     gpu: bool = True,
     pixels: int = 0,
-    kept: int = 0,
-    teacher: bool = False,
 ) -> Bytes:
     """Estimate what one of `processes` holds for packs of `tokens` tokens and `pixels` of images; see the module.
 
-    `kept` are the tokens of prompts that are kept for several packs; a `teacher` has last states too. `zero_stage` 0 is
-    the whole state in each process, which one process without offload has at any stage.
+    `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """
     b, n, full = model.numbers, model.trained, model.full_layers
     own = model.trained_numbers or b
@@ -179,7 +172,6 @@ def learner_memory(
         largest = max(layer if full else 0, linear if model.linear_layers else 0)
         activations = model.layers * tokens * b * model.hidden + largest
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
-    masked = 1 if checkpointing else full
     return {
         "weights": b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + own * n,
         "reference": b * model.reference,
@@ -187,12 +179,8 @@ def learner_memory(
         "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
         "activations": activations,
         # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
-        "log-probs": tokens * (4 + b * (1 + teacher)) * model.hidden + head + chunk_bytes_of(gpu=gpu),
+        "log-probs": tokens * (4 + b) * model.hidden + head + chunk_bytes_of(gpu=gpu),
         "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
-        # a dense mask for each kind of layer, and what attention makes of it in a layer's dtype
-        "attention masks": tokens**2 * (model.mask_kinds + b * masked) if model.mask_kinds else 0,
-        # keys and values with fp32 sums of their gradients, whatever is checkpointed (learner/prompt_states.py)
-        "kept prompt": 2 * (b + 4) * model.keys * full * kept,
     }
 
 
@@ -206,8 +194,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a config's longest prompts, sequences and packs in one of `processes`, images of such a pack, and
-    tokens of prompts that are kept for several packs, which is where the largest group is larger than a pack.
+    """Tokens of a config's longest prompts, sequences and packs in one of `processes`, and images of such a pack.
 
     A prompt whose length nothing bounds is one image, or `rollout.vllm.max_images`, and TEXT.
     """
@@ -216,20 +203,17 @@ class Lengths:
     sequence: int
     pack: int
     images: int
-    kept: int
 
     @classmethod
     def of(cls, config: GRPOConfig, image: Image, processes: int) -> Lengths:
-        rollout, most = config.rollout, config.optim.max_tokens_per_pack
+        rollout = config.rollout
         images = rollout.vllm.max_images or 1
         guess = images * image.tokens + TEXT if image.tokens else PROMPT
         prompt = config.data.max_prompt_length or guess
         group = prompt + rollout.num_generations * rollout.max_completion_length
         prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
-        pack = min(most, prompts * group)
-        copies = 2 if config.algorithm.perception_coef > 0 else 1  # the masked prompt of the perception term
-        kept = copies * prompt if copies * group > most else 0
-        return cls(prompt, prompt + rollout.max_completion_length, pack, images * -(-pack // group), kept)
+        pack = min(config.optim.max_tokens_per_pack, prompts * group)
+        return cls(prompt, prompt + rollout.max_completion_length, pack, images * -(-pack // group))
 
 
 @dataclass(frozen=True)
@@ -281,8 +265,6 @@ def memory_of_run(
         processes=processes,
         gpu=gpu,
         pixels=image.pixels * lengths.images,
-        kept=lengths.kept,
-        teacher=config.algorithm.twin_view is not None,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
@@ -318,27 +300,21 @@ def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
     return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 
-def run_sentence(learner: Learner, *, brief: bool = False) -> str:
-    """One line: what this process will hold of its device in each phase, or with `brief` at most, and what the device
-    has. "" where the model's config does not name its axes as Llama's does."""
+def run_sentence(learner: Learner) -> str:
+    """One line: what this process will hold of its device at most, and what that has. "" where the model's config does
+    not name its axes as Llama's does."""
     model, reference = learner.model, learner.reference.model if learner.reference is not None else None
     try:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
     except (AttributeError, TypeError):
         return ""
-    image, config, processes = image_of(learner.processor), learner.config, learner.ranks.world
     available = device_memory(model.device)
     found = memory_of_run(
-        sizes, image, config, available, processes=processes, checkpointing=learner.checkpointing,
-        gpu=model.device.type == "cuda",
+        sizes, image_of(learner.processor), learner.config, available, processes=learner.ranks.world,
+        checkpointing=learner.checkpointing, gpu=model.device.type == "cuda",
     )  # fmt: skip
-    line = f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated"
-    if not brief:
-        how = "with" if learner.checkpointing else "without"
-        pack = Lengths.of(config, image, processes).pack
-        line = f"{found.sentence(available)} (packs of {pack} tokens {how} checkpointing)"
     more = "; more than there is: `mm-grpo estimate` says what helps" if found.peak > available else ""
-    return line + more
+    return f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated{more}"
 
 
 def image_of(processor: Any) -> Image:
@@ -368,21 +344,13 @@ def _linear_token(text: Any, b: int) -> int:
     return int(4 * b * channels + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK))
 
 
-def _mask_kinds(text: Any) -> int:
-    """Kinds of layers that get a dense mask each: all kinds, where any has a window (see attention.Masks)."""
-    kinds = set(getattr(text, "layer_types", None) or ())
-    windowed = "sliding_attention" in kinds or (not kinds and getattr(text, "sliding_window", None))
-    return max(1, len(kinds)) if windowed else 0
-
-
 def _vision(tower: VisionSizes, b: int, pixels: int, checkpointing: bool) -> int:
     patches = -(-pixels // tower.patch**2)
     layer = patches * _token_of_layer(b, tower.hidden, tower.hidden, tower.inner)
     if not tower.trained:
         return layer
-    inputs = patches * b * tower.depth * tower.patch**2
-    kept = tower.layers * patches * b * tower.hidden + layer if checkpointing else tower.layers * layer
-    return inputs + kept
+    inputs = tower.layers * patches * b * tower.hidden
+    return inputs + layer if checkpointing else tower.layers * layer
 
 
 def in_gb(count: int) -> str:

@@ -7,7 +7,6 @@ written to a file, in the layout trl with images beside it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from mm_grpo.files import OutputFile
     from mm_grpo.types import Group
 
-BINS = 10
-
 
 def measure(
     config: GRPOConfig,
@@ -39,7 +36,7 @@ def measure(
     file: OutputFile | None,
     report: Callable[[str, int, int], None],
 ) -> None:
-    """Answer `rows` training rows, evenly spread, `samples` times each; print a histogram of their pass rates, and
+    """Answer `rows` training rows, evenly spread, `samples` times each; print how many are never or always right, and
     write those within `bounds`, both included, to `file`. `report` is told how far it is."""
     toolbox, ranks, shares = toolbox_of(config, None, None), Ranks(), dict[int, float]()
     several = toolbox is not None
@@ -62,12 +59,12 @@ def measure(
         scorer.start()
         given = (prompt_builder, sampler, scorer, config, 0, ranks)
         answer_rows(chosen, *given, keep=keep, report=lambda done, of: report("pass rate", done, of))
-    counts = Counter(min(int(share * BINS), BINS - 1) for share in shares.values())
-    print_phase(f"pass rates of {len(shares)} of {len(all_rows)} rows, {samples} answers each:")
-    for number in range(BINS):
-        print_phase(
-            f"  {number / BINS:.1f} - {(number + 1) / BINS:.1f}  {counts[number]:>5}  {bar(counts, number)}"
-        )
+    never, always = (list(shares.values()).count(share) for share in (0.0, 1.0))
+    between = len(shares) - never - always
+    print_phase(
+        f"pass rates of {len(shares)} of {len(all_rows)} rows, {samples} answers each: never right {never}, sometimes "
+        f"{between}, always {always}"
+    )
     low, high = bounds
     kept = [row for row, share in sorted(shares.items()) if low <= share <= high]
     print_phase(f"within {low:g} and {high:g}: {len(kept)}")
@@ -89,10 +86,6 @@ def spread(dataset: Dataset, count: int) -> Dataset:
         first += len(part)
         parts.append(part.without(left_out))
     return dataset.with_parts(parts)
-
-
-def bar(counts: Counter[int], number: int) -> str:
-    return "#" * round(40 * counts[number] / max(1, *counts.values()))
 
 
 def plain_rows(dataset: Dataset, rows: list[int]) -> Iterator[dict[str, Any]]:

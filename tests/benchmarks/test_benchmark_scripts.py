@@ -16,15 +16,7 @@ TINY = "--size tiny --rounds 1"
 SMOKE = {
     "learner": "--size tiny --shapes 2x4x56,3x2x0 --rounds 1",
     "memory": "--vocabularies 1024 --tokens 8 --width 16",
-    "overhead": "rollout.prompts_per_step=2 data.train.size=8 optim.warmup_steps=0 --steps 2 --warm 1",
-    "scaling": f"{TINY} --sweeps completions --side 112",
     "step": "--workloads tiny --rounds 2 --warm 1",
-    "hybrid": f"{TINY} --shapes 2x4x56",
-    "turns": f"{TINY} --side 84 --sides 56 --generations 2 --tokens 3",
-    "packs": f"{TINY} --prompts 6 --generations 2 --words 5 --tokens 4 --pack 200",
-    "spread": f"{TINY} --generations 4 --side 56 --tokens 3 --packs 1,2",
-    "images": "--prompts 4 --steps 1 --max-pixels 3136",
-    "overlap": f"{TINY} --prompts 2 --generations 2 --tokens 8 --steps 1 --kinds async --seconds 0.01",
     "generation": "--workloads tiny --rounds 2",
 }
 
@@ -51,24 +43,3 @@ def test_a_script_ends_in_rows_whose_ratios_are_those_of_their_seconds(
         if {"ratio", "seconds_trl", "seconds_ours"} <= row.keys():
             assert row["ratio"] == pytest.approx(row["seconds_trl"] / row["seconds_ours"], rel=1e-4)
         assert row.get("gradient_gap", 0.0) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "words"),
-    [
-        ("learner", ["--device", "gpu"], "argument --device: 'gpu'"),
-        ("learner", ["--rounds", "0"], "argument --rounds: '0'"),
-        ("overhead", ["--steps", "1", "optim.learning_rate=a"], "optim.learning_rate = 'a'"),
-        ("readme", ["/nope"], "/nope"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    name: str,
-    arguments: list[str],
-    words: str,
-    script: Callable[[str], Any],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        script(name).main(arguments)
-    assert words in capsys.readouterr().err.splitlines()[-1]

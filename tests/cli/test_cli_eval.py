@@ -145,6 +145,8 @@ def test_a_run_s_own_config_is_read_as_the_run_read_it(
     shutil.copytree(run.folder, copy)
     assert GRPOConfig.from_yaml(copy / "config.yaml").model.path == "model"
     changes = [f"run.dir={copy}", "run.max_steps=3", "run.eval_every=0"]
+    fresh = command("train", copy / "config.yaml", *changes)
+    assert fresh.code == 2 and "the config file" in fresh.err
     done = command("train", copy / "config.yaml", "--resume", *changes)
     assert done.code == 0, done.err
     assert (copy / "checkpoints" / "step-000003").is_dir()

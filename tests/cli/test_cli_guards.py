@@ -26,8 +26,17 @@ def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any,
     assert json.loads((run / "summary.json").read_text())["steps"] == 2
 
 
-def test_a_smoke_run_only_warns(command: Any, job: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_smoke_run_only_warns_and_leaves_nothing(
+    command: Any, job: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    place = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setattr("tempfile.tempdir", str(place))
     (job.parent / "mine.py").write_text("def mine(completion):\n    return None\n")
     result = command("train", job, "--smoke")
     assert result.code == 0, result.err
     assert "guard no_reward: for 2 steps no completion has had a reward" in caplog.text + result.err
+    assert "results are not kept; set run.dir=... to keep them" in result.out
+    assert list(place.glob("mm_grpo*")) == []
+    both = command("train", job, "--smoke", "--resume")
+    assert both.code == 2 and "--smoke and --resume" in both.err

@@ -17,7 +17,6 @@ from mm_grpo.cli.main import app
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.grpo_config import MATTER
 from mm_grpo.config.messages import Section
-from mm_grpo.run.environment import memory_limit
 
 
 def commands() -> list[str]:
@@ -75,15 +74,6 @@ def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
     assert wrong.code == 2 and "run.max_steps" in wrong.err
 
 
-def test_docs_prints_the_pages_that_messages_name(command: Any) -> None:
-    page = Path(mm_grpo.__file__).parents[1] / "docs/turns.md"
-    for name in ("turns", "docs/turns.md"):
-        assert command("docs", name).out.strip() == page.read_text(encoding="utf-8").strip()
-    listed = {line.split()[0] for line in command("docs").out.splitlines()}
-    assert listed == {each.stem for each in page.parent.glob("*.md")}
-    assert command("docs", "trns").code == 2
-
-
 def test_the_config_of_init_names_every_field_that_matters() -> None:
     text = (Path(mm_grpo.__file__).parents[1] / "examples/init/config.yaml").read_text(encoding="utf-8")
     whole = re.sub(r"(?m)^( *)# (\w+:)", r"\1\2", text)
@@ -100,7 +90,6 @@ def test_the_config_of_init_names_every_field_that_matters() -> None:
     [
         ("--config", "mm-grpo train CONFIG"),
         ("--learning_rate", "optim.learning_rate=VALUE"),
-        ("--learning-rate=1e-6", "optim.learning_rate=VALUE"),
         ("--optim.learning_rate", "optim.learning_rate=VALUE"),
         ("--temperature", "rollout.temperature=VALUE or rollout.eval.temperature=VALUE"),
         ("--output_dir", "write run.dir"),
@@ -120,17 +109,6 @@ def test_env_shows_versions_devices_and_limits(command: Any) -> None:
     assert "command" not in found and "started" not in found
 
 
-def test_the_memory_of_a_container_is_what_it_allows(tmp_path: Path) -> None:
-    control, machine = tmp_path / "memory.max", tmp_path / "meminfo"
-    machine.write_text("MemTotal:       2048 kB\nMemFree: 1 kB\n")
-    assert memory_limit(control, machine) == 2048 * 1024
-    control.write_text("max\n")
-    assert memory_limit(control, machine) == 2048 * 1024
-    control.write_text("1048576\n")
-    assert memory_limit(control, machine) == 1048576
-    assert memory_limit(tmp_path / "none", tmp_path / "none") is None
-
-
 def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:
     theirs, ours = tmp_path / "trl.yaml", tmp_path / "config.yaml"
     theirs.write_text(yaml.safe_dump({"model_name_or_path": "m", "learning_rate": 1e-5, "use_dora": True}))
@@ -142,10 +120,4 @@ def test_convert_writes_a_config_once(command: Any, tmp_path: Path) -> None:
     again = command("convert", theirs, "--output", ours)
     assert (again.code, again.err.count("\n")) == (2, 1) and f"--output '{ours}'" in again.err
     assert command("convert", theirs).out == ours.read_text()
-    nowhere = tmp_path / "link"
-    nowhere.symlink_to(tmp_path / "nowhere")
-    for no_file in (nowhere, tmp_path, tmp_path / "none" / "a.yaml", "/dev/full", "a\0b", "x" * 300):
-        refused = command("convert", theirs, "--output", no_file)
-        assert (refused.code, refused.err.count("\n")) == (2, 1) and "--output" in refused.err, no_file
-    assert nowhere.is_symlink() and not (tmp_path / "nowhere").exists()
     assert command("convert", tmp_path / "no.yaml").code == 2

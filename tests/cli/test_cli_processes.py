@@ -67,18 +67,6 @@ def ranks_of(process: forkserver.Forked) -> dict[int, int]:
     return found
 
 
-def listening(pids: list[int]) -> set[str]:
-    """The addresses that these processes listen at over TCP, as the kernel writes them."""
-    found = set()
-    for pid in pids:
-        with suppress(OSError):
-            files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
-            texts = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-            lines = [line.split() for text in texts for line in text.splitlines()]
-            found |= {w[1].partition(":")[0] for w in lines if w[3] == "0A" and f"socket:[{w[9]}]" in files}
-    return found
-
-
 def wait_for(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -114,21 +102,6 @@ def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_second_ctrl_c_kills_processes_that_hang(tmp_path: Path) -> None:
-    with started(tmp_path, *peers(tmp_path, "ignoring")) as process:
-        wait_for(lambda: len(list(tmp_path.glob("ignoring-*"))) == 2 or process.poll() is not None)
-        ranks = ranks_of(process)
-        process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)  # is no Ctrl-C
-        process.send_signal(signal.SIGINT)
-        code, err = ended(process, tmp_path)
-    assert (code, err.strip()) == (130, "interrupted")
-    assert len(ranks) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-
-
-@pytest.mark.long
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     with started(tmp_path, *peers(tmp_path, "loop")) as process:
         wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
@@ -144,16 +117,13 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     """Also where something left aborts the process when the interpreter is taken down, as threads of gloo may do."""
     last = "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
     (job.parent / "mine.py").write_text((job.parent / "mine.py").read_text() + last)
-    run, number, seen = tmp_path / "run", signal.SIGTERM, set[str]()
+    run, number = tmp_path / "run", signal.SIGTERM
     arguments = ("-m", "mm_grpo.cli", "train", job, "--processes", "2", "run.max_steps=400")
     with started(tmp_path, *arguments) as process:
-        while process.poll() is None and not (run / "metrics.jsonl").exists():
-            seen |= listening([process.pid, *ranks_of(process).values()])
-            time.sleep(0.05)
+        wait_for(lambda: (run / "metrics.jsonl").exists() or process.poll() is not None)
         process.send_signal(number)
         code, err = ended(process, tmp_path)
     assert code == 128 + number, err
-    assert seen == {"0100007F"}  # 127.0.0.1
     (newest,) = (run / "checkpoints").iterdir()
     step = int(newest.name[5:])
     lines = err.strip().splitlines()[-3:]
@@ -207,9 +177,10 @@ def test_the_launcher_gets_the_command_again(
     monkeypatch.setattr(train_module, "launch", lambda *given: calls.append(given) or 3)
     result = command("train", job, "model.device=cpu", "--resume", "--processes", "2")
     assert result.code == 3
-    alone = command("train", job, "run.max_steps=1", "--processes", "1")  # a plain run
-    assert alone.code == 0 and "completions a step -> 1 update" in alone.out
-    assert calls == [(2, ["-m", "mm_grpo.cli", "train", str(job), "model.device=cpu", "--resume"])]
+    monkeypatch.setattr(train_module, "_train", lambda *given: calls.append("a plain run"))
+    assert command("train", job, "--processes", "1").code == 0
+    again = (2, ["-m", "mm_grpo.cli", "train", str(job), "model.device=cpu", "--resume"])
+    assert calls == [again, "a plain run"]
 
 
 def failures(*ends: tuple[int, int, int]) -> dict[int, ProcessFailure]:
@@ -223,13 +194,10 @@ def failures(*ends: tuple[int, int, int]) -> dict[int, ProcessFailure]:
 @pytest.mark.parametrize(
     ("ends", "code", "printed"),
     [
-        ([(0, 2, 5), (1, 2, 5)], 2, ""),
         ([(1, 1, 5), (0, 3, 6)], 3, ""),  # what it lost was a process that a guard had stopped
         ([(0, -15, 6), (1, 2, 5)], 2, ""),  # the launcher ended the first
         ([(0, 1, 5), (1, -15, 5)], 1, ""),  # a fault, and its traceback
-        ([(0, -15, 6), (1, -15, 5)], 1, "process 1 of 2 (pid 1001) was ended by SIGTERM; the others"),
         ([(0, 1, 7), (1, -9, 7)], 1, "process 1 of 2 (pid 1001) was ended by SIGKILL; "),
-        ([(0, -11, 4), (1, 1, 7)], 1, "process 0 of 2 (pid 1000) was ended by SIGSEGV; the others"),
         ([(1, 130, 4), (0, -15, 7)], 130, ""),  # it stopped after a whole step, and printed so
     ],
 )

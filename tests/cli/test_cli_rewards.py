@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import tiny
 
-from mm_grpo.cli.rewards import page
-from mm_grpo.config import apply_overrides
-from mm_grpo.rewards import names, resolve_entry
+from mm_grpo.rewards import names
 
 
 def test_the_list_has_a_line_for_each(command: Any) -> None:
@@ -19,17 +16,6 @@ def test_the_list_has_a_line_for_each(command: Any) -> None:
     assert result.code == 0 and [line.split()[0] for line in lines][: len(names())] == names()
     assert all(len(line.split()) > 3 for line in lines)
     assert "1 when the completion's final answer is the gold answer." in result.out
-
-
-def test_every_reward_has_a_page_with_an_entry_that_resolves() -> None:
-    for name in names():
-        shown = page(resolve_entry(name))
-        entry = next(line for line in shown.splitlines() if line.startswith("  rewards: "))
-        (made,) = apply_overrides({}, [entry.strip().replace(": ", "=", 1)])["rewards"]
-        made = {
-            key: 8 if value == "VALUE" else value for key, value in made.items()
-        }  # for the user to replace
-        assert resolve_entry(made).name == name
 
 
 def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) -> None:
@@ -43,11 +29,8 @@ def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) ->
 
 def test_a_page(command: Any) -> None:
     out = command("rewards", "exact_match").out
-    assert out.startswith("exact_match (built-in; called per completion)\n\n1 when the completion's final")
-    assert "  answer           column; rows where it is null get no score\n" in out
-    assert "  ignore_case      argument, default true\n" in out
-    assert "rewards: [{name: exact_match, weight: 1, ignore_case: true}]" in out
-    assert "data: {columns: {answer: name_in_the_dataset}}" in out
+    assert out.startswith("exact_match (built-in; called per completion; weight: 1): (completion: ")
+    assert "ignore_case: 'bool' = True" in out and "\n\n1 when the completion's final" in out
 
 
 @pytest.mark.parametrize(
@@ -68,29 +51,17 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "future"),
-    [("str", ""), ("str | None", "from __future__ import annotations\n"), ("list[int]", ""), ("", "")],
+    [("str", ""), ("str | None", "from __future__ import annotations\n"), ("", "")],
 )
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:
     """As the row of docs/data.md has it: "answer": "3"."""
-    given, value = ("answer=[3]", [3]) if kind == "list[int]" else ("answer=3", "3" if "str" in kind else 3)
+    value = "3" if "str" in kind else 3
     annotation = f": {kind}" if kind else ""
     body = f"    return float(answer == {value!r} and type(answer) is {type(value).__name__})\n"
     (tmp_path / "mine.py").write_text(f"{future}def mine(completion, answer{annotation}):\n{body}")
-    result = command("rewards", "try", f"{tmp_path}/mine.py:mine", "--completion", "x", "--column", given)
-    assert (result.code, result.out.strip()) == (0, "1"), result.err
-
-
-def test_images_reach_the_reward_as_they_are(command: Any, tmp_path: Path) -> None:
-    for i, size in enumerate(((30, 20), (50, 40))):
-        tiny.picture(i, *size).save(tmp_path / f"{i}.png")
-    (tmp_path / "mine.py").write_text(
-        "def area(completion, images, sample, box):\n"
-        "    return images[1].width * images[1].height + len(sample.images) + sum(box)\n"
-    )
-    images = [word for i in range(2) for word in ("--image", tmp_path / f"{i}.png")]
     result = command(
-        "rewards", "try", f"{tmp_path}/mine.py:area", "--completion", "x", "--column", "box=[1, 2.5]", *images
+        "rewards", "try", f"{tmp_path}/mine.py:mine", "--completion", "x", "--column", "answer=3"
     )
-    assert (result.code, result.out.strip()) == (0, "2005.5")
+    assert (result.code, result.out.strip()) == (0, "1"), result.err

@@ -10,10 +10,10 @@ import os
 import sys
 from typing import Any
 
+from helpers.fake_engines import FakeServer
 from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer, build
-from mm_grpo.testing.fake_engines import FakeServer
 
 
 def server(config: Any, model: Any, processor: Any) -> FakeServer:

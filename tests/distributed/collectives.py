@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,31 +23,6 @@ def fails(ranks: Ranks, error: Exception) -> str:
     except Exception as raised:
         return f"{type(raised).__name__}: {raised}"
     return "nothing"
-
-
-class Code:
-    """What notes the process that unpickles it."""
-
-    def __init__(self, *where: str) -> None:
-        self.where = where
-
-    def __reduce__(self) -> Any:
-        return note, self.where
-
-
-def note(folder: str, exchange: str) -> None:
-    Path(folder, f"{exchange} in {os.environ['RANK']}").touch()
-
-
-def refuses(ranks: Ranks, exchange: str, folder: str) -> str:
-    """What the first process raises over what one without the key sent; of a broadcast the second."""
-    stranger = ranks.rank == (0 if exchange == "broadcast" else 1)
-    sender = replace(ranks, key=b"a stranger's") if stranger else ranks
-    try:
-        getattr(sender, exchange)(Code(folder, exchange) if stranger else 1, exchange)
-    except RankLost as error:
-        return "" if stranger else str(error)
-    return ""
 
 
 def main(folder: str) -> None:
@@ -72,7 +45,6 @@ def main(folder: str) -> None:
         fails(ranks, GuardStop("guard x: stop")),
         fails(ranks, ZeroDivisionError("division by zero")),
         fails(ranks, type("Special", (ConfigError,), {})("a subclass of one of ours")),
-        [refuses(ranks, exchange, folder) for exchange in ("all_gather", "gather", "broadcast")],
     ]
     hasty = replace(ranks, deadline=1.0).second()
     started = time.monotonic()

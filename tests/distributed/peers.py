@@ -4,8 +4,6 @@
 `peers.py FOLDER MODE` each process then ends as `mm-grpo` does, in one of these ways:
 
     loop        exchanges objects and gradients for ever; FOLDER/exchanged is there after the first time
-    refused     every process raises the same ConfigError
-    ignoring    ignores SIGINT and SIGTERM and sleeps; FOLDER/ignoring-RANK is there then
     guard       every process raises the same GuardStop, the first one after it has written FOLDER/report
 """
 
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +25,7 @@ from mm_grpo.cli import main
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.accelerate_env import check_launcher
 from mm_grpo.distributed.ranks import Ranks, start
-from mm_grpo.errors import ConfigError, GuardStop
+from mm_grpo.errors import GuardStop
 
 DEADLINE = 15.0
 """Seconds that a process waits for the others, to join them."""
@@ -62,18 +59,6 @@ def loop(folder: Path, ranks: Ranks) -> None:
         (folder / "exchanged").touch()
 
 
-def refused(folder: Path, ranks: Ranks) -> None:
-    with ranks.fail_together("packing"):
-        raise ConfigError("optim.max_tokens_per_pack = 8: a prompt is longer")
-
-
-def ignoring(folder: Path, ranks: Ranks) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    (folder / f"ignoring-{ranks.rank}").touch()
-    time.sleep(300)
-
-
 def guard(folder: Path, ranks: Ranks) -> None:
     try:
         with ranks.fail_together("guards"):
@@ -84,9 +69,7 @@ def guard(folder: Path, ranks: Ranks) -> None:
             (folder / "report").write_text("whole")
 
 
-MODES: dict[str, Callable[[Path, Ranks], None]] = {
-    "loop": loop, "refused": refused, "guard": guard, "ignoring": ignoring,
-}  # fmt: skip
+MODES: dict[str, Callable[[Path, Ranks], None]] = {"loop": loop, "guard": guard}
 
 
 def command(_: list[str]) -> None:

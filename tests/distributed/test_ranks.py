@@ -41,10 +41,6 @@ def test_collectives_of_two_processes(tmp_path: Path) -> None:
     assert (first[9], second[9]) == tuple(
         f"{n}: a subclass of one of ours" for n in ("ConfigError", "Special")
     )
-    refused = [a or b for a, b in zip(first[10], second[10], strict=True)]
-    assert all("not sent by a process of this run" in text for text in refused), refused
-    ran = {path.name for path in tmp_path.glob("* in ?")}
-    assert not ran & {"all_gather in 0", "gather in 0", "broadcast in 1"}
-    message, waited = first[11]
+    message, waited = first[10]
     assert message.startswith("process 0 of 2 lost another one while exchanging 'lengths'")
     assert "longer than 1 s (run.process_timeout)" in message and 0.9 < waited < 60

@@ -27,18 +27,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "digits", digits)
 
 
-def test_a_row_is_two_pictures_a_question_and_their_sum(drawn: None) -> None:
-    row = task.digits_rows(split="train", size=20, seed=3)[13]
-    assert [part["type"] for part in row["prompt"][0]["content"]] == ["image", "image", "text"]
-    assert row["prompt"][0]["content"][2]["text"] == "What is the sum of the two digits?"
-    first, second = map(int, row["digits"].split())
-    assert row["answer"] == str(first + second) == "13"
-    assert [image.size for image in row["images"]] == [(56, 56)] * 2 and row["images"][0].mode == "RGB"
-
-
-@pytest.mark.parametrize("largest", [4, 9])
-def test_sums_are_equally_frequent(largest: int, drawn: None) -> None:
-    sums = 2 * largest + 1
+def test_sums_are_equally_frequent(drawn: None) -> None:
+    largest, sums = 4, 9
     rows = [task.pair(split="heldout", index=index, seed=1, largest=largest) for index in range(20 * sums)]
     counts = Counter(first.value + second.value for first, second in rows)
     assert counts == dict.fromkeys(range(sums), 20)

@@ -1,4 +1,4 @@
-"""The base of the shapes demo: its tokenizer and template, its lessons, and a tiny run of the script."""
+"""The base of the shapes demo: its tokenizer, and a tiny run of the script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from mm_grpo.data.shapes import COLOURS, NUMBERS, SHAPES, SIDES
 
 RECIPE = Path(__file__).parents[2] / "examples" / "shapes"
-OPTIONS = {"image_size": 84, "max_objects": 2}
 TINY = ["--hidden", "64", "--layers", "1", "--vision-hidden", "32", "--vision-layers", "1"]
 
 
@@ -27,51 +26,19 @@ def test_every_answer_is_one_token_at_the_start_and_inside_a_sentence(make_base:
     assert tokenizer.decode(tokenizer.encode(odd)) == odd  # bytes: nothing is unknown
 
 
-def test_prompts_are_chatml(make_base: ModuleType) -> None:
-    processor = make_base.make_processor()
-    messages = [
-        {"role": "system", "content": "Look."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What shape?"}]},
-        {"role": "assistant", "content": "circle"},
-    ]
-    assert processor.apply_chat_template(messages) == (
-        "<|im_start|>system\nLook.<|im_end|>\n"
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What shape?<|im_end|>\n"
-        "<|im_start|>assistant\ncircle<|im_end|>\n"
-    )
-    assert processor.apply_chat_template(messages[:1], add_generation_prompt=True) == (
-        "<|im_start|>system\nLook.<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_only_the_reply_and_its_end_are_learned(make_base: ModuleType) -> None:
-    processor = make_base.make_processor()
-    lessons = [make_base.lesson(index, 0, 1.0, OPTIONS) for index in range(8)]
-    prompts, replies, images = (list(column) for column in zip(*lessons, strict=True))
-    batch = make_base.encode(processor, prompts, images, replies)
-    assert batch["image_grid_thw"].tolist() == [[1, 6, 6]] * 8  # 84 pixels: not resized
-    for row, reply in enumerate(replies):
-        learned = batch["labels"][row]
-        assert processor.tokenizer.decode(learned[learned >= 0]) == reply + "<|im_end|>"
-
-
 def test_a_tiny_run_saves_a_folder_that_loads(
     make_base: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    weights = []
-    for out in (tmp_path / "a", tmp_path / "b"):
-        make_base.main(["--out", str(out), "--steps", "2", "--batch", "4", "--check-rows", "6", *TINY])
-        processor = AutoProcessor.from_pretrained(out)
-        model = AutoModelForImageTextToText.from_pretrained(out)
-        weights.append(model.state_dict())
+    out = tmp_path / "a"
+    make_base.main(["--out", str(out), "--steps", "2", "--batch", "4", "--check-rows", "6", *TINY])
+    processor = AutoProcessor.from_pretrained(out)
+    model = AutoModelForImageTextToText.from_pretrained(out)
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert processor.chat_template == make_base.small_bases.CHAT_TEMPLATE
     assert model.config.tie_word_embeddings
     assert model.generation_config.eos_token_id == processor.tokenizer.eos_token_id
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
     printed = capsys.readouterr().out
     assert re.search(r"eyes: \d\.\d{3} of held-out objects", printed)
     assert re.search(r"position: in form \d\.\d{3}  spread \d\.\d{3}  right \d\.\d{3}", printed)

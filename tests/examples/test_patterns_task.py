@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from helpers.recipe_scripts import script
 
-from mm_grpo.environments.builtins import Zoom
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
 
@@ -47,37 +46,6 @@ def test_patterns_vanish_in_the_shrunk_picture() -> None:
         assert max(np.abs(one - small[0]).max() for one in small) <= 1  # of 255 levels
     moved = [shrunk(task.Scene(shown.cells, framed)) for framed in (4, 5)]
     assert np.abs(moved[0] - moved[1]).max() > 100  # the frame is seen
-
-
-def test_a_cut_at_full_size_shows_the_pattern() -> None:
-    zoom, patterns = Zoom(), ("horizontal", "vertical", "rising", "falling", "dotted")
-    for number, pattern in enumerate(patterns):
-        shown = task.scene(split="train", index=1, answer=pattern, framed=number)
-        picture = task.render(shown)
-        zoom.reset([picture])
-        cut = zoom.zoom(task.bbox(number))
-        assert cut.size == (84, 84) and cut.tobytes() == picture.crop(task.box(number, 84)).tobytes()
-        assert seen(cut) is cut
-        grey = pixels(cut)[33:51, 33:51].sum(-1)
-        lines = {
-            "horizontal": grey[:, 1:] == grey[:, :-1],
-            "vertical": grey[1:] == grey[:-1],
-            "rising": grey[1:, :-1] == grey[:-1, 1:],
-            "falling": grey[1:, 1:] == grey[:-1, :-1],
-        }
-        assert {name for name, same in lines.items() if same.all()} == {pattern} - {"dotted"}
-        assert (
-            Counter(tuple(p) for p in pixels(cut)[33:51, 33:51].reshape(-1, 3))[task.PAPER]
-            == 18 * 18 * 2 // 3
-        )
-
-
-def test_one_row_in_full() -> None:
-    row = task.patterns_rows(split="heldout", size=2, seed=3, cell_size=27)[1]
-    content = [{"type": "image"}, {"type": "text", "text": task.QUESTION}]
-    assert row["prompt"] == [{"role": "user", "content": content}]
-    assert (row["answer"], row["place"], row["box"]) == ("vertical", "top middle", (27, 0, 54, 27))
-    assert row["images"][0].size == (81, 81) and set(row) == {"prompt", "images", "answer", "place", "box"}
 
 
 def test_answers_and_places_are_balanced() -> None:

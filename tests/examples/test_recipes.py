@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from helpers import processes
 from helpers.recipe_scripts import script
 
 from mm_grpo.config import GRPOConfig
@@ -129,29 +128,6 @@ def test_prepare_writes_what_the_config_reads(
     }[recipe]
 
 
-def test_a_second_run_leaves_what_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: published("geometry3k"))
-    module = prepare("geometry3k")
-    module.main(["--out", str(tmp_path)])
-    first = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "validation.jsonl").unlink()
-    asked = []
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, split: asked.append(split) or published("geometry3k")
-    )
-    capsys.readouterr()
-    module.main(["--out", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert asked == ["validation"] and (tmp_path / "train.jsonl").read_text() == first
-    assert f"{tmp_path}/train.jsonl: is there already" in said and "validation.jsonl: 6 rows in " in said
-    module.main(["--out", str(tmp_path), "--again"])
-    assert asked == ["validation", "train", "validation", "test"]
-
-
 def test_without_a_network_prepare_ends_with_one_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,12 +179,9 @@ def test_what_no_published_row_shows() -> None:
 
 
 LAYERS = [layer for layer in find_layers() if layer not in ("vllm", "offload", "qlora")]
-QUICK = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
+TRAINED = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
 """Those that share their reward and layout with none of the others."""
-CELLS = [
-    pytest.param(recipe, LAYERS[at % len(LAYERS)], marks=[] if recipe in QUICK else pytest.mark.long)
-    for at, recipe in enumerate(RECIPES)
-]
+CELLS = [(recipe, LAYERS[at % len(LAYERS)]) for at, recipe in enumerate(RECIPES)]
 """Each recipe with one layer (recipes_runs.md has all pairs)."""
 
 
@@ -217,6 +190,8 @@ CELLS = [
 def test_a_smoke_run_trains_two_steps(recipe: str, layer: str, tmp_path: Path, command: Any) -> None:
     code, out, _ = command("check", recipe, layer, "--smoke")
     assert code == 0 and out.rstrip().endswith("ok") and "1 / 1 / 1" in out, out
+    if recipe not in TRAINED:
+        return
     code, out, err = command("train", recipe, layer, "--smoke", f"run.dir={tmp_path}/run")
     assert code == 0, err
     assert "smoke: a tiny random model in place of " in out and "done: 2 steps" in out
@@ -237,13 +212,3 @@ def test_every_recipe_and_every_layer_was_run() -> None:
     head, *table = [[cell.strip() for cell in row] for row in rows]
     assert head[1:] == [*find_layers()] and [row[0] for row in table] == [*find_recipes()]
     assert [row for row in table if not all(re.fullmatch(r"\d+ \+ \d+", cell) for cell in row[1:])] == []
-
-
-@pytest.mark.long
-def test_the_command_itself(tmp_path: Path) -> None:
-    """In a process of its own, from a folder where no data was prepared; without run.dir nothing is left."""
-    settings = {"PYTHONPATH": str(EXAMPLES.parent), "TMPDIR": str(tmp_path)}
-    program = ["-m", "mm_grpo.cli", "train", "geometry3k", "offload", "--smoke"]
-    code, said = processes.finished(program, tmp_path / "said.txt", cwd=tmp_path, **settings)
-    assert code == 0 and "results are not kept" in said, said
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mm_grpo_")] == []

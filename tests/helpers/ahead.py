@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from helpers.configs import merged
+from helpers.fake_engines import FakeServer
 from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
 from mm_grpo import GRPOTrainer, build
-from mm_grpo.testing.fake_engines import FakeServer
 
 TIMES = ("time/", "step_time", "served/")
 LITTLE = {"report": False, "sight_every": 0, "save_model": False}

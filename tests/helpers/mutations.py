@@ -1,10 +1,9 @@
 r"""Single-line mutations of the package, and whether the tests that should catch each do: `killed`, or `LIVED`.
 
-    python tests/helpers/mutations.py [--only 1,4,10-20] [--json FILE]
+    python tests/helpers/mutations.py [--only 1,4,10-20]
 
 It says what a smaller suite still catches. It is no test itself, and takes some 40 minutes on one core. It runs in a
-copy of the tree. First the chosen tests run over the package as it is, and have to pass. With --json the results of
-earlier calls are kept.
+copy of the tree. First the chosen tests run over the package as it is, and have to pass.
 
 TABLE holds a block for each file: its path in mm_grpo, `<`, paths in tests, after `!` the marked tests that run too
 (`slow`, `long`); then its mutations, a line each: the kind, `|`, what stands in exactly one line of the file, `==>`,
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -281,12 +279,9 @@ def numbers(text: str) -> set[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", help="numbers of rows: 1,4,10-20")
-    parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
     wanted = [row for row in rows() if arguments.only is None or row.number in numbers(arguments.only)]
-    results: dict[str, dict[str, object]] = {}
-    if arguments.json is not None and arguments.json.is_file():
-        results = json.loads(arguments.json.read_text(encoding="utf-8"))
+    lived = 0
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copy_of_tree(Path(folder))
         for marks in sorted({row.marks for row in wanted}):
@@ -305,12 +300,8 @@ def main() -> None:
             os.utime(path, (kept.st_atime, kept.st_mtime))
             verdict, seconds = "LIVED" if outcome == "passed" else "killed", time.monotonic() - started
             print(f"{row.number:3} {verdict} {seconds:4.0f} s  {row.file}: {row.kind}  {test}", flush=True)
-            result = {"kind": row.kind, "verdict": verdict, "by": test or outcome, "seconds": round(seconds)}
-            results[f"{row.file}: {row.old} ==> {row.new}"] = result
-            if arguments.json is not None:
-                arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    lived = sum(result["verdict"] == "LIVED" for result in results.values())
-    print(f"{len(results) - lived} of {len(results)} killed, {lived} lived")
+            lived += verdict == "LIVED"
+    print(f"{len(wanted) - lived} of {len(wanted)} killed, {lived} lived")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import runpy
@@ -226,17 +225,6 @@ def test_the_page_on_installing_names_every_extra_and_the_versions_of_the_pins()
     for package, lowest, tested in versions[1:]:
         assert any(one.startswith(f"{package.lower()}>={lowest}") for one in asked), package
         assert re.search(rf"^{package.lower()}(-cpu)?=={re.escape(tested)}", pins, re.MULTILINE), package
-
-
-def test_names_that_the_reference_is_made_of_exist() -> None:
-    names = re.findall(r"^::: (\S+)$", read("docs/api.md"), re.MULTILINE)
-    assert len(names) >= 10
-    for name in names:
-        module, _, attribute = name.rpartition(".")
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError:
-            assert hasattr(importlib.import_module(module), attribute), name
 
 
 def test_every_promise_of_the_readme_has_tests_that_exist() -> None:

@@ -63,7 +63,9 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
 def test_fewer_rows_and_rows_that_are_left_out(
     page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html", page_rows=1)
+    with monkeypatch.context() as one:
+        one.setattr("mm_grpo.preflight.check.ROWS", 1)
+        data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
     monkeypatch.setattr(check_page, "MOST_BYTES", 700)  # one image has some 500

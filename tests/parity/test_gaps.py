@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.fake_engines import FakeRemoteEngine
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import build_engine
@@ -23,7 +24,6 @@ from mm_grpo.parity.sync import SyncReport, VerifiedSync, lost_update, stale_eng
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.testing.fake_engines import FakeRemoteEngine
 from mm_grpo.types import Completion, Group, Prompt
 
 SEEDS = range(40, 44)

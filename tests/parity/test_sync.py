@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.fake_engines import FakeRemoteEngine
 
 from mm_grpo import GRPOConfig, GRPOTrainer, build
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import GuardStop
-from mm_grpo.testing.fake_engines import FakeRemoteEngine
 
 ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.fake_engines import FakeRemoteEngine
 
 from mm_grpo import GRPOConfig, build, cli
 from mm_grpo.errors import GuardStop
 from mm_grpo.preflight.doctor import examine
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.testing.fake_engines import FakeRemoteEngine
 
 SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 56}
 
@@ -91,26 +90,6 @@ def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
     assert not (job.parent / "run").exists()
 
 
-@pytest.mark.slow
-def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, monkeypatch: Any) -> None:
-    import os
-
-    class Chatty(FakeRemoteEngine):
-        def generate(self, requests: Any) -> Any:
-            print("a library says something")
-            os.write(1, b"and so does its process\n")
-            return super().generate(requests)
-
-    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: Chatty(m, p))
-    code, out, err = run(job, "--json", "rollout.num_generations=3")
-    found = json.loads(out)
-    assert code == 0 and found["ok"] is True and found["failures"] == []
-    assert out.count("\n") == 1 and "a library says something" in err and "so does its process" in err
-    assert len(found["before"]) == len(found["after"]) == 4
-    assert found["before"][0]["completions"] == 3 and found["before"][0]["score"]["max"] < 1e-5
-    assert found["update"]["logp_moved"] > 0
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -120,27 +99,25 @@ def test_json_is_one_object_and_nothing_else(run: Any, job: Path, engine: Any, m
         ("constant seed, hidden", ["4 of 4 completions are the same", "generator"]),
     ],
 )
-def test_each_fault_is_named_with_exit_code_3(
-    fault: str, words: list[str], run: Any, job: Path, engine: Any
-) -> None:
+def test_each_fault_is_named(fault: str, words: list[str], job: Path, engine: Any) -> None:
     engine(fault)
-    code, out, err = run(job, "--prompts", 2, "--json")
-    found = json.loads(out)
-    assert code == 3 and found["ok"] is False and "Traceback" not in err
+    report = examine(GRPOConfig.from_yaml(job), 1)
+    assert not report.ok
     for word in words:
-        assert any(word in failure for failure in found["failures"]), found["failures"]
+        assert any(word in failure for failure in report.failures), report.failures
 
 
-def test_other_prompt_ids_stop_it(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_prompt_ids_stop_it_with_exit_code_3(
+    run: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Other(FakeRemoteEngine):
         def generate(self, requests: Any) -> Any:
             raise GuardStop(f"{requests[0].prompt.uid}: ran 17 prompt tokens where the learner trains on 9")
 
     monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: Other(m, p))
-    code, out, _ = run(job, "--json")
-    found = json.loads(out)
-    assert code == 3 and found["ids_equal"] is False and found["before"] == []
-    assert "ran 17 prompt tokens where the learner trains on 9" in found["failures"][0]
+    code, out, err = run(job)
+    assert code == 3 and "prompt ids equal: not shown" in out and "Traceback" not in err
+    assert "ran 17 prompt tokens where the learner trains on 9" in out
 
 
 @pytest.mark.slow

@@ -30,8 +30,6 @@ def prompt(**columns: Any) -> Prompt:
     [
         ({"name": "iou"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
         ({"name": "iou", "space": "normalized"}, {"box": BOX}, "[0.1, 0.1, 0.6, 0.6]"),
-        ({"name": "iou", "gold_space": "pixel", "layout": "xywh"}, {"box": [10, 20, 40, 60]},
-         "[10.0, 20.0, 30.0, 40.0]"),
         ({"name": "iou", "gold_space": "pixel", "gold_layout": "xywh"}, {"box": [10, 20, 30, 40]},
          "[10.0, 20.0, 40.0, 60.0]"),
         ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
@@ -40,7 +38,6 @@ def prompt(**columns: Any) -> Prompt:
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
-        ({"name": "count"}, {"answer": 3.0}, "3"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
     ],
 )  # fmt: skip
@@ -76,7 +73,6 @@ def test_a_reward_for_some_rows_is_tried_on_those() -> None:
         ({"name": "iou", "gold_space": "pixel"}, "box", [10, 20, 90, 180], "56 × 84"),
         ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]"),
         ("box_match", "boxes", 3, "the gold boxes are '3'"),
-        ("iou", "box", [0, 0, 10**400, 1], "four finite numbers"),
     ],
 )
 def test_a_gold_that_means_nothing_is_found_by_the_reward(
@@ -85,7 +81,7 @@ def test_a_gold_that_means_nothing_is_found_by_the_reward(
     check = RewardCheck([resolve_entry(entry)])
     check.add("row", prompt(**{column: value}))
     (report,) = check.finish()
-    assert words in report.failures[0].fault
+    assert words in report.failures[0]
 
 
 def test_rows_without_a_right_answer_are_left_out() -> None:

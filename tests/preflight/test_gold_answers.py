@@ -30,9 +30,8 @@ def checked(entry: Any, answers: list[Any], *, column: str = "answer", **options
 def test_a_reward_that_tells_right_from_wrong_passes() -> None:
     report = checked("exact_match", ["red", "green", "blue", None])
     assert (report.failures, report.skipped, report.errors) == ([], "", 0)
-    assert report.gold == [1.0, 1.0, 1.0] and report.none == 1
+    assert report.gold == [1.0, 1.0, 1.0] and report.unapplied == 1
     assert report.wrong == [0.0] * 9  # for each row two other answers and garbage
-    assert report.calls == 12 and report.seconds > 0
 
 
 def says_number(completion: str, answer: int) -> float:
@@ -43,35 +42,27 @@ def always(completion: str, answer: str) -> float:
     return 0.5
 
 
-def broken(completion: str, answer: str) -> float:
-    return float(completion == answer.upper())
-
-
 @pytest.mark.parametrize(
-    ("fn", "answers", "fault", "scores"),
+    ("fn", "answers", "failures"),
     [
-        (says_number, [3, 4, 5], "the right answers of other rows score no less", (1.0, 1.0)),
-        (always, ["a", "b"], "garbage scores no less", (0.5, 0.5)),
-        (broken, ["a", "b"], "garbage scores no less", (0.0, 0.0)),
-        (lambda completion, answer: None if "?" in completion else 1.0, ["a"], "garbage scores", (1.0, None)),
+        (says_number, [3, 4], ["1: the right answers of other rows score no less (says_number: '3' scores 1, '4' ",
+                               "2: the right answers of other rows score no less (says_number: '4' scores 1, '3' "]),
+        (always, ["a", "b"], [f"{n}: garbage scores no less (always: '{'.ab'[n]}' scores 0.5, '?!' " for n in (1, 2)]),
+        (lambda completion, answer: None if "?" in completion else 1.0, ["a"], ["1: garbage scores no less"]),
     ],
-)
+)  # fmt: skip
 def test_one_that_does_not_fails_on_each_row(
-    fn: Callable[..., Any], answers: list[Any], fault: str, scores: tuple[float, float | None]
+    fn: Callable[..., Any], answers: list[Any], failures: list[str]
 ) -> None:
-    report = checked(fn, answers)
-    assert [failure.row for failure in report.failures] == [
-        f"rows.jsonl:{i + 1}" for i in range(len(answers))
-    ]
-    for failure, answer in zip(report.failures, answers, strict=True):
-        assert fault in failure.fault and failure.gold == str(answer)
-        assert (failure.gold_score, failure.wrong_score) == scores
+    found = checked(fn, answers).failures
+    for text, expected in zip(found, failures, strict=True):
+        assert text.startswith(f"rows.jsonl:{expected}")
 
 
 def test_a_built_in_must_give_1() -> None:
     report = checked("exact_match", ["red", "blue"], template="{gold} perhaps")
-    assert [f.fault for f in report.failures] == ["the right answer is not scored 1"] * 2
-    assert report.failures[0].gold == "red perhaps"
+    assert len(report.failures) == 2
+    assert "the right answer is not scored 1 (exact_match: 'red perhaps' scores 0)" in report.failures[0]
     ok = checked("exact_match", ["red", "blue"], template="<think>so</think> <answer>{gold}</answer>")
     assert ok.failures == [] and ok.gold == [1.0, 1.0]
 
@@ -86,7 +77,7 @@ def test_two_answers_that_mean_the_same_are_no_failure() -> None:
 def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     report = checked({"name": "length", "max_length": 3, "unit": "characters"}, ["red", "blue"])
     assert report.skipped.startswith("not judged: it reads no column")
-    assert report.gold == [] and report.failures == [] and report.calls > 0
+    assert report.gold == [] and report.failures == []
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
 
 
@@ -108,7 +99,7 @@ def test_which_text_is_the_right_answer() -> None:
 
 def test_a_reward_whose_column_is_null_in_every_row_applies_nowhere() -> None:
     report = checked("exact_match", [None] * 70)
-    assert (report.rows, report.unapplied, report.calls, report.applies_nowhere) == (70, 70, 0, True)
+    assert (report.rows, report.unapplied, report.applies_nowhere) == (70, 70, True)
     once = checked("exact_match", [None] * 69 + ["red"])
     assert (once.rows, once.unapplied, once.applies_nowhere) == (70, 69, False)
 
@@ -122,33 +113,13 @@ def test_gates_and_weights_of_0_may_be_idle() -> None:
     assert report.unapplied == 1 and not report.applies_nowhere
 
 
-def test_right_and_wrong_alike_on_most_rows() -> None:
-    assert [checked(always, ["a", "b"]).alike, checked(always, ["a", "b"]).cannot_tell] == [2, True]
-
-    def half(completion: str, answer: str) -> float:
-        return float(completion == answer or answer in ("a", "b"))
-
-    two_of_four = checked(half, ["a", "b", "c", "d"])
-    assert (two_of_four.alike, two_of_four.cannot_tell) == (2, False)
-    two_of_three = checked(half, ["a", "b", "c"])
-    assert (two_of_three.alike, two_of_three.cannot_tell) == (2, True)
-    assert not checked("exact_match", ["red", "blue"]).cannot_tell
-
-
-@pytest.mark.parametrize("kind", ["completion", "batch"])
-def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one(kind: str) -> None:
+def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one() -> None:
     seen: list[Any] = []
 
     def first_turn(completion: str, turns: list[dict[str, Any]], answer: str) -> list[float]:
         seen.append((completion, [(turn["role"], turn["text"]) for turn in turns]))
         return [float(turns[0]["text"] == answer)]
 
-    def first_turns(completions: Any, turns: Any, answer: list[str], **columns: Any) -> list[list[float]]:
-        told = zip(completions, turns, answer, strict=True)
-        return [first_turn(done[-1]["content"], own, gold) for done, own, gold in told]
-
-    entry = {"name": first_turn if kind == "completion" else first_turns, "per_turn": True}
-    report = checked(entry, ["red", "blue"], several_turns=True)
+    report = checked({"name": first_turn, "per_turn": True}, ["red", "blue"], several_turns=True)
     assert (report.failures, report.errors, report.gold) == ([], 0, [1.0, 1.0])
     assert set(report.wrong) == {0.0} and ("red", [("assistant", "red")]) in seen
-    assert all(turns == [("assistant", text)] for text, turns in seen)

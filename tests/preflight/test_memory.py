@@ -66,29 +66,13 @@ def test_fp32_adapters_and_a_reference_by_hand() -> None:
 @pytest.mark.parametrize(
     ("processes", "optim", "tokens"),
     [
-        (1, {}, 4 * (1024 + 3 * 8)),  # all four prompts, with three completions of at most eight tokens
-        (3, {}, 2 * (1024 + 3 * 8)),
+        (3, {}, 2 * (1024 + 3 * 8)),  # of four prompts, with three completions of at most eight tokens
         (1, {"updates_per_step": 4}, 1024 + 3 * 8),
         (1, {"max_tokens_per_pack": 500}, 500),
     ],
 )
 def test_a_pack_holds_no_more_than_an_update(processes: int, optim: dict[str, int], tokens: int) -> None:
     assert Lengths.of(config_for("x", optim=optim), Image(0, 0), processes).pack == tokens
-
-
-@pytest.mark.parametrize(
-    ("most", "perception", "kept"),
-    [(1048, 0.0, 0), (1047, 0.0, 1024), (2096, 0.1, 0), (2095, 0.1, 2048)],
-)
-def test_the_prompt_of_a_group_that_is_larger_than_a_pack_is_counted(
-    most: int, perception: float, kept: int
-) -> None:
-    """1,024 tokens of prompt and three completions of 8; with the perception term all of it twice."""
-    config = config_for("x", algorithm={"perception_coef": perception}, optim={"max_tokens_per_pack": most})
-    assert Lengths.of(config, Image(0, 0), 1).kept == kept
-    found = learner_memory(replace(LARGE, keys=256), tokens=1, checkpointing=True, kept=kept)
-    # keys and values of 256 numbers in 36 layers: 2 bytes each, and 4 for the sums of their gradients
-    assert found["kept prompt"] == 2 * 6 * 256 * 36 * kept == 110_592 * kept
 
 
 def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, Path]) -> None:
@@ -101,17 +85,6 @@ def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, 
     assert whole == 10 * (3 * around + 5 * 4 * 64 + 2 * found.linear_token)
     kept = learner_memory(found, tokens=10, checkpointing=True)["activations"]
     assert kept == 10 * (3 * 4 * 64 + around + found.linear_token)
-
-
-def test_sizes_are_read_from_a_model(models: dict[str, Path]) -> None:
-    model = load(models["qwen2_vl"])
-    text = model.config.get_text_config()
-    found = ModelSizes.of(model, reference=model)
-    assert found.weights == found.trained == found.reference == sum(p.numel() for p in model.parameters())
-    assert (found.numbers, found.layers, found.hidden) == (4, text.num_hidden_layers, text.hidden_size)
-    assert (found.inner, found.vocabulary) == (text.intermediate_size, text.vocab_size)
-    model.requires_grad_(False)
-    assert ModelSizes.of(model).trained == 0 and not ModelSizes.of(model).head_is_trained
 
 
 def kept_by_autograd(model: Any, run: Any) -> int:
@@ -153,7 +126,6 @@ def test_activations_are_those_that_torch_saves(dtype: torch.dtype) -> None:
     ("family", "dtype"),
     [
         ("qwen2_5_vl", torch.float32),
-        ("qwen2_5_vl", torch.bfloat16),
         ("qwen3_vl", torch.bfloat16),
         ("gemma3", torch.bfloat16),
     ],
@@ -175,7 +147,8 @@ def test_a_towers_activations_are_within_half_of_what_autograd_keeps(
         made = tower(vision["pixel_values"], vision["image_grid_thw"])
         return made.last_hidden_state if hasattr(made, "last_hidden_state") else made[0]
 
-    measured = kept_by_autograd(real, run)
+    # the patches themselves weigh in a tower as narrow as this one alone
+    measured = kept_by_autograd(real, run) - (0 if inputs else vision["pixel_values"].nbytes)
     sizes = VisionSizes.of(real)
     assert sizes is not None and sizes.trained
     (image,) = prompt.engine_prompt.images
@@ -183,30 +156,3 @@ def test_a_towers_activations_are_within_half_of_what_autograd_keeps(
     found = learner_memory(whole, tokens=0, checkpointing=False, pixels=image.width * image.height)
     want = found["vision tower"]
     assert want / 1.5 <= measured <= 1.5 * want, (want, measured)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dense_masks_of_sliding_windows_are_counted(dtype: torch.dtype, models: dict[str, Path]) -> None:
-    """Three layers of two kinds; of masks alone, for T^2 grows past all else."""
-    model, _ = build_on_meta(config_for(models["gemma3"], model={"dtype": "float32"}))
-    real = type(model)(model.config).to(dtype)
-    real.set_attn_implementation("sdpa")
-    text, tokens = real.model.language_model, 1536
-    masks = {
-        kind: torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
-        for kind in ("full_attention", "sliding_attention")
-    }
-    ids = torch.arange(tokens)[None] % 200
-    measured = kept_by_autograd(
-        real, lambda: text(input_ids=ids, attention_mask=masks, use_cache=False).last_hidden_state
-    )
-    measured += sum(m.numel() * m.element_size() for m in masks.values())
-    sizes = ModelSizes.of(real)
-    assert sizes.mask_kinds == 2
-    found = learner_memory(sizes, tokens=tokens, checkpointing=False)
-    assert found["attention masks"] == tokens**2 * (2 + 3 * dtype.itemsize)
-    want = found["attention masks"] + found["activations"]
-    assert want / 1.5 <= measured <= 1.5 * want, (want, measured)
-    kept = learner_memory(sizes, tokens=tokens, checkpointing=True)
-    assert kept["attention masks"] == tokens**2 * (2 + dtype.itemsize)
-    assert ModelSizes.of(build_on_meta(config_for(models["qwen2_5_vl"]))[0]).mask_kinds == 0

@@ -35,7 +35,6 @@ class Case:
     within: Callable[[Path], AbstractContextManager[Any]] = lambda folder: nullcontext()
     after: Callable[[Path], Any] = lambda folder: None
     makes: tuple[str, ...] = ()
-    encoding: str = "utf-8"
     full_disk: bool = False
 
     @property

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from robustness.case import Case, cut, fifo
@@ -26,12 +25,10 @@ from robustness.parts import (
     faulty_engine,
     flip,
     gif,
-    instead,
     no_error,
     one_row_a_step,
     other_model,
     picture,
-    png_claiming,
     remove_all,
     rename_newest,
     reward_file,
@@ -48,26 +45,21 @@ CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "line 1")),
     ("a Python object", "model: !!python/object/apply:os.system ['true']", ("config.yaml", "YAML")),
     ("nothing", "", ("model.path",)),
-    ("not UTF-8", b"model: {path: \xff\xfe}", ("config.yaml", "utf-8")),
     ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
     ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
     ("one generation", "model: {path: m}\nrollout: {num_generations: 1}", ("num_generations",)),
     ("a field of TRL", "model: {path: m}\nrollout: {per_device_train_batch_size: 4}", ("rollout.prompts_per_step",)),
-    ("an unknown user as model", f"model: {{path: {NO_HOME}}}", ("model.path", "no user")),
     ("no rows", "model: {path: m}\nrewards: [exact_match]", ("data.train",)),
 ]  # fmt: skip
 
 COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a config that is not there", "check none.yaml", ("none.yaml",)),
-    ("a folder without a config", "check MODEL", ("MODEL",)),
     ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
     ("an override without =", f"{CHECK} run.seed", ("'run.seed'", "section.field=value")),
-    ("an override into a number", f"{CHECK} run.seed.x=1", ("run.seed",)),
     ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
     ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
     ("smoke and resume", f"{TRAIN} --smoke --resume", ("--smoke", "--resume")),
     ("no process", f"{TRAIN} --processes 0", ("--processes",)),
-    ("a path behind --resume", f"{RESUME} out/checkpoints/step-000003", ("out/checkpoints/step-000003",)),
 ]
 
 ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
@@ -77,8 +69,6 @@ ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("not UTF-8", b'{"prompt": "\xff"}', ("rows.jsonl:1", "UTF-8")),
     ("no prompt", '{"image": "a.png"}', ("'prompt'",)),
     ("an empty prompt", row(prompt=" \n"), ("'prompt'", "empty")),
-    ("an answer at the end", row(prompt=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]),
-     ("rows.jsonl:1",)),
     ("a video", row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), ("rows.jsonl:1",
      "video")),
     ("more tags than images", row(prompt="<image><image>?"), ("rows.jsonl:1", "<image>")),
@@ -87,19 +77,16 @@ ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
     ("<img> without image", row() + '\n{"prompt": "<img> ?", "answer": "a"}', ("rows.jsonl:2", "'<img>'")),
     ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
-    ("columns of two trainers", row(problem="another"), ("data.layout",)),
 ]  # fmt: skip
 
 SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]] = [
     ("a path that is not there", {"train": "none.jsonl"}, {}, ("train: none.jsonl",)),
     ("an unknown suffix", {"train": "rows.xlsx"}, {"rows.xlsx": "a"}, ("rows.xlsx",)),
     ("CSV with a cell too many", {"train": "r.csv"}, {"r.csv": "prompt,image\nA, or B?,a.png\n"}, ("r.csv:2",)),
-    ("text for Parquet", {"train": "r.parquet"}, {"r.parquet": "hello"}, ("r.parquet",)),
     ("an unknown task", {"train": {"task": "shapse"}}, {}, ("train: ", "'shapse'", "'shapes'")),
     ("a task with a wrong option", {"train": {"task": "shapes", "sise": 3}}, {}, ("train: ", "'sise'", "'size'")),
     ("a column that is not there", {"columns": {"images": "pics"}}, {}, ("data.columns.images", "'pics'")),
     ("a folder of images that is not there", {"image_dir": "none"}, {}, ("data.image_dir",)),
-    ("an evaluation set without rows", {"eval": {"a": "e.jsonl"}}, {"e.jsonl": ""}, ("e.jsonl", "empty")),
     ("a FIFO", {}, {"rows.jsonl": fifo}, ("rows.jsonl",)),
 ]  # fmt: skip
 
@@ -108,9 +95,7 @@ MEDIA: list[tuple[str, Any, tuple[str, ...]]] = [
     ("half a JPEG", picture("JPEG")[:400], ("truncated",)),
     ("an HTML page", b"<!DOCTYPE html><html><body>404</body></html>", ("HTML",)),
     ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
-    ("a bomb", png_claiming(60_000, 60_000), ("pixels",)),
     ("an animated GIF", gif(), ("frame",)),
-    ("a link that leads nowhere", lambda path: path.symlink_to("none.png"), ()),
 ]
 IMAGES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("a URL", "https://example.org/a.png", ("nothing is fetched",)),
@@ -120,7 +105,6 @@ IMAGES: list[tuple[str, Any, tuple[str, ...]]] = [
 REWARD_FILES: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("a syntax error", "def f(completion:\n", ("r.py:1",)),
     ("nothing in the file", "", ("r.py", "'f'")),
-    ("an import that raises", "raise RuntimeError('boom')", ("r.py:1", "boom")),
     ("a column that is not there", "def f(completion, gold): return 1.0", ("'f'", "'gold'")),
 ]
 REWARDS: list[tuple[str, Any, tuple[str, ...]]] = [
@@ -134,19 +118,15 @@ REWARDS: list[tuple[str, Any, tuple[str, ...]]] = [
 LATE = "timeout"
 TRAINED: list[tuple[str, str, Mapping[str, Any], int, tuple[str, ...]]] = [
     ("an answer of NaN", body("return float('nan')"), {}, 2, ("'f'", "nan")),
-    ("an exception", body("raise RuntimeError('boom')"), {}, 2, ("r.py:3", "boom")),
     ("an exception, isolated", body("raise RuntimeError('boom')"), ISOLATED, 2, ("r.py", "boom")),
-    ("an exception for every row, masked", body("raise ValueError('boom')"), MASK, 3, ("masked",)),
     ("an exception for some rows, masked",
      body("if len(completion) % 3 == 1: raise ValueError('boom')\nreturn SCORE"), MASK, 0, ("masked", "boom")),
     ("a sleep, isolated", body("time.sleep(60)"), {**ISOLATED, "timeout": 0.5}, 2, ("'f'", LATE)),
     ("a segmentation fault, isolated", body(SEGFAULT), ISOLATED, 2, ("'f'", "SIGSEGV")),
-    ("the same for every completion", body("return 0.5"), {}, 3, ("no update",)),
 ]  # fmt: skip
 
 MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("an empty folder", remove_all, ("model.path", "config.json")),
-    ("a config.json without a type", lambda m: (m / "config.json").write_text("{}"), ("model.path",)),
     ("a model of text", lambda m: (m / "config.json").write_text('{"model_type": "llama"}'), ("llama",)),
     ("weights cut in half", lambda m: cut(m / WEIGHTS), ("model.path",)),
     ("weights that are a Git LFS pointer",
@@ -167,22 +147,14 @@ DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
     (f"{MANIFEST} empty", checkpoint(MANIFEST, lambda path: path.write_bytes(b"")), PASSED_OVER),
     ("a renamed one", rename_newest, ("step-000009", "renamed")),
     ("the log with a hole", changed_log(lambda rows: rows[:1] + rows[2:]), PUT_BACK),
-    ("the log with half a line more", changed_log(lambda rows: [*rows, rows[-1][:40]]), ("step 3",)),
     ("the log gone", lambda out: (out / LOG).unlink(), PUT_BACK),
     ("no config.yaml in the run folder", lambda out: (out / "config.yaml").unlink(), ()),
 ]  # fmt: skip
 LOST: list[tuple[str, Any, tuple[str, ...]]] = [
     ("all states cut in half", checkpoint(STATE, cut, every=True), ("no checkpoint", "out/checkpoints")),
-    ("a file in the place of checkpoints", instead("checkpoints", Path.touch), ("checkpoints",)),
-    (
-        "a mark of noise",
-        lambda out: (out / "mm_grpo_run.json").write_bytes(b"\xff" * 99),
-        ("mm_grpo_run.json",),
-    ),
 ]
 OTHER_RUNS: list[tuple[str, tuple[str, ...]]] = [
     ("run.seed=7", ("run.seed", "7")),
-    ("'model.lora={rank: 2}'", ("model.lora",)),
     ("'rewards=[{name: length, max_length: 5}]'", ("rewards",)),
 ]
 SAME_RUNS = ("run.max_steps=5",)
@@ -200,7 +172,6 @@ TOOLS: list[tuple[str, str, str, tuple[str, ...]]] = [
     ("a checkpoint that is not there", "export out model --checkpoint step-9", "ended", ("step-9",)),
     ("into a folder of the user's", "export out d", "ended", ("d",)),
     ("an adapter of a run without", "export out model --adapter", "ended", ("model.lora",)),
-    ("a checkpoint cut in half", "export out model --checkpoint step-4", "cut", ("step-000004",)),
     ("no evaluation set", "eval config.yaml --model out", "ended", ("data.eval",)),
     ("a model that is not there", f"eval config.yaml --model none {EVAL}", "", ("none",)),
     ("greedy samples", "eval config.yaml --samples 2 --temperature 0", "", ("--temperature",)),
@@ -211,12 +182,6 @@ TOOLS: list[tuple[str, str, str, tuple[str, ...]]] = [
         "ended",
         ("--checkpoint", "first"),
     ),
-    (
-        "a headline of no reward",
-        f"eval config.yaml 'run.headline=lenght >= 1' {EVAL}",
-        "",
-        ("lenght", "length"),
-    ),
     ("a misspelt name", "rewards exact_mach", "", ("exact_mach", "exact_match")),
     ("no column", "rewards try exact_match --completion x", "", ("answer", "--column")),
     ("open to the network without a key", "serve config.yaml --host 0.0.0.0", "", ("0.0.0.0", "key")),
@@ -225,12 +190,9 @@ TOOLS: list[tuple[str, str, str, tuple[str, ...]]] = [
 
 
 def lay_tools(kind: str) -> Any:
-    return {"bare": lambda out: shutil.rmtree(out / "checkpoints"), "cut": checkpoint(STATE, cut)}.get(
-        kind, lambda out: None
-    )
+    return (lambda out: shutil.rmtree(out / "checkpoints")) if kind == "bare" else lambda out: None
 
 
-ASCII = "\u56fe"
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
     *(Case(f"command: {name}", command, words) for name, command, words in COMMANDS),
@@ -299,7 +261,6 @@ CASES: list[Case] = [
         )
         for name, command, run, words in TOOLS
     ),
-    Case("terminal: a Chinese prompt", CHECK, code=0, files={"rows.jsonl": row(prompt=ASCII)}, encoding="ascii"),
     Case("machine: WORLD_SIZE=abc", TRAIN, ("failed: ", "'abc'"), 1, within=variable("WORLD_SIZE", "abc")),
     Case("machine: a full disk behind stdout", CHECK, ("No space left",), 1, full_disk=True),
     Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,

@@ -17,21 +17,20 @@ from typing import Any
 from mm_grpo.cli.main import main
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
-from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.folder import RunFolder
 
 Act = Callable[[], None]
 
 
-def before(holder: Any, name: str, act: Act, call: int = 2) -> None:
-    """Act before the given call of a function."""
+def before(holder: Any, name: str, act: Act) -> None:
+    """Act before the second call of a function."""
     real, count = getattr(holder, name), 0
 
     def acting(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         count += 1
-        if count == call:
+        if count == 2:
             act()
         return real(*args, **kwargs)
 
@@ -84,13 +83,11 @@ def renaming(act: Act) -> None:
 
 
 PLACES: dict[str, Callable[[Act], None]] = {
-    "while it scores": lambda act: before(Scorer, "score", act),
     "while it updates": lambda act: before(Learner, "update", act),
     "in half a row of metrics.jsonl": half_a_row,
     "before a checkpoint": lambda act: before(Checkpoints, "begin", act),
     "in half a state of a checkpoint": half_a_state,
     "before a checkpoint is renamed": renaming,
-    "while the model is saved": lambda act: before(Learner, "save", act, call=1),
 }
 
 

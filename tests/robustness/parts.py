@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import struct
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from io import BytesIO
@@ -45,16 +42,6 @@ def gif() -> bytes:
     buffer = BytesIO()
     first.save(buffer, "GIF", save_all=True, append_images=others)
     return buffer.getvalue()
-
-
-def png_claiming(width: int, height: int) -> bytes:
-    """A PNG whose header claims a size, and whose pixels are not there."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 9)) + chunk(b"IEND", b"")
 
 
 # rewards
@@ -142,17 +129,6 @@ def changed_log(change: Callable[[list[str]], list[str]]) -> Damage:
     return damage
 
 
-def instead(name: str, make: Damage) -> Damage:
-    """Something else in the place of a file or folder of the run."""
-
-    def replace(out: Path) -> None:
-        path = out / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        make(path)
-
-    return replace
-
-
 # engines and machines
 
 
@@ -160,8 +136,9 @@ def faulty_engine(fault: str) -> Callable[[Path], AbstractContextManager[Any]]:
     """An engine that has its own copy of the weights, and a fault."""
 
     def within(folder: Path) -> AbstractContextManager[Any]:
+        from helpers.fake_engines import FakeRemoteEngine
+
         from mm_grpo import build
-        from mm_grpo.testing.fake_engines import FakeRemoteEngine
 
         def engine(config: Any, model: Any, processor: Any) -> FakeRemoteEngine:
             return FakeRemoteEngine(model, processor, fault)

@@ -73,9 +73,9 @@ def judge(case: Case, outcome: Outcome) -> list[str]:
 
 
 def run(case: Case) -> Outcome:
-    """The command, with both streams captured, which are those of a terminal of the case's encoding."""
-    out: io.TextIOBase = io.TextIOWrapper(io.BytesIO(), case.encoding, write_through=True)
-    err = io.TextIOWrapper(io.BytesIO(), case.encoding, "backslashreplace", write_through=True)
+    """The command, with both streams captured, which are those of an ASCII terminal."""
+    out: io.TextIOBase = io.TextIOWrapper(io.BytesIO(), "ascii", write_through=True)
+    err = io.TextIOWrapper(io.BytesIO(), "ascii", "backslashreplace", write_through=True)
     if case.full_disk:
         out = io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True)
     code, fault = 0, ""

@@ -6,8 +6,7 @@ What comes out of a resumed run is what a run without a stop has. One case per m
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,17 @@ import pytest
 from helpers.configs import merged
 from helpers.processes import finished
 
-from robustness.parts import SEGFAULT, body, reward_file
+from robustness.parts import reward_file
 from robustness.running import command, inside, quiet
 from robustness.runs import RUN, complete
 
 SCRIPT = Path(__file__).with_name("killed.py")
 PATIENCE = 180.0
-CODES = {"SIGKILL": 137, "SIGINT": 130, "SIGHUP": 129, "full": 2}
+CODES = {"SIGKILL": 137, "SIGINT": 130, "full": 2}
 KILLS = [
     ("SIGKILL", "in half a row of metrics.jsonl"),
     ("SIGKILL", "in half a state of a checkpoint"),
     ("SIGKILL", "before a checkpoint is renamed"),
-    ("SIGKILL", "while the model is saved"),
-    ("SIGHUP", "while it scores"),
     ("SIGINT SIGINT", "while it updates"),
     ("full", "before a checkpoint"),
 ]
@@ -65,17 +62,8 @@ REGEX = "import re\ndef f(completion):\n    return float(re.match('(a|aa)+$', 'a
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("content", "options", "code", "words"),
-    [
-        pytest.param(body(SEGFAULT), {}, 128 + signal.SIGSEGV, "", id="segmentation fault"),
-        pytest.param(REGEX, {"timeout": 1.0}, 1, "r.py", id="the interpreter's lock is held"),
-    ],
-)
-def test_a_reward_that_ends_the_run(
-    content: str, options: Mapping[str, Any], code: int, words: str, models: dict[str, Path], tmp_path: Path
-) -> None:
-    laid(tmp_path, models, **reward_file(**options))
-    (tmp_path / "r.py").write_text(content)
+def test_a_reward_that_holds_the_interpreter_ends_the_run(models: dict[str, Path], tmp_path: Path) -> None:
+    laid(tmp_path, models, **reward_file(timeout=1.0))
+    (tmp_path / "r.py").write_text(REGEX)
     found, output = ended(["-m", "mm_grpo.cli", "train", "config.yaml"], tmp_path)
-    assert found == code and words in output, output[-2000:]
+    assert found == 1 and "r.py" in output, output[-2000:]

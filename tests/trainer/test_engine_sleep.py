@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_engines import FakeRemoteEngine
 from helpers.small_runs import HELDOUT, ROWS, config_for, vowels
 from torch import Tensor
 
 from mm_grpo import GRPOTrainer, build
 from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory
 from mm_grpo.rollout.engine import Digest, Request
-from mm_grpo.testing.fake_engines import FakeRemoteEngine
 from mm_grpo.types import Completion, Prompt
 
 
