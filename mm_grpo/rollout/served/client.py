@@ -31,10 +31,6 @@ KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 """A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
 ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
 server's host answers probes. Options that a system does not have are left out."""
-OWN_CONNECTION = frozenset(
-    ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
-)
-"""Calls whose connection no other call uses: with an error of a worker vLLM closes it, unannounced."""
 CONNECT = 5.0
 """Most seconds that a connection may take to be made."""
 SHOWN = 400
@@ -101,14 +97,10 @@ class ServerClient:
 
         `options` are those of `request`.
         """
-        return wait(self.submit(path, json, **options))
-
-    def submit(self, path: str, json: Body = None, **options: Any) -> Future[Any]:
-        """As `call`, answered later; cancelling it closes the connection."""
         future = in_background(self.request(path, json, **options))
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
-        return future
+        return wait(future)
 
     async def request(
         self,
@@ -125,8 +117,6 @@ class ServerClient:
         seconds = self.timeout if timeout is None else timeout
         key = self._key(self.url) if callable(self._key) else self._key
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        if path in OWN_CONNECTION:
-            headers["connection"] = "close"
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
@@ -173,9 +163,8 @@ class ServerClient:
                     uds=path,
                     trust_env=False,
                     socket_options=None if path else _kept_alive(),
-                    limits=httpx.Limits(
-                        max_connections=None, max_keepalive_connections=32, keepalive_expiry=2
-                    ),
+                    # a connection for each call: vLLM closes one unannounced with an error of a worker
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 ),
                 trust_env=False,
             )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +25,6 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -73,10 +71,8 @@ START_TIMEOUT = 900.0
 STOP_TIMEOUT = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTARTS = 3
-"""Times in a row that a server which ends before it answers is started anew."""
+"""Times that a server which has ended is started anew."""
 WATCH_EVERY = 0.5
-ENDING = 15.0
-"""Seconds that a server which listens no more may take to end; vLLM's takes for ever where a connection is open."""
 SHOWN_LINES = 15
 
 
@@ -118,7 +114,6 @@ def server_command(settings: ServerSettings) -> list[str]:
     require_vllm()
     given = engine_arguments(settings.engine, alone=True)
     arguments = {k: v for k, v in given.items() if k not in NOT_FOR_SERVERS}
-    arguments.setdefault("scheduling_policy", "priority")  # for the checks of updates
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
         "weight_transfer_config": {"backend": BACKENDS[settings.transfer]},
@@ -128,8 +123,8 @@ def server_command(settings: ServerSettings) -> list[str]:
     if settings.socket is not None:
         arguments["uds"] = str(settings.socket)
     else:
-        arguments |= {"host": settings.host, "port": settings.port}
-    arguments["middleware"] = server_key.MIDDLEWARE
+        place = {"host": settings.host, "port": settings.port}
+        arguments |= {**place, "middleware": server_key.MIDDLEWARE}
     # -P: it imports nothing from the working folder, where a json.py may stand
     start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
     return [sys.executable, "-P", "-m", *start, *flags(arguments)]
@@ -169,15 +164,12 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than clients keep a connection that they do not use
         **({} if torch.cuda.is_available() else ON_A_CPU),
         **here,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights, pauses and caches
     }
     if settings.key is not None:
         environment[server_key.VARIABLE] = settings.key
-    elif settings.socket is not None:
-        environment[server_key.OPEN_VARIABLE] = "1"
     if settings.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
     if environment.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True":  # of mm_grpo's command
@@ -262,23 +254,6 @@ class ServerProcess:
             return True
         return False
 
-    @property
-    def listening(self) -> bool:
-        """True when connections to it are taken, which they are of a process that is stopped too."""
-        place = urlsplit(self.url)
-        try:
-            if self.settings.socket is None:
-                socket.create_connection((str(place.hostname), place.port or 0), 5.0).close()
-            else:
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.settimeout(5.0)
-                    probe.connect(str(self.settings.socket))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            pass  # it is slow to take them
-        return True
-
     def poll(self) -> int | None:
         """Its exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
@@ -344,38 +319,24 @@ def serve(
 
 @contextmanager
 def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
-    """Start those anew that end or listen no more, until the block does; after RESTARTS in a row one is given up."""
+    """Start those anew that end, until the block does; each RESTARTS times."""
     ending = threading.Event()
-    failures = [0] * len(servers)
-    # when each last listened, None while it starts
-    heard: list[float | None] = [time.monotonic()] * len(servers)
-
-    def look(number: int, server: ServerProcess) -> None:
-        code = server.poll()
-        if code is None:
-            if server.listening:
-                heard[number] = time.monotonic()
-                if failures[number] and server.ready:
-                    failures[number] = 0
-            if (last := heard[number]) is None or time.monotonic() - last < ENDING:
-                return
-            how = f"has stopped listening and not ended for {ENDING:g} s: has its engine died?"
-        else:
-            how = ended(code)
-        failures[number] += 1
-        heard[number] = None
-        what = f"the vLLM server at {server.url} {how}"
-        server.stop(0.0)
-        if failures[number] > RESTARTS:
-            report(f"{what}, {failures[number]} times in a row, and is not started again; {server.tail()}")
-        else:
-            report(f"{what}; it is started anew")
-            server.start()
 
     def watch() -> None:
+        left = dict.fromkeys(servers, RESTARTS)
         while not ending.wait(WATCH_EVERY):
-            for number, server in enumerate(servers):
-                look(number, server)
+            for server in list(left):
+                if (code := server.poll()) is None:
+                    continue
+                what = f"the vLLM server at {server.url} {ended(code)}"
+                server.stop(0.0)
+                left[server] -= 1
+                if left[server] < 0:
+                    del left[server]
+                    report(f"{what} and is not started again; {server.tail()}")
+                else:
+                    report(f"{what}; it is started anew")
+                    server.start()
 
     thread = threading.Thread(target=watch, name="mm_grpo-servers", daemon=True)
     thread.start()

@@ -58,8 +58,6 @@ class Account(WorkerAccount):
         self.read_back.begin()
 
     def note(self, version: int, name: str, tensor: Tensor) -> None:
-        if self.version not in (None, version):
-            raise ValueError(f"version {version} came in the midst of version {self.version}")
         self.version = version
         self.digests[name] = ""
         if adapters.is_factor(name):
@@ -307,7 +305,8 @@ class _Accounted:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         teach_names(hf_config)
-        self.account = WorkerExtension.account = Account(model=model_sizes(hf_config))
+        mode = str(vllm_config.model_config.logprobs_mode)
+        self.account = WorkerExtension.account = Account(model=model_sizes(hf_config), logprobs_mode=mode)
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension

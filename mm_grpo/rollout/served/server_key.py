@@ -1,4 +1,4 @@
-"""Middleware of a vLLM server: it wants a key, and opens no other endpoints than a run needs.
+"""Middleware of a vLLM server at a port: every endpoint wants a key.
 
 vLLM's own `--api-key` guards /v1, /v2 and /inference alone; weights, pauses and calls of the workers stay open, and
 with them files can be written and code be run. `RequireKey` runs inside the server, as its outermost middleware
@@ -26,16 +26,10 @@ from urllib.parse import urlsplit
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_home, read_regular_file
-from mm_grpo.rollout.served.protocol import ENDPOINTS
 
 VARIABLE = "MM_GRPO_SERVER_KEY"
-OPEN_VARIABLE = "MM_GRPO_SERVER_OPEN"
-"""Set for a Unix socket, which its user alone reaches: no key is wanted where none is set."""
 MIDDLEWARE = "mm_grpo.rollout.served.server_key.RequireKey"
-REFUSALS = {
-    401: b'{"error": "this server wants a key: Authorization: Bearer KEY"}',
-    404: b'{"error": "this server answers nothing but what mm_grpo asks"}',
-}
+REFUSAL = b'{"error": "this server wants a key: Authorization: Bearer KEY"}'
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -44,35 +38,30 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """ASGI middleware: 401 without the key, whatever the path and the method, 404 for what no run needs; a WebSocket is
-    closed."""
+    """ASGI middleware: 401 without the key, whatever the path and the method; a WebSocket is closed."""
 
     def __init__(self, app: App, environment: Mapping[str, str] = os.environ) -> None:
         key = environment.get(VARIABLE)
-        if not key and not environment.get(OPEN_VARIABLE):
+        if not key:
             raise ConfigError(f"{MIDDLEWARE}: the environment variable {VARIABLE} holds no key; set it")
-        self.app = app
-        self._expected = key.encode() if key else None
+        self.app, self._expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 404 if self._allowed(scope) else 401
-        if scope["type"] == "lifespan" or (status == 404 and scope["path"] in ENDPOINTS):
+        if scope["type"] == "lifespan" or self._allowed(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             headers = [
                 (b"content-type", b"application/json"),
-                (b"content-length", str(len(REFUSALS[status])).encode()),
+                (b"content-length", str(len(REFUSAL)).encode()),
                 (b"www-authenticate", b"Bearer"),
                 (b"connection", b"close"),  # the body is not read
             ]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": REFUSALS[status]})
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": REFUSAL})
 
     def _allowed(self, scope: Scope) -> bool:
-        if self._expected is None:
-            return True
         given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
         if len(given) != 1:
             return False

@@ -17,9 +17,8 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,7 +158,6 @@ class ServedTransfer(ABC):
     def _finish(self, client: ServerClient) -> Digest:
         self._call(client, "/finish_weight_update", {"weight_version": self.weights_name(self.version)})
         digests = self._received(client)
-        # Requests that were paused in their midst begin anew under the new weights; else vLLM keeps what they hold.
         answer = self._call(client, "/reset_prefix_cache", reset_running_requests="true")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
@@ -224,17 +222,8 @@ class FileTransfer(ServedTransfer):
 
         self._count += 1
         path, names = self.folder / f"{self._count:08d}.safetensors", [name for name, _ in chunk]
-        try:
-            # a copy of each: tied tensors share memory, which the format does not have
-            save_file(
-                {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in chunk}, path
-            )
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise EngineError(
-                f"rollout.server.folder: the weights could not be written to '{self.folder}': "
-                f"{error.strerror or error}; it needs room for one copy of the model"
-            ) from error
+        # a copy of each: tied tensors share memory, which the format does not have
+        save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in chunk}, path)
         for older, held in list(self._current.items()):
             held -= set(names)
             if not held:
@@ -281,18 +270,14 @@ class GlooTransfer(ServedTransfer):
         asked = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        made = self._threads.submit(
-            partial(BroadcastGroup, self.kind, self.host, port, rank=0, size=size),
-            timeout=seconds,
-            listener=listener,
-        )
-        # a server that refuses is not waited for; the library's own start may keep no deadline
-        wait((asked, made), timeout=seconds + 1.0, return_when=FIRST_EXCEPTION)
-        if asked.done():
-            asked.result()
-        if not made.done():
-            raise EngineError(f"{client.url}: no {self.kind} group with it within {seconds:g} s")
-        group = made.result()
+        try:
+            group = BroadcastGroup(
+                self.kind, self.host, port, rank=0, size=size, timeout=seconds, listener=listener
+            )
+        except EngineError:
+            if asked.done():  # the server's own error, where it has one
+                asked.result()
+            raise
         asked.result()
         group.timeout = self.timeout
         self._groups[client.url] = group

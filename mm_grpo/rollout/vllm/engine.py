@@ -64,7 +64,7 @@ class VLLMEngine(RolloutEngine):
             # -inf, not vLLM's documented floor of -100: a hard mask that leaves the others' sum exact
             mask={token: -math.inf for token in sorted(processor.media_token_ids)},
             params={"flat_logprobs": True},
-            versions=lambda sampled: ((0, self.version),),
+            version=lambda: self.version,
         )
 
     # the protocol ----------------------------------------------------------------------------
