@@ -26,7 +26,7 @@ from torch import Tensor
 from helpers import tiny
 from helpers.patience import PATIENCE, until
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.rollout.served.client import OWN_CONNECTION, ServerClient
+from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
 from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, GENERATE, INFO, NEEDED, RPC, Limits
@@ -99,7 +99,7 @@ class FakeWorker:
     def __init__(self, rank: int, world: int) -> None:
         self.model, self.model_config, self.vllm_config = FakeModel(), None, None
         self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=world, rank=rank)
-        self.device, self.account = torch.device("cpu"), Account()
+        self.device, self.account = torch.device("cpu"), Account(logprobs_mode="processed_logprobs")
         self.active = False
 
     def _initialize(self) -> None:
@@ -150,20 +150,16 @@ class FakeVLLM:
         self.caches: list[str] = []
         self.most, self.delay = 0, 0.0
         self.cut = self.status = 0  # so many requests are cut, or answered with 500
-        self.stopped = threading.Event()  # answers nothing, as a process after SIGSTOP
         self.stuck = threading.Event()  # answers /health and no request
         self.missing: tuple[str, ...] = ()
         self.lora: tuple[set[str], int] | None = None  # layers that take adapters, and of which rank at most
-        self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
+        self.max_model_len, self.key, self.expanded = 1000, "", EXPANDED
         self.refuse = ""
         self.faults: dict[str, Change] = {}  # in place of an endpoint, or before it where it gives None
         self.odd: dict[str, Change] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
         self.working: list[socket.socket] = []  # connections whose request is being sampled
-        self.broken: set[socket.socket] = set()
         self.last: tuple[Any, ...] = ()  # method, path, key and body of the last call
-        self.mute: set[socket.socket] = set()  # connections that stay open and bring nothing any more
-        self.ended = threading.Event()
         self.port = 0
         self.lose_weights()
         self.start()
@@ -209,24 +205,13 @@ class FakeVLLM:
 
     def kill(self) -> None:
         """No more answers, connections cut."""
-        self._stop()
-        self.ended.set()
-        for connection in list(self.connections):
-            with self.lock:
-                _shut(connection)
-
-    def vanish(self) -> None:
-        """No more answers, and one connection alone is cut: as through a proxy that does not pass a reset on."""
-        cut, *_ = self.working
-        self.mute = self.connections - {cut}
-        self._stop()
-        _shut(cut)
-
-    def _stop(self) -> None:
         if self.alive:
             self.alive = False
             self.http.shutdown()
             self.http.server_close()
+        for connection in list(self.connections):
+            with self.lock:
+                _shut(connection)
 
     def restart(self) -> None:
         """As a new process, with the weights on disk."""
@@ -245,14 +230,9 @@ class FakeVLLM:
         self.connections.add(call.connection)
         body = json.loads(call.rfile.read(int(call.headers.get("content-length") or 0)) or "null")
         path, _, query = call.path.partition("?")
-        while self.stopped.is_set() and self.alive:
-            time.sleep(0.01)
         if self.key and call.headers.get("authorization") != f"Bearer {self.key}":
             return self.reply(call, 401, {"error": "this server wants a key"})
         sampling = path == GENERATE
-        if call.connection in self.broken:
-            call.close_connection = True
-            return _shut(call.connection)
         with self.lock:
             self.calls.append(path)
             self.last = (call.command, call.path, call.headers.get("authorization"), body)
@@ -267,15 +247,11 @@ class FakeVLLM:
             return _shut(call.connection)
         except Exception as error:
             status, value = 500, {"error": str(error)}
-            if path in OWN_CONNECTION:  # as vLLM: the connection ends after a worker's error, unannounced
-                self.broken.add(call.connection)
         finally:
             with self.lock:
                 if sampling:
                     self.working.remove(call.connection)
-        if call.connection in self.mute:
-            self.ended.wait()
-        if not self.alive or call.connection in self.mute:
+        if not self.alive:
             return _shut(call.connection)
         self.reply(call, status, value)
 
@@ -296,14 +272,10 @@ class FakeVLLM:
         return self.odd[path](value) if path in self.odd else value
 
     def control(self, path: str, body: Any, query: str) -> Any:
-        fields = {"content_parts": {}} if "content_parts" not in self.missing else {}
         fixed = {
             "/health": None,
             "/version": {"version": "0.32.0"},
-            "/openapi.json": {
-                "paths": {path: {} for path in {*NEEDED} - set(self.missing)},
-                "components": {"schemas": {"GenerateRequest": {"properties": fields}}},
-            },
+            "/openapi.json": {"paths": {path: {} for path in {*NEEDED} - set(self.missing)}},
             "/v1/models": {
                 "data": [
                     {"id": n, "max_model_len": self.max_model_len}
@@ -365,22 +337,21 @@ class FakeVLLM:
 
     def sample(self, body: dict[str, Any], call: Any) -> Any:
         params = body["sampling_params"]
-        if "allowed_token_ids" not in params:  # else it is asked when it joins
-            with self.lock:
-                self.asked.append(body)
-                cut, failed = self.cut > 0, self.status > 0
-                self.cut -= cut
-                self.status -= failed and not cut
-            if cut:
-                raise ConnectionError
-            if failed:
-                raise RuntimeError("EngineDeadError")
-            if self.refuse:
-                raise Status(400, self.refuse)
-            assert "prompt_logprobs" in params or params["logit_bias"] == {str(IMAGE): -1e30}
+        with self.lock:
+            self.asked.append(body)
+            cut, failed = self.cut > 0, self.status > 0
+            self.cut -= cut
+            self.status -= failed and not cut
+        if cut:
+            raise ConnectionError
+        if failed:
+            raise RuntimeError("EngineDeadError")
+        if self.refuse:
+            raise Status(400, self.refuse)
+        assert "prompt_logprobs" in params or params["logit_bias"] == {str(IMAGE): -1e30}
         held = self.name
         end = time.monotonic() + self.delay
-        while self.alive and (self.stuck.is_set() or self.stopped.is_set() or time.monotonic() < end):
+        while self.alive and (self.stuck.is_set() or time.monotonic() < end):
             time.sleep(0.002)
             if call.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise ConnectionError
@@ -394,8 +365,7 @@ class FakeVLLM:
         for index in range(params.get("n", 1)):
             rng = random.Random(repr((ids, pictures, params.get("seed", 0) + index)))
             tokens = [rng.randrange(32, 127) for _ in range(params["max_tokens"])]
-            sure = "allowed_token_ids" in params and not self.raw
-            content = [{"token_id": t, "logprob": 0.0 if sure else -rng.random()} for t in tokens]
+            content = [{"token_id": t, "logprob": -rng.random()} for t in tokens]
             choice: dict[str, Any] = {"index": index, "token_ids": tokens, "finish_reason": "length"}
             choice["logprobs"] = {"content": content} if params.get("logprobs") is not None else None
             choice["weight_versions"] = [{"version": held, "start": 0, "end": len(tokens)}]
@@ -441,7 +411,6 @@ def engine_over(
         engine.update_weights(WEIGHTS.items(), 0)
         if all(fake.alive for fake in fakes):
             back(engine)  # one that was too slow to be there at the start
-        engine.pool.recoveries.clear()
     return engine, fakes
 
 
@@ -504,8 +473,3 @@ def fail(fake: FakeVLLM) -> None:
 def restart(fake: FakeVLLM) -> None:
     fake.kill()
     fake.restart()
-
-
-def stop_and_go(fake: FakeVLLM) -> None:
-    fake.stopped.set()
-    threading.Timer(1.8, fake.stopped.clear).start()

@@ -71,13 +71,6 @@ def test_an_answer_is_decoded_and_the_key_sent(server: FakeVLLM, client: ServerC
     assert server.last == ("GET", "/health", "Bearer s3cret", None)
 
 
-def test_what_follows_the_error_of_a_worker_is_not_cut(client: ServerClient) -> None:
-    for _ in range(3):
-        with pytest.raises(ServerUnreachable):
-            client.call("/update_weights", {"update_info": {}})
-        assert client.call("/a", 1) == {"it": 1}
-
-
 def test_proxies_of_the_environment_are_not_used(
     client: ServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,15 +118,6 @@ def test_refused_cut_and_late(server: FakeVLLM, client: ServerClient) -> None:
     with pytest.raises(ServerUnreachable, match=r"no answer to /hang within 0\.2 s"):
         client.call("/hang", timeout=0.2)
     assert time.monotonic() - started < PATIENCE  # not the time-out of its other calls
-
-
-@pytest.mark.usefixtures("hangs")
-def test_a_request_that_is_given_up_ends_at_once(server: FakeVLLM, client: ServerClient) -> None:
-    future = client.submit("/hang", lambda: {"x": 1})
-    until(lambda: "/hang" in server.calls)
-    assert server.last[3] == {"x": 1}
-    assert future.cancel()
-    assert client.call("/a", 1) == {"it": 1}
 
 
 @pytest.mark.usefixtures("hangs")

@@ -77,15 +77,14 @@ class ServerClient:
     """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
 
     `timeout` bounds a call from its first byte to its last, in seconds. `key` is sent as a bearer token and stands in
-    no message; a function of the url is asked at each request, because a server that was started anew may have another
-    one.
+    no message.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        key: str | Callable[[str], str | None] | None = None,
+        key: str | None = None,
         timeout: float,
     ) -> None:
         self.url, self.timeout, self._key = url.rstrip("/"), timeout, key
@@ -115,8 +114,7 @@ class ServerClient:
         import httpx
 
         seconds = self.timeout if timeout is None else timeout
-        key = self._key(self.url) if callable(self._key) else self._key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
@@ -135,7 +133,7 @@ class ServerClient:
             what = "no connection" if connecting else f"the connection was cut during {path}"
             raise ServerUnreachable(self.url, f"{what} ({_cause(error)})") from error
         if answer.status_code >= 400:
-            message = _message(redact(answer.content.decode(errors="replace"), key))
+            message = _message(redact(answer.content.decode(errors="replace"), self._key))
             reason = f"{path} was answered with HTTP {answer.status_code}: {message}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -308,8 +309,8 @@ class ServerPool:
                         what = f"none of its {len(server.running)} request(s) within {limit:g} s"
                         self._lose(server, f"it has answered {what} (rollout.server.timeout)")
                 elif now >= server.next_try and not self.updating and self.current is not None:
-                    if server.trying is None or server.trying.done():
-                        server.trying = asyncio.ensure_future(self._try(server))
+                    server.next_try = math.inf  # until this one has ended
+                    server.trying = asyncio.ensure_future(self._try(server))
             self._give_up_waiting(now)
             await asyncio.sleep(PERIOD)
 

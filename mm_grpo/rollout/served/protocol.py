@@ -85,21 +85,17 @@ class Limits:
 
 
 class WorkerAccount(BaseModel):
-    """What a worker of a server received (plugin.py). `version` and `digests` are those of the last update; of one
-    under way `digests` has the names alone.
+    """What a worker of a server received (plugin.py): `digests` are those of the last update, of one under way they
+    have the names alone; `weights_name` names the weights.
 
-    `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
-    layers hold a mixture until one brings every tensor that its run has sent. `group` names the group that the worker
-    is in, `weights_name` the weights of `version`, `model` is what `model_sizes` says of the server's, `logprobs_mode`
-    which log-probs it reports.
+    `finished` is false while an update is under way, and after one that was given up. `group` names the group that the
+    worker is in, `model` is what `model_sizes` says of the server's, `logprobs_mode` which log-probs it reports.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    version: int | None = None
     digests: dict[str, str] = {}
     finished: bool = True
-    damaged: bool = False
     group: str = ""
     weights_name: str = ""
     model: dict[str, Any] = {}
@@ -169,7 +165,7 @@ def key_refused(url: str, reason: str) -> str:
     """The message of a server that wants another key."""
     return (
         f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
-        "MM_GRPO_SERVER_KEY (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
+        "MM_GRPO_SERVER_KEY"
     )
 
 

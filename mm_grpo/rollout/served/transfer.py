@@ -5,8 +5,8 @@
 
 on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails, or is late, is
 left out from there on and stays paused, for it holds a mixture; the others take no notice. What each received comes
-back as digests, by name, for `rollout/weights.py` to compare; that the servers' workers agree among themselves, that
-the version is the one sent and that no earlier update was left half done is looked at here.
+back as digests, by name, for `rollout/weights.py` to compare; that the servers' workers agree among themselves and hold
+the version that was sent is looked at here.
 
 A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, a line in `transfer_of`, and its
 receiver in `plugin.py`.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, chunks, described, listen, pack
+from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
 from mm_grpo.rollout.served.protocol import accounts
 
@@ -132,7 +132,7 @@ class ServedTransfer(ABC):
         return client.call(path, json, params=params or None, timeout=self.timeout)
 
     def _send_part(self, client: ServerClient, **part: Any) -> None:
-        info = {"version": self.version, "weights_name": self.weights_name(self.version), **part}
+        info = {"weights_name": self.weights_name(self.version), **part}
         self._call(client, "/update_weights", {"update_info": info})
 
     def _begin(self, client: ServerClient) -> None:
@@ -152,7 +152,7 @@ class ServedTransfer(ABC):
         if not all(account.finished for account in workers):
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
-                self._call(client, "/update_weights", {"update_info": {"version": -1}})
+                self._call(client, "/update_weights", {"update_info": {}})
         self._call(client, "/start_weight_update")
 
     def _finish(self, client: ServerClient) -> Digest:
@@ -167,18 +167,15 @@ class ServedTransfer(ABC):
 
     def _received(self, client: ServerClient) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
-        workers = accounts(client, self.timeout)
+        workers, name = accounts(client, self.timeout), self.weights_name(self.version)
         for place, account in enumerate(workers):
-            if account.version is not None and account.version != self.version:
-                why = f"worker {place} received version {account.version} where {self.version} was sent"
-            elif account.damaged or not account.finished:
-                why = "an earlier update was given up half-way; it needs one that brings every tensor"
-            elif account.digests != workers[0].digests:
-                why = f"workers 0 and {place} received different tensors"
-            else:
-                continue
-            raise ServerError(client.url, why)
-        self._held_by[client.url] = workers[0].weights_name
+            if account.weights_name != name or not account.finished:
+                raise ServerError(
+                    client.url, f"worker {place} holds '{account.weights_name}', and '{name}' was sent"
+                )
+            if account.digests != workers[0].digests:
+                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
+        self._held_by[client.url] = name
         return workers[0].digests
 
 
@@ -201,7 +198,6 @@ class FileTransfer(ServedTransfer):
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
             self.folder = self._held.enter_context(temporary_folder("weights", parent))
-            (self.folder / "token").write_text(self.run)
         except OSError as error:
             raise ConfigError(
                 f"rollout.server.folder = '{folder}': {error.strerror or error}; it has to be a folder that this "
@@ -211,8 +207,7 @@ class FileTransfer(ServedTransfer):
         self._count = 0
 
     def join(self, client: ServerClient, name: str) -> None:
-        info = {"folder": str(self.folder), "token": self.run, "group": name}
-        self._call(client, "/init_weight_transfer_engine", {"init_info": info})
+        self._call(client, "/init_weight_transfer_engine", {"init_info": {"group": name}})
 
     def kept(self) -> list[tuple[Path, list[str]]]:
         return [(path, sorted(names)) for path, names in sorted(self._current.items())]
@@ -282,24 +277,20 @@ class GlooTransfer(ServedTransfer):
         group.timeout = self.timeout
         self._groups[client.url] = group
 
-    def handed_over(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
+    def handed_over(self, chunk: Chunk) -> Chunk:
         self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
-        return self._packed(chunk)
+        return chunk
 
-    def kept(self) -> Iterable[tuple[Chunk, Tensor]]:
-        return map(self._packed, chunks(self._kept.items(), self.chunk_bytes))
+    def kept(self) -> Iterable[Chunk]:
+        return chunks(self._kept.items(), self.chunk_bytes)
 
-    def _packed(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
-        device = next((group.device for group in self._groups.values()), "cpu")
-        return chunk, pack(chunk, device)
-
-    def transmit(self, client: ServerClient, part: tuple[Chunk, Tensor]) -> None:
-        chunk, buffer = part
+    def transmit(self, client: ServerClient, part: Chunk) -> None:
         group = self._groups[client.url]
-        asked = self._threads.submit(self._send_part, client, tensors=described(chunk))
+        asked = self._threads.submit(self._send_part, client, tensors=described(part))
         asked.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
-            group.broadcast(buffer)
+            for _, tensor in part:
+                group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
             asked.result()
         except EngineError as error:
             self._leave(client)

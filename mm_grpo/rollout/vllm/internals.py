@@ -129,28 +129,13 @@ def _flat(record: Any) -> tuple[float, ...]:
 
 @contextmanager
 def _watched(handle: Handle, what: str) -> Iterator[None]:
-    """A call of vLLM's whose time counts from its last step. A hang in its kernels or collectives, which nothing in
-    Python could end, ends the process with a message."""
-    engine, seconds = handle.llm.llm_engine, handle.timeout
+    """A call of vLLM's. A hang in it, which nothing in Python could end, ends the process with a message."""
     message = (
-        f"error: vLLM has made no step for {seconds:g} s while it {what}, and hangs, so the process is ended; where it "
-        "stands follows. Go on from the newest checkpoint with --resume"
+        f"error: vLLM has made no step for {handle.timeout:g} s while it {what}, and hangs, so the process is ended; "
+        "where it stands follows. Go on from the newest checkpoint with --resume"
     )
-    with Watchdog(seconds, message) as watchdog:
-        step, own = engine.step, vars(engine).get("step")
-
-        def stepped() -> Any:
-            watchdog.restart()
-            return step()
-
-        engine.step = stepped
-        try:
-            yield
-        finally:
-            if own is None:
-                del engine.step
-            else:
-                engine.step = own
+    with Watchdog(handle.timeout, message):
+        yield
 
 
 def _eager() -> Any:

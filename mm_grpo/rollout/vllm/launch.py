@@ -195,11 +195,6 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
         if _has_linear_layers(settings):  # their prefixes are cached by way of prefills in pieces
             arguments["enable_prefix_caching"] = False
     arguments |= given
-    if not torch.cuda.is_available() and arguments["max_num_batched_tokens"] < settings.max_model_len:
-        raise ConfigError(
-            f"rollout.vllm.engine_kwargs.max_num_batched_tokens = {arguments['max_num_batched_tokens']}: on a CPU it "
-            f"must be at least max_model_len, {settings.max_model_len}, because prompts are not prefilled in pieces"
-        )
     if not torch.cuda.is_available() and "kv_cache_memory_bytes" not in arguments:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(settings, arguments["max_num_seqs"])
     return arguments | {
