@@ -274,7 +274,6 @@ class FakeVLLM:
     def control(self, path: str, body: Any, query: str) -> Any:
         fixed = {
             "/health": None,
-            "/version": {"version": "0.32.0"},
             "/openapi.json": {"paths": {path: {} for path in {*NEEDED} - set(self.missing)}},
             "/v1/models": {
                 "data": [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from mm_grpo.rollout.served.client import (
     ServerRefused,
     ServerUnreachable,
     ServerUnreadable,
-    _kept_alive,
 )
 
 
@@ -133,13 +131,3 @@ def test_closing_ends_who_waits(server: FakeVLLM, client: ServerClient) -> None:
     until(lambda: "/hang" in server.calls)
     client.close()
     assert ended.wait(PATIENCE)
-
-
-def test_the_kernel_asks_whether_the_other_end_is_there() -> None:
-    """After 30 s of silence, 3 times, 10 s apart: else a host that lost power would be waited for for ever."""
-    with socket.socket() as ours:
-        for option in _kept_alive():
-            ours.setsockopt(*option)
-        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        assert [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30, 10, 3]

@@ -27,10 +27,15 @@ from mm_grpo.terminal import redact
 T = TypeVar("T")
 Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
-KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 """A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
 ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
-server's host answers probes. Options that a system does not have are left out."""
+server's host answers probes."""
 CONNECT = 5.0
 """Most seconds that a connection may take to be made."""
 SHOWN = 400
@@ -160,7 +165,7 @@ class ServerClient:
                 transport=httpx.AsyncHTTPTransport(
                     uds=path,
                     trust_env=False,
-                    socket_options=None if path else _kept_alive(),
+                    socket_options=None if path else KEEP_ALIVE,
                     # a connection for each call: vLLM closes one unannounced with an error of a worker
                     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 ),
@@ -197,11 +202,6 @@ def wait(future: Future[T]) -> T:
     except BaseException:
         future.cancel()
         raise
-
-
-def _kept_alive() -> list[tuple[int, int, int]]:
-    found = [(getattr(socket, name), value) for name, value in KEEP_ALIVE.items() if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in found)]
 
 
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:

@@ -112,12 +112,8 @@ class ServedEngine(RolloutEngine):
 
     @property
     def sentence(self) -> str:
-        """The servers and their versions, for the log."""
-        each = (
-            f"{server.url} ({'not there yet' if server.info is None else f'vLLM {server.info.version}'})"
-            for server in self.pool.servers
-        )
-        return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
+        """The servers, for the log."""
+        return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
         """Those that every server which answers has LoRA layers for; requests go to their adapter from then on.
@@ -226,11 +222,6 @@ class ServedEngine(RolloutEngine):
         with self._lock:
             if not self._current:  # what the transfer keeps is a mixture of two versions
                 raise EngineError("the last update was not sent whole")
-            if self.pool.adapted and (server.info is None or server.info.adapter is None):
-                raise ConfigError(
-                    "it has no LoRA layers, and the other servers run the adapters themselves; start it with "
-                    "`mm-grpo serve` and this config"
-                )
             received = transfer.catch_up([server.client])[server.url]
             if isinstance(received, Exception):
                 raise received

@@ -63,7 +63,6 @@ MASKED = -1e30
 class ServerInfo:
     """A server: `model` is the name that it serves, `adapter` that of its adapter, None without LoRA layers."""
 
-    version: str
     model: str
     adapter: str | None
 
@@ -117,17 +116,17 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
     """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
     ServerUnreachable."""
     where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
-    paths = ("/version", "/openapi.json", "/v1/models")
+    paths = ("/openapi.json", "/v1/models")
     try:
-        version, listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
+        listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
         with reading(client.url, ", ".join(paths)):
-            name, served = str(version["version"]), models["data"][0]
+            served = models["data"][0]
             adapter = next((NAME for each in models["data"] if each["id"] == NAME), None)
             model, length = str(served["id"]), index(served["max_model_len"])
             missing = [path for path in NEEDED if path not in dict(listed["paths"])]
         if missing:
             raise ConfigError(
-                f"{where} (vLLM {name}) has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
+                f"{where} has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
                 "vLLM 0.32 or newer with --enable-scale-out, --weight-transfer-config, and VLLM_SERVER_DEV_MODE=1 in "
                 "its environment"
             )
@@ -158,7 +157,7 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
                 f"{where} serves another model: its {field_name} is {other!r}, and that of model.path is {own!r}; name "
                 "a server that was started for this model"
             )
-    return ServerInfo(name, model, adapter)
+    return ServerInfo(model, adapter)
 
 
 def key_refused(url: str, reason: str) -> str:
