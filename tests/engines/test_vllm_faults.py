@@ -71,17 +71,6 @@ def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
     still_works(one)
 
 
-def test_an_interrupt_leaves_nothing_queued(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(one.engine._handle.llm.llm_engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
-    still_works(one)
-
-
 def test_log_probs_that_are_no_numbers(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     step = vllm_internals.step
 

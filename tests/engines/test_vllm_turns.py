@@ -20,7 +20,7 @@ from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.engine import Request, Sampling, answered, stream_of
+from mm_grpo.rollout.engine import Request, Sampling, stream_of
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.rollout.vllm.engine import VLLMEngine, VLLMStream
@@ -136,16 +136,6 @@ def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     sizes = [len(found[number].token_ids) for number in order]
     assert order != sorted(order) and sizes[-1] == max(sizes)
-    # the requests of one prompt with seeds in a row are one request of vLLM's, answered when all of them are done
-    groups = [Request(prompts[i // 3], 40 + i, Sampling(lengths[i // 3])) for i in range(9)]
-    places: list[int] = []
-    with stream_of(rig.engine) as stream:
-        streamed = answered(stream, groups, lambda place, completion: places.append(place))
-    assert sorted(places) == list(range(9)) and places[0] == 3  # the shortest group came first
-    assert [[p // 3 for p in places[i : i + 3]] for i in (0, 3, 6)] == [[p // 3] * 3 for p in places[::3]]
-    for one, other in zip(streamed, rig.engine.generate(groups), strict=True):
-        assert (one.token_ids, one.seed) == (other.token_ids, other.seed)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     # what was not done is given up, and the engine goes on
     with stream_of(rig.engine) as stream:
         stream.add_request(requests[2])

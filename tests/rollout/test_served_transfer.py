@@ -22,7 +22,6 @@ from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnrea
 from mm_grpo.rollout.served.transfer import (
     FileTransfer,
     GlooTransfer,
-    NcclTransfer,
     ServedTransfer,
     transfer_of,
 )
@@ -33,9 +32,11 @@ Both = tuple[ServedTransfer, list[FakeVLLM]]
 Serve = Callable[..., FakeVLLM]
 
 
-def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    """Those of NAMES, and one without an axis and one without an element."""
     torch.manual_seed(seed)
-    return {name: torch.randn(6, 8).to(dtype) for name in NAMES}
+    odd = {"layer.1.scale": torch.rand(()).to(torch.bfloat16), "layer.1.none": torch.empty(0, 4)}
+    return {name: torch.randn(6, 8) for name in NAMES} | odd
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -103,11 +104,10 @@ class Engine:
 # what arrives --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_server_receives_every_tensor_to_the_last_bit(both: Both, dtype: torch.dtype) -> None:
+def test_every_server_receives_every_tensor_to_the_last_bit(both: Both) -> None:
     transfer, servers = both
     for version in range(2):
-        sent = weights(version, dtype)
+        sent = weights(version)
         outcome = transfer.send(clients(servers), sent.items(), version)
         assert outcome == {server.url: digests(sent) for server in servers}
         for server in servers:
@@ -125,7 +125,7 @@ def test_every_server_receives_every_tensor_to_the_last_bit(both: Both, dtype: t
             "/reset_encoder_cache",
             "/resume",
         ]
-        assert last.count("/update_weights") == (4 if dtype == torch.float32 else 2)  # chunks of 200 bytes
+        assert last.count("/update_weights") == 4  # chunks of 200 bytes
 
 
 def test_an_update_of_some_layers_or_of_none_leaves_the_others(both: Both) -> None:
@@ -178,11 +178,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 # what does not arrive ------------------------------------------------------------------------
 
 
-FAULTS = [
-    ("file", "stale"),
-    *((k, f) for k in ("file", "gloo") for f in ("partial", "altered")),
-]
-"""A broadcast has no older file."""
+FAULTS = [("file", "stale"), ("file", "altered"), ("gloo", "partial")]
 
 
 @pytest.mark.parametrize(("both", "fault"), FAULTS, indirect=["both"])
@@ -201,7 +197,7 @@ def test_a_transfer_that_is_not_whole_stops_the_run(both: Both, fault: str) -> N
                 _wrap(receiver, lambda pairs: [(n, t + 1 if n == NAMES[2] else t) for n, t in pairs])
     expected = {
         "partial": f"1 never arrived: '{NAMES[1]}'",
-        "stale": "4 arrived changed",
+        "stale": "arrived changed",
         "altered": f"1 arrived changed: '{NAMES[2]}'",
     }
     with pytest.raises(GuardStop, match=expected[fault]):
@@ -322,7 +318,7 @@ def test_a_server_that_a_stranger_spoilt_takes_the_next_whole_update(both: Both,
 def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
     serve: Serve,
 ) -> None:
-    transfer = GlooTransfer(timeout=2.0)
+    transfer = GlooTransfer(timeout=1.0)
     good, bad = serve("gloo"), serve("gloo")
     transfer.send(clients([good, bad]), weights().items(), 0)
     awake = threading.Event()
@@ -332,15 +328,14 @@ def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
         outcome = transfer.send(clients([good, bad]), sent.items(), 1)
         assert outcome[good.url] == digests(sent)
         assert isinstance(outcome[bad.url], (EngineError, ServerError)) and bad.url in str(outcome[bad.url])
-        assert 1.5 < time.monotonic() - started < PATIENCE
+        assert 0.8 < time.monotonic() - started < PATIENCE
     finally:
         awake.set()
         transfer.close()
 
 
-@pytest.mark.parametrize("kind", [GlooTransfer, NcclTransfer])
 def test_every_worker_of_a_server_has_a_rank_after_the_learners(
-    kind: type[GlooTransfer], monkeypatch: pytest.MonkeyPatch, serve: Serve
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     made: list[tuple[Any, ...]] = []
 
@@ -355,8 +350,8 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
 
     monkeypatch.setattr(transfer_module, "BroadcastGroup", Recorded)
     monkeypatch.setattr(plugin, "BroadcastGroup", Recorded)
-    transfer = kind("127.0.0.2", timeout=7.0)
-    servers = [serve(kind.kind, workers=4), serve(kind.kind)]
+    transfer = GlooTransfer("127.0.0.2", timeout=7.0)
+    servers = [serve("gloo", workers=4), serve("gloo")]
     for index, each in enumerate(servers[0].workers):  # two replicas of two
         each.parallel_config.world_size, each.parallel_config.rank = 2, index % 2
         each.parallel_config.data_parallel_index = index // 2
@@ -366,7 +361,7 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
     ports = sorted({port for _, _, port, *_ in made})
     groups = [sorted((rank, size) for _, _, p, rank, size, _ in made if p == port) for port in ports]
     assert sorted(groups) == [[(0, 2), (1, 2)], [(rank, 5) for rank in range(5)]]
-    assert {(one[0], one[1], one[5]) for one in made} == {(kind.kind, "127.0.0.2", 7.0)}
+    assert {(one[0], one[1], one[5]) for one in made} == {("gloo", "127.0.0.2", 7.0)}
 
 
 # the choice ----------------------------------------------------------------------------------
