@@ -81,6 +81,19 @@ def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
     assert fakes[0].name == fakes[1].name
 
 
+@pytest.mark.parametrize("version", ["x:0", "{run}:1"])
+def test_an_answer_under_other_weights_is_not_taken(make: Made, version: str) -> None:
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    engine.pool.updating = True  # nothing is taken in for now
+    spans = [{"version": version.format(run=fakes[0].name[:-2]), "start": 0}]
+    fakes[0].odd[GENERATE] = lambda answer: {
+        **answer, "choices": [{**choice, "weight_versions": spans} for choice in answer["choices"]]
+    }  # fmt: skip
+    assert engine.generate(requests()) == expected
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+
+
 @pytest.mark.slow
 def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
     engine, fakes = make(wait_timeout=0.5)

@@ -221,7 +221,10 @@ def _wrap(receiver: Any, change: Any) -> None:
 
 
 def _older(server: FakeVLLM) -> None:
-    server.faults["/update_weights"] = lambda body: body["update_info"].update(weights_name="x:0")
+    def older(body: Any) -> None:
+        body["update_info"]["weights_name"] = body["update_info"]["weights_name"][:-1] + "0"
+
+    server.faults["/update_weights"] = older
 
 
 def _differs(server: FakeVLLM) -> None:
@@ -235,7 +238,7 @@ def _kept_cache(server: FakeVLLM) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (_older, "holds 'x:0', and"),
+        (_older, ":0', and"),
         (_differs, "workers 0 and 2 received different tensors"),
         (_kept_cache, "did not reset its prefix cache"),
     ],
