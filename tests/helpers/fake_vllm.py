@@ -275,13 +275,7 @@ class FakeVLLM:
         fixed = {
             "/health": None,
             "/openapi.json": {"paths": {path: {} for path in {*NEEDED} - set(self.missing)}},
-            "/v1/models": {
-                "data": [
-                    {"id": n, "max_model_len": self.max_model_len}
-                    for n in ["tiny", "policy"][: 2 if self.lora else 1]
-                ]
-            },
-            "/is_paused": {"is_paused": self.paused},
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
             "/get_world_size": {"world_size": self.count},
             INFO: {"weight_version": self.name},
         }
@@ -289,9 +283,9 @@ class FakeVLLM:
             return fixed[path]
         if path == RPC:
             if body["method"] == ADAPTER_LAYERS:
-                assert self.lora is not None
                 layers, rank = json.loads(body["args"][0])
-                taken = sorted(self.lora[0] & set(layers)) if rank <= self.lora[1] else []
+                own, most = self.lora or (set(), 0)
+                taken = sorted(own & set(layers)) if rank <= most else []
                 return {"results": [taken for _ in self.workers]}
             assert body == {"method": "mm_grpo_received"}
             return {"results": [each.account.model_dump() for each in self.workers]}
@@ -305,7 +299,8 @@ class FakeVLLM:
             self._on_workers(lambda w: w.update(body["update_info"]))
         elif path == "/finish_weight_update":
             self._on_workers(lambda w: w.finish())
-            self.versions.append(body["weight_version"])
+        elif path == "/update_weight_version":
+            self.versions.append(body["new_version"])
         elif path == "/reset_prefix_cache":
             assert query == "reset_running_requests=true"
             self.caches.append("prefix")

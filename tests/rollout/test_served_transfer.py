@@ -117,13 +117,14 @@ def test_every_server_receives_every_tensor_to_the_last_bit(both: Both) -> None:
         assert server.caches == ["prefix", "encoder"] * 2
         assert not server.paused
         last = server.calls[-1 - server.calls[::-1].index("/pause") :]
-        assert [c for c in last if c not in ("/update_weights", "/collective_rpc")] == [
+        assert [c for c in last if c not in ("/update_weights", "/collective_rpc", "/weight_info")] == [
             "/pause",
             "/start_weight_update",
             "/finish_weight_update",
             "/reset_prefix_cache",
             "/reset_encoder_cache",
             "/resume",
+            "/update_weight_version",
         ]
         assert last.count("/update_weights") == 4  # chunks of 200 bytes
 
@@ -137,7 +138,6 @@ def test_an_update_of_some_layers_or_of_none_leaves_the_others(both: Both) -> No
     assert transfer.send(clients(servers), [], 2) == {server.url: {} for server in servers}
     for server in servers:
         assert server.versions[-1] == transfer.weights_name(2) and equal(server.weights, first | part)
-        assert {each.account.weights_name for each in server.workers} == {transfer.weights_name(2)}
     part = {NAMES[0]: torch.ones(6, 8)}
     assert transfer.send(clients(servers), part.items(), 3) == {s.url: digests(part) for s in servers}
 
@@ -151,7 +151,7 @@ def test_a_late_server_is_brought_to_what_was_sent_last(both: Both) -> None:
     files.send([early.client], first.items(), 0)
     part = {name: second[name] for name in NAMES[1:3]}
     files.send([early.client], part.items(), 1)
-    assert files.catch_up([late.client]) == {late.url: digests(first | part)}
+    assert files.catch_up(late.client) == digests(first | part)
     assert equal(late.weights, first | part) and late.versions == [files.weights_name(1)] and not late.paused
 
 
@@ -220,13 +220,6 @@ def _wrap(receiver: Any, change: Any) -> None:
         setattr(receiver, name, lambda info, original=original: iter(change(list(original(info)))))
 
 
-def _older(server: FakeVLLM) -> None:
-    def older(body: Any) -> None:
-        body["update_info"]["weights_name"] = body["update_info"]["weights_name"][:-1] + "0"
-
-    server.faults["/update_weights"] = older
-
-
 def _differs(server: FakeVLLM) -> None:
     _wrap(server.workers[2], lambda pairs: pairs[:-1])
 
@@ -238,7 +231,6 @@ def _kept_cache(server: FakeVLLM) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (_older, ":0', and"),
         (_differs, "workers 0 and 2 received different tensors"),
         (_kept_cache, "did not reset its prefix cache"),
     ],
@@ -258,9 +250,9 @@ def test_a_part_is_not_sent_to_a_server_that_holds_an_older_version(
     server = serve()
     for version in (0, 1):
         files.send([server.client], weights(version).items(), version)
-    server.workers[0].account.weights_name = files.weights_name(0)
+    server.versions.append(files.weights_name(0))
     outcome = files.send([server.client], [(NAMES[0], torch.ones(6, 8))], 2)
-    assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(1)
+    assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(0)
 
 
 # servers that fail ---------------------------------------------------------------------------

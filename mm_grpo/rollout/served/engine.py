@@ -125,10 +125,8 @@ class ServedEngine(RolloutEngine):
             if self.transfer is not None:
                 found = asked
                 for server in self.pool.answering():
-                    assert server.info is not None
                     rank, timeout = self.pool.limits.lora_rank, self.pool.limits.timeout
-                    known = server.info.adapter is not None
-                    found &= adapter_layers(server.client, asked, rank, timeout) if known else frozenset()
+                    found &= adapter_layers(server.client, asked, rank, timeout)
         taken = self.ranks.broadcast(found, "adapters")
         self.pool.adapted = bool(taken)
         return taken
@@ -222,7 +220,7 @@ class ServedEngine(RolloutEngine):
         with self._lock:
             if not self._current:  # what the transfer keeps is a mixture of two versions
                 raise EngineError("the last update was not sent whole")
-            received = transfer.catch_up([server.client])[server.url]
+            received = transfer.catch_up(server.client)
             if isinstance(received, Exception):
                 raise received
             self._take_in(server, self._sent, received)

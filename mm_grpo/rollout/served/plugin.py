@@ -72,10 +72,6 @@ class Account(WorkerAccount):
             self.digests |= {name: held[name] for name in self.digests.keys() & held.keys()}
             self.put = True
 
-    @property
-    def run(self) -> str:
-        return self.weights_name.partition(":")[0]
-
 
 @dataclass
 class InitInfo:
@@ -91,10 +87,8 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """One chunk of the weights of this name. A file (`path`, of its tensors `names`), or what a broadcast holds
-    (`tensors`)."""
+    """One chunk: a file (`path`, of its tensors `names`), or what a broadcast holds (`tensors`)."""
 
-    weights_name: str = ""
     path: str | None = None
     names: Sequence[str] = ()
     tensors: Tensors | None = None
@@ -116,7 +110,11 @@ class Receiver:
     account: Account
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self.account.group = init_info.group
+        self._has_joined(init_info.group)
+
+    def _has_joined(self, group: str) -> None:
+        """Keep the name of what was joined; the adapter of an earlier run is none of this one."""
+        self.account.group, self.account.factors = group, {}
 
     def start_weight_update(self) -> None:
         if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
@@ -128,11 +126,6 @@ class Receiver:
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if (update_info.path is None) == (update_info.tensors is None):
             raise ValueError("an update has either a path or tensors")
-        before, self.account.weights_name = self.account.run, update_info.weights_name
-        if self.account.run != before:
-            self.account.factors = {}
-        if update_info.tensors == []:  # a new name for weights that have not changed
-            return
         tensors = self._from_file(update_info) if update_info.path else self._from_group(update_info)
         self.model.load_weights(self._noted(tensors))
 
@@ -206,7 +199,7 @@ class GlooReceiver(Receiver):
             size=init_info.world_size,
             timeout=init_info.timeout,
         )
-        self.account.group = init_info.group
+        self._has_joined(init_info.group)
 
     def shutdown(self) -> None:
         group, self._group = self._group, None

@@ -24,7 +24,8 @@ from typing import Any, Literal
 
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, in_background, wait
-from mm_grpo.rollout.served.protocol import Limits, ServerInfo, ask, is_paused, probe, weights_name
+from mm_grpo.rollout.served.protocol import Limits, ask, probe, weights_name
+from mm_grpo.rollout.vllm.adapters import NAME
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest
 
 log = logging.getLogger(__name__)
@@ -41,14 +42,15 @@ NEVER = 7 * 86400.0
 
 @dataclass(eq=False)
 class Server:
-    """One server. `weights` is the name of those that it was last admitted with, `why` says what happened to it last,
-    `load` is the completions that it works on, `heard` when it last answered a request, or had none.
+    """One server. `model` names what it serves, `weights` those that it was last admitted with, `why` says what
+    happened to it last, `load` is the completions that it works on, `heard` when it last answered a request, or had
+    none.
 
     It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
     """
 
     client: ServerClient
-    info: ServerInfo | None = None
+    model: str | None = None
     state: Literal["ready", "behind", "lost"] = "lost"
     why: str = "not asked yet"
     weights: str | None = None
@@ -115,7 +117,7 @@ class ServerPool:
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
             self._probe_all()
         for server in self.servers:
-            if server.info is None:
+            if server.model is None:
                 log.warning(
                     "rollout: going on without %s (%s); it joins when it answers", server.url, server.why
                 )
@@ -211,11 +213,10 @@ class ServerPool:
 
     async def _run(self, server: Server, work: EngineRequest) -> EngineAnswer:
         """The answer of one server under the run's weights. Raises ServerUnreachable where it is lost."""
-        assert server.info is not None
+        assert server.model is not None
         if not server.running:
             server.heard = time.monotonic()
-        model = (self.adapted and server.info.adapter) or server.info.model
-        task = asyncio.ensure_future(ask(server.client, model, work, NEVER))
+        task = asyncio.ensure_future(ask(server.client, NAME if self.adapted else server.model, work, NEVER))
         server.running.add(task)
         try:
             await asyncio.wait({task})
@@ -294,7 +295,7 @@ class ServerPool:
     def _probe(self, server: Server) -> None:
         """Find out what a server has. Raises ConfigError where that is not enough."""
         try:
-            server.info = probe(server.client, self.limits)
+            server.model = probe(server.client, self.limits)
             server.state, server.why = "behind", "it has no weights of this run yet"
         except ServerUnreachable as error:
             server.why = error.reason
@@ -318,13 +319,11 @@ class ServerPool:
         """Take a server in again, with the run's weights where it holds others."""
         loop = asyncio.get_running_loop()
         try:
-            if server.info is None or server.state == "lost":  # it may have come back as another version
-                server.info = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
+            if server.model is None or server.state == "lost":  # it may have come back as another version
+                server.model = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
             found = await weights_name(server.client, self.limits.health_timeout)
-            # one that failed at the end of an update has the name already, and is paused still; one that was brought
-            # up and holds something else has it too, and is known by who sent it
-            known = found == self.current and (self.bring_up is None or server.weights == found)
-            if known and not await is_paused(server.client, self.limits.health_timeout):
+            # one that was brought up and holds something else has the name too, and is known by who sent it
+            if found == self.current and (self.bring_up is None or server.weights == found):
                 if not self.updating:
                     self._admit(server)
             elif self.bring_up is None:

@@ -23,7 +23,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
-from mm_grpo.rollout.vllm.adapters import NAME
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 if TYPE_CHECKING:
@@ -43,11 +42,11 @@ NEEDED = (
     INFO,
     "/pause",
     "/resume",
-    "/is_paused",
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/update_weight_version",
     "/reset_prefix_cache",
     "/reset_encoder_cache",
     RPC,
@@ -57,14 +56,6 @@ SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
 """How those fields of a model's config end by which its weights fit another model."""
 MASKED = -1e30
 """Logit bias of a token that is never to be sampled."""
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server: `model` is the name that it serves, `adapter` that of its adapter, None without LoRA layers."""
-
-    model: str
-    adapter: str | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,7 @@ class Limits:
 
 class WorkerAccount(BaseModel):
     """What a worker of a server received (plugin.py): `digests` are those of the last update, of one under way they
-    have the names alone; `weights_name` names the weights.
+    have the names alone.
 
     `finished` is false while an update is under way, and after one that was given up. `group` names the group that the
     worker is in, `model` is what `model_sizes` says of the server's, `logprobs_mode` which log-probs it reports.
@@ -96,7 +87,6 @@ class WorkerAccount(BaseModel):
     digests: dict[str, str] = {}
     finished: bool = True
     group: str = ""
-    weights_name: str = ""
     model: dict[str, Any] = {}
     logprobs_mode: str = ""
 
@@ -112,16 +102,15 @@ def model_sizes(config: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
 
 
-def probe(client: ServerClient, limits: Limits) -> ServerInfo:
-    """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
-    ServerUnreachable."""
+def probe(client: ServerClient, limits: Limits) -> str:
+    """The name of the model that a server serves. Raises ConfigError for one that lacks what a run needs, with how to
+    start it, and ServerUnreachable."""
     where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
     paths = ("/openapi.json", "/v1/models")
     try:
         listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
         with reading(client.url, ", ".join(paths)):
             served = models["data"][0]
-            adapter = next((NAME for each in models["data"] if each["id"] == NAME), None)
             model, length = str(served["id"]), index(served["max_model_len"])
             missing = [path for path in NEEDED if path not in dict(listed["paths"])]
         if missing:
@@ -157,7 +146,7 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
                 f"{where} serves another model: its {field_name} is {other!r}, and that of model.path is {own!r}; name "
                 "a server that was started for this model"
             )
-    return ServerInfo(model, adapter)
+    return model
 
 
 def key_refused(url: str, reason: str) -> str:
@@ -190,13 +179,6 @@ async def weights_name(client: ServerClient, timeout: float) -> str:
     answer = await client.request(INFO, method="GET", timeout=timeout)
     with reading(client.url, INFO):
         return str(answer["weight_version"])
-
-
-async def is_paused(client: ServerClient, timeout: float) -> bool:
-    """Whether a server samples nothing because weights are being sent to it."""
-    answer = await client.request("/is_paused", method="GET", timeout=timeout)
-    with reading(client.url, "/is_paused"):
-        return bool(answer["is_paused"])
 
 
 # one request ---------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """The learner's end of a weight transfer to servers: by files in a folder, or by broadcast over gloo or NCCL.
 
     pause -> start_weight_update -> update_weights (a chunk each) -> finish_weight_update -> what was received -> reset
-    caches -> resume
+    caches -> resume -> the weights' name
 
 on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails, or is late, is
 left out from there on and stays paused, for it holds a mixture; the others take no notice. What each received comes
-back as digests, by name, for `rollout/weights.py` to compare; that the servers' workers agree among themselves and hold
-the version that was sent is looked at here.
+back as digests, by name, for `rollout/weights.py` to compare; that a server's workers agree among themselves is looked
+at here.
 
 A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, a line in `transfer_of`, and its
 receiver in `plugin.py`.
@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
-from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
-from mm_grpo.rollout.served.protocol import accounts
+from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
+from mm_grpo.rollout.served.protocol import accounts, weights_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,11 +70,10 @@ class ServedTransfer(ABC):
         self.version = version
         return self._update(clients, map(self.handed_over, chunks(tensors, self.chunk_bytes)))
 
-    def catch_up(self, clients: Sequence[ServerClient]) -> Outcome:
-        """Bring servers to the weights sent last, all of them, whatever they hold. Only after a `send` that ended."""
-        for client in clients:
-            self._held_by.pop(client.url, None)
-        return self._update(clients, self.kept())
+    def catch_up(self, client: ServerClient) -> Digest | Exception:
+        """Bring a server to the weights sent last, all of them, whatever it holds. Only after a `send` that ended."""
+        self._held_by.pop(client.url, None)
+        return self._update([client], self.kept())[client.url]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -119,12 +118,8 @@ class ServedTransfer(ABC):
                     live.remove(client)
 
         on_live(self._begin)
-        unchanged = True
         for part in parts:
-            unchanged = False
             on_live(lambda client, part=part: self.transmit(client, part))  # type: ignore[misc]
-        if unchanged:  # as at a learning rate of 0; the weights have a new name all the same
-            on_live(lambda client: self._send_part(client, tensors=[]))
         on_live(self._finish)
         return outcome
 
@@ -132,14 +127,16 @@ class ServedTransfer(ABC):
         return client.call(path, json, params=params or None, timeout=self.timeout)
 
     def _send_part(self, client: ServerClient, **part: Any) -> None:
-        info = {"weights_name": self.weights_name(self.version), **part}
-        self._call(client, "/update_weights", {"update_info": info})
+        self._call(client, "/update_weights", {"update_info": part})
 
     def _begin(self, client: ServerClient) -> None:
         self._call(client, "/pause", mode="keep")
         workers = accounts(client, self.timeout)
+        finished = all(account.finished for account in workers)
         held = self._held_by.pop(client.url, None)
-        if held is not None and any(account.weights_name != held for account in workers):
+        if held is not None and not (
+            finished and wait(in_background(weights_name(client, self.timeout))) == held
+        ):
             raise ServerError(
                 client.url,
                 "it does not hold the weights that it was sent last (it was restarted, or another run sent it some), "
@@ -149,34 +146,33 @@ class ServedTransfer(ABC):
             name = secrets.token_hex(8)
             self.join(client, name)
             self._joined[client.url] = name
-        if not all(account.finished for account in workers):
+        if not finished:
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
                 self._call(client, "/update_weights", {"update_info": {}})
         self._call(client, "/start_weight_update")
 
     def _finish(self, client: ServerClient) -> Digest:
-        self._call(client, "/finish_weight_update", {"weight_version": self.weights_name(self.version)})
+        self._call(client, "/finish_weight_update", {})
         digests = self._received(client)
         answer = self._call(client, "/reset_prefix_cache", reset_running_requests="true")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
         self._call(client, "/reset_encoder_cache")
         self._call(client, "/resume")
+        # last, for by its name a server is known to be done with all of this
+        name = self.weights_name(self.version)
+        self._call(client, "/update_weight_version", {"new_version": name})
+        self._held_by[client.url] = name
         return digests
 
     def _received(self, client: ServerClient) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
-        workers, name = accounts(client, self.timeout), self.weights_name(self.version)
-        for place, account in enumerate(workers):
-            if account.weights_name != name or not account.finished:
-                raise ServerError(
-                    client.url, f"worker {place} holds '{account.weights_name}', and '{name}' was sent"
-                )
-            if account.digests != workers[0].digests:
+        first, *others = [account.digests for account in accounts(client, self.timeout)]
+        for place, other in enumerate(others, 1):
+            if other != first:
                 raise ServerError(client.url, f"workers 0 and {place} received different tensors")
-        self._held_by[client.url] = name
-        return workers[0].digests
+        return first
 
 
 class FileTransfer(ServedTransfer):
