@@ -33,21 +33,6 @@ sys.path.append(sys.argv[1])
 factories.made(factories.factory_named(sys.argv[2]))
 """
 
-ENGINE = """
-from types import SimpleNamespace
-from mm_grpo.rollout.vllm.internals import _watched
-from mm_grpo.user_code import watchdog
-watchdog.AFTER_MESSAGE = 0.3
-
-class Engine:
-    def step(self):
-        {hang}
-
-handle = SimpleNamespace(llm=SimpleNamespace(llm_engine=Engine()), timeout=0.5)
-with _watched(handle, "sampled or scored 4 request(s)"):
-    handle.llm.llm_engine.step()
-"""
-
 
 def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *arguments]
@@ -77,14 +62,6 @@ def test_an_environment_that_hangs_at_the_start(address: str, at_import: bool, t
     assert result.returncode == 1
     message, where = result.stderr.split("Timeout (", 1)
     assert "error: rollout.environment" in message and f'"{file}", line {2 if at_import else 5}' in where
-
-
-@pytest.mark.slow
-def test_a_hang_inside_vllm() -> None:
-    result = ended(ENGINE.format(hang=SLEEP))
-    assert result.returncode == 1
-    assert "error: vLLM has made no step for 0.5 s while it sampled or scored 4 request(s)" in result.stderr
-    assert "--resume" in result.stderr and "in step" in result.stderr
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.read_back import quiet_reload
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
-from mm_grpo.user_code.watchdog import Watchdog
 
 # running -------------------------------------------------------------------------------------
 
@@ -53,7 +52,7 @@ def add(handle: Handle, item: EngineRequest) -> str:
 
 def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
     """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
-    with _given_up_on_failure(handle, uids), _eager(), _watched(handle, f"sampled {len(uids)} request(s)"):
+    with _given_up_on_failure(handle, uids), _eager():
         outputs = handle.llm.llm_engine.step()
     return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
 
@@ -125,17 +124,6 @@ def _answer(output: Any) -> EngineAnswer:
 
 def _flat(record: Any) -> tuple[float, ...]:
     return () if record is None else tuple(record.logprobs)
-
-
-@contextmanager
-def _watched(handle: Handle, what: str) -> Iterator[None]:
-    """A call of vLLM's. A hang in it, which nothing in Python could end, ends the process with a message."""
-    message = (
-        f"error: vLLM has made no step for {handle.timeout:g} s while it {what}, and hangs, so the process is ended; "
-        "where it stands follows. Go on from the newest checkpoint with --resume"
-    )
-    with Watchdog(handle.timeout, message):
-        yield
 
 
 def _eager() -> Any:
@@ -251,10 +239,9 @@ def wake(handle: Handle, *parts: str) -> None:
 
 @contextmanager
 def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
-    """A watched call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
+    """A call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
     try:
-        with _watched(handle, what):
-            yield
+        yield
     except BaseException as error:
         handle.fault = f"it failed while it {what} ({first_line(error)})"
         if not isinstance(error, Exception):

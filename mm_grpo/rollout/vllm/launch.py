@@ -83,7 +83,7 @@ class Handle:
     parts of its memory that are given back (`weights`, `kv_cache`). `lent` are parameters of a learner's whose tensors
     are the engine's own, which then have to stay where they are. `read_back` finds the
     weights that it was given in its layers. `adapters` says whether it has LoRA layers, and `adapter` is what requests
-    carry once factors are in them. A call that makes no step for `timeout` seconds counts as hung.
+    carry once factors are in them.
     """
 
     llm: Any
@@ -95,7 +95,6 @@ class Handle:
     read_back: ReadBack = field(default_factory=ReadBack)
     adapters: bool = False
     adapter: Any = None
-    timeout: float = 600.0
 
 
 _RUNNING: dict[str, Handle] = {}  # by the settings' repr: engine_kwargs may hold mappings
