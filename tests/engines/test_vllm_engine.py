@@ -10,23 +10,13 @@ import torch
 from helpers import tiny
 from vllm_rig import Rig
 
-from mm_grpo.health.checks import duplicate_completions, unique_ratio
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.types import Completion, Group, Prompt
 
 TWELVE = Sampling(max_tokens=12)
 
 
 def seeds(count: int, each: int, first: int = 0) -> list[range]:
     return [range(first + 1000 * i, first + 1000 * i + each) for i in range(count)]
-
-
-def groups(prompts: list[Prompt], done: list[Completion]) -> list[Group]:
-    each = len(done) // len(prompts)
-    return [
-        Group(i, p, tuple(done[i * each : (i + 1) * each]), (0.0,) * each, (0.0,) * each)
-        for i, p in enumerate(prompts)
-    ]
 
 
 def test_logprobs_are_the_learners_for_one_image_two_and_none(one: Rig) -> None:
@@ -40,24 +30,6 @@ def test_logprobs_are_the_learners_for_one_image_two_and_none(one: Rig) -> None:
         assert c.text == one.processor.decode(c.token_ids)
         assert c.weight_versions == ((0, 0),)
         assert c.finish_reason == ("length" if len(c.token_ids) == 12 else "stop")
-
-
-@pytest.mark.slow
-def test_same_row_twice_and_one_text_with_four_images(one: Rig) -> None:
-    row = one.prompt("row", tiny.picture(1))
-    twin = one.prompt("row-again", tiny.picture(1))
-    others = [one.prompt(f"image-{i}", tiny.picture(i)) for i in (2, 3, 4, 5)]
-    prompts = [row, twin, *others]
-    requests = requests_for(prompts, seeds(6, 8), TWELVE)
-    done = one.engine.generate(requests)
-    assert [c.seed for c in done] == [r.seed for r in requests]
-    assert len({c.seed for c in done}) == 48
-    assert one.gap(prompts, done) <= 1e-5  # each with its own image: another's gives gaps of 0.1 and more
-    assert unique_ratio(groups(prompts, done)) == 1.0
-    assert duplicate_completions(groups(prompts, done)) is None
-    assert {c.token_ids for c in done[:8]}.isdisjoint({c.token_ids for c in done[8:16]})
-    swapped = one.gap([prompts[1], *prompts[3:], prompts[2], prompts[0]], done)
-    assert swapped > 1e-2
 
 
 def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig) -> None:

@@ -30,7 +30,6 @@ from mm_grpo.build import build_engine
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served import pool
-from mm_grpo.rollout.served.broadcast import own_address
 from mm_grpo.rollout.served.protocol import NEEDED
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
@@ -213,17 +212,6 @@ def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:
         engine.generate(requests(1))
 
 
-@pytest.mark.slow
-def test_another_runs_weights_are_not_sampled_from(make: Made) -> None:
-    engine, fakes = make(1, wait_timeout=0.3)
-    engine.pool.bring_up = None
-    other = engine_of(fakes, transfer_of("file"))
-    other.update_weights(WEIGHTS.items(), 0)
-    with pytest.raises(EngineError, match=r"it holds weights '\w+:0', (not|and another process) "):
-        engine.generate(requests(1))
-    other.close()
-
-
 def test_a_server_that_fails_a_check_is_left_out_of_it(make: Made) -> None:
     engine, fakes = make()
     replicas = engine.replicas
@@ -353,9 +341,3 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
     fake.kill()
     with pytest.raises(ConfigError, match=r"no server answers within 0\.3 s"):
         make(servers=[fake], wait_timeout=0.3)
-
-
-def test_this_machines_address_is_that_by_which_it_reaches_a_host() -> None:
-    for host in (None, "127.0.0.1", "no-such-host.invalid"):
-        assert own_address(host) == "127.0.0.1"
-    assert own_address("::1") == "::1"

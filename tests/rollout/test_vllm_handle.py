@@ -96,16 +96,6 @@ def test_the_embedded_engine_says_on_a_gpu_what_vllm_brings(monkeypatch: pytest.
     assert said("cuda", None) == said("cpu", "vllm") == ""
 
 
-def test_vllm_reports_no_usage(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "VLLM_CPU_OMP_THREADS_BIND"):
-        monkeypatch.setenv(name, "")  # put back after the test
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    launch._prepare_environment()
-    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
-    assert "envs.VLLM_NO_USAGE_STATS" in source("usage/usage_lib.py")
-
-
 def test_the_allocator_s_variable_is_one_that_vllm_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     main = import_module("mm_grpo.cli.main")
     seen: list[str | None] = []
