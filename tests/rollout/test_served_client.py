@@ -18,7 +18,6 @@ from mm_grpo.rollout.served.client import (
     ServerClient,
     ServerRefused,
     ServerUnreachable,
-    ServerUnreadable,
 )
 
 
@@ -96,7 +95,7 @@ def test_4xx_is_the_requests_fault_and_5xx_the_servers(server: FakeVLLM, client:
 
 def test_an_answer_that_is_no_json_is_the_servers_fault(server: FakeVLLM, client: ServerClient) -> None:
     server.faults["/b"] = answer(200, b"<html>")
-    with pytest.raises(ServerUnreadable, match="the answer to /b "):
+    with pytest.raises(ServerUnreachable, match="the answer to /b "):
         client.call("/b")
 
 

@@ -146,7 +146,7 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
     if when == "start":
         fake.odd[path] = odd
         with pytest.raises(ConfigError, match=re.escape(fake.url)) as caught:
-            make(servers=[fake])
+            make(servers=[fake], wait_timeout=0.2)
     else:
         engine, _ = make(servers=[fake], wait_timeout=0.2)
         fake.odd[path] = odd

@@ -51,7 +51,7 @@ class ServerError(Exception):
 
 
 class ServerUnreachable(ServerError):
-    """Refused, cut, too late, or an answer of 5xx: the server's fault, and another one may be asked."""
+    """Refused, cut, too late, an answer of 5xx or one that is not as vLLM gives it: another server may be asked."""
 
 
 class ServerRefused(ServerError):
@@ -62,18 +62,14 @@ class ServerRefused(ServerError):
         self.status = status
 
 
-class ServerUnreadable(ServerUnreachable):
-    """An answer that is not as vLLM gives it; another server may be asked."""
-
-
 @contextmanager
 def reading(url: str, path: str) -> Iterator[None]:
-    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreadable."""
+    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreachable."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
-        raise ServerUnreadable(
+        raise ServerUnreachable(
             url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({why})"
         ) from error
 

@@ -10,11 +10,10 @@ others take from it what arrived.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +271,6 @@ class ServedStream(RequestStream):
         self.engine = engine
         # by a group's first number
         self.running: dict[int, tuple[Sequence[Request], Future[EngineAnswer]]] = {}
-        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._count = 0
 
     @property
@@ -285,21 +283,16 @@ class ServedStream(RequestStream):
     def add(self, group: Sequence[Request]) -> list[int]:
         """Add requests that go as one (`request_groups`)."""
         first, self._count = self._count, self._count + len(group)
-        future = self.engine.pool.submit(self.engine.requests.sampled(group))
-        self.running[first] = group, future
-        future.add_done_callback(lambda _: self._done.put(first))
+        self.running[first] = group, self.engine.pool.submit(self.engine.requests.sampled(group))
         return list(range(first, self._count))
 
     def step(self) -> list[tuple[int, Completion]]:
         """The answers that have come; waits for the first."""
         if not self.running:
             return []
-        groups = [self._done.get()]
-        with suppress(queue.Empty):
-            while True:
-                groups.append(self._done.get_nowait())
+        futures.wait([future for _, future in self.running.values()], return_when=futures.FIRST_COMPLETED)
         done: list[tuple[int, Completion]] = []
-        for first in groups:
+        for first in [first for first, (_, future) in self.running.items() if future.done()]:
             group, future = self.running.pop(first)
             answer = answer_of(future, group[0].prompt.uid)
             done += enumerate(self.engine.requests.completions(group, answer), first)

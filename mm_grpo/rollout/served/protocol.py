@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
+from mm_grpo.rollout.served.client import ServerRefused, reading
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 if TYPE_CHECKING:
@@ -120,8 +120,6 @@ def probe(client: ServerClient, limits: Limits) -> str:
                 "its environment"
             )
         account = accounts(client, timeout)[0]
-    except ServerUnreadable as error:
-        raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
     except ServerRefused as error:
         if error.status in (401, 403):
             raise ConfigError(key_refused(client.url, error.reason)) from None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mm_grpo.errors import DataError, EngineError
+from mm_grpo.errors import EngineError
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.read_back import quiet_reload
@@ -26,7 +26,7 @@ from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 
 def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
-    """Run a request alone. DataError where vLLM refuses it; EngineError carries a failure."""
+    """Run a request alone."""
     add(handle, item)
     while not (done := step(handle, [item.uid])):
         pass
@@ -34,13 +34,10 @@ def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
 
 
 def add(handle: Handle, item: EngineRequest) -> str:
-    """Add a request to those that run; returns its name, under which all its generations are answered together.
-
-    DataError where vLLM refuses it.
-    """
+    """Add a request to those that run; returns its name, under which all its generations are answered together."""
     from vllm import SamplingParams
 
-    with _given_up_on_failure(handle, [item.uid]), _eager(), _refusal(item.uid):
+    with _given_up_on_failure(handle, [item.uid]), _eager():
         (name,) = handle.llm.enqueue(
             [_prompt(item)], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False
         )
@@ -64,7 +61,7 @@ def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
         yield
     except BaseException as error:
         give_up(handle)
-        if isinstance(error, (DataError, EngineError)) or not isinstance(error, Exception):
+        if isinstance(error, EngineError) or not isinstance(error, Exception):
             raise
         known = list(dict.fromkeys(uids))
         rows = ", ".join(known[:3]) + (", ..." if known[3:] else "")
@@ -80,17 +77,6 @@ def _prompt(item: EngineRequest) -> dict[str, Any]:
     if item.images:
         prompt["multi_modal_data"] = {"image": list(item.images)}
     return prompt
-
-
-@contextmanager
-def _refusal(uid: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # VLLMValidationError is a ValueError in some versions only
-        if isinstance(error, ValueError) or "Validation" in type(error).__name__:
-            raise DataError(f"{uid}: vLLM refuses the prompt: {first_line(error)}") from error
-        raise
 
 
 def give_up(handle: Handle) -> None:
