@@ -494,7 +494,7 @@ def _vllm_server(
         processor,
         limits=Limits(
             timeout=given.timeout,
-            health_timeout=min(30.0, given.timeout / 3),
+            probe_timeout=min(30.0, given.timeout / 3),
             wait_timeout=given.wait_timeout,
             max_model_len=limits.max_model_len,
             lora_rank=config.model.lora.rank if config.model.lora is not None else 0,

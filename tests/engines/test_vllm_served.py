@@ -81,7 +81,7 @@ class Half(Rig):
             [ServerClient(url, key=KEY, timeout=60) for url in urls],
             transfer or FileTransfer(timeout=60.0),
             self.processor,
-            limits=Limits(**{"health_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
+            limits=Limits(**{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
             max_images=3,
         )
         self.engines.append(engine)

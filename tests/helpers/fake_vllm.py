@@ -409,7 +409,7 @@ def engine_over(
 def engine_of(
     fakes: Sequence[FakeVLLM], transfer: Any, key: str = "", ranks: Any = None, **limits: Any
 ) -> ServedEngine:
-    given = {"health_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
+    given = {"probe_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
     return ServedEngine(
         [ServerClient(fake.url, key=key, timeout=5) for fake in fakes],
         transfer,

@@ -142,7 +142,7 @@ class ServerPool:
 
         async def one(server: Server) -> None:
             try:
-                self._require(server, await weights_name(server.client, self.limits.health_timeout))
+                self._require(server, await weights_name(server.client, self.limits.probe_timeout))
             except ServerError as error:
                 self._lose(server, error.reason)
 
@@ -321,7 +321,7 @@ class ServerPool:
         try:
             if server.model is None or server.state == "lost":  # it may have come back as another version
                 server.model = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
-            found = await weights_name(server.client, self.limits.health_timeout)
+            found = await weights_name(server.client, self.limits.probe_timeout)
             # one that was brought up and holds something else has the name too, and is known by who sent it
             if found == self.current and (self.bring_up is None or server.weights == found):
                 if not self.updating:

@@ -67,7 +67,7 @@ class Limits:
     """
 
     timeout: float = 600.0
-    health_timeout: float = 30.0
+    probe_timeout: float = 30.0
     wait_timeout: float = 300.0
     max_model_len: int = 0
     lora_rank: int = 0
@@ -105,7 +105,7 @@ def model_sizes(config: Any) -> dict[str, Any]:
 def probe(client: ServerClient, limits: Limits) -> str:
     """The name of the model that a server serves. Raises ConfigError for one that lacks what a run needs, with how to
     start it, and ServerUnreachable."""
-    where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
+    where, timeout = f"rollout.server.urls: {client.url}", limits.probe_timeout
     paths = ("/openapi.json", "/v1/models")
     try:
         listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
