@@ -135,7 +135,7 @@ rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_fault
     * another version | self._require(server, answer.weights) ==> self._require(server, str(self.current))
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
-    * another version | self.timeout))) == held): ==> self.timeout)))[:8] == held[:8]):
+    * another version | self.timeout))) == held ==> self.timeout)))[:8] == held[:8]
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * stale digests | self._sent |= digests ==> self._sent = digests
     * version | version=lambda: self.version, ==> version=lambda: 0,
