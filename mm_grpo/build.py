@@ -9,6 +9,7 @@ engine itself, so that no run pays for one that it does not use.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -466,7 +467,7 @@ def _vllm_server(
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
     from mm_grpo.rollout.served.protocol import Limits, model_sizes
-    from mm_grpo.rollout.served.server_key import key_for
+    from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
     given = config.rollout.server
@@ -485,14 +486,15 @@ def _vllm_server(
             host=own_address(urlsplit(given.urls[0]).hostname),
             timeout=min(300.0, given.timeout),
         )
-    clients = [ServerClient(url, key=key_for, timeout=given.timeout) for url in given.urls]
+    key = os.environ.get(VARIABLE)
+    clients = [ServerClient(url, key=key, timeout=given.timeout) for url in given.urls]
     return ServedEngine(
         clients,
         transfer,
         processor,
         limits=Limits(
             timeout=given.timeout,
-            health_timeout=min(30.0, given.timeout / 3),
+            probe_timeout=min(30.0, given.timeout / 3),
             wait_timeout=given.wait_timeout,
             max_model_len=limits.max_model_len,
             lora_rank=config.model.lora.rank if config.model.lora is not None else 0,

@@ -7,13 +7,11 @@ that the two sides cannot differ by it. The servers end with this process.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,8 +32,12 @@ def serve(
     config: Config,
     overrides: Overrides = None,
     servers: Annotated[int, typer.Option("--servers", min=1, help="Servers to start.")] = 1,
-    host: Annotated[str, typer.Option(help="Address; a key is needed off this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first; the others follow.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address in the place of Unix sockets; a key is needed.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the first; the others follow.")
+    ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each server.")] = 1,
     logs: Annotated[
         str | None, typer.Option(help="Folder for what they print, else a temporary one.")
@@ -46,16 +48,18 @@ def serve(
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
 
-    if (last := port + servers - 1) > 65535:
+    if port is not None:
+        host = host or "127.0.0.1"
+    if host is not None:
+        launch.require_key(host)
+    first = port or launch.ServerSettings.port
+    if (last := first + servers - 1) > 65535:
         raise ConfigError(
-            f"--port {port}: {servers} servers need the ports up to {last}, and 65535 is the last"
+            f"--port {first}: {servers} servers need the ports up to {last}, and 65535 is the last"
         )
-    launch.check_exposure(host)
     print_phase("importing torch and transformers")
     made = server_settings(loaded, servers, tensor_parallel=tensor_parallel)
-    settings = [replace(each, host=host, port=port + number) for number, each in enumerate(made)]
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ended)
+    settings = [replace(each, host=host, port=first + number) for number, each in enumerate(made)]
     print_phase(f"starting {servers} server(s)")
     folder = None if logs is None else Path(logs)
     with launch.serve(settings, log_folder=folder, report=print_phase) as started:
@@ -148,26 +152,9 @@ def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
 
 
 def _describe(started: list[ServerProcess], config: str) -> None:
-    from mm_grpo.rollout.served.server_key import VARIABLE
-
     for number, server in enumerate(started):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in started)
-    kept = "a key that is kept for you, where `mm-grpo train` finds it on this machine"
-    own = f"the key in {VARIABLE}, which the trainer needs too"
-    print_phase(f"they want {own if os.environ.get(VARIABLE) else kept}")
     fields = f"rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
     print_phase(f"train with: mm-grpo train {config} {fields}")
     print_phase("Ctrl-C ends them")
-
-
-class ServersEnded(KeyboardInterrupt):
-    """A signal ended `serve`; `code` is the exit code, 128 + signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"ended by {signal.Signals(number).name}, and the servers with it")
-        self.code = 128 + number
-
-
-def _ended(number: int, frame: FrameType | None) -> None:
-    raise ServersEnded(number)

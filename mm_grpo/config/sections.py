@@ -229,9 +229,9 @@ class ServerConfig(Section):
     """Folder for transfer: file, which the servers have to see under the same path; null is a temporary one of this
     machine. Default: null."""
     timeout: Number = Field(default=600.0, gt=0)
-    """Seconds without one answer after which a server that has requests counts as hung, although it answers /health;
-    its requests go to another one, > 0; the longest completions have to be done in it. A call of a weight update has as
-    long and at most 300 s, an answer to /health a third and at most 30 s. Default: 600.0."""
+    """Seconds without one answer after which a server that has requests counts as hung; its requests go to another one,
+    > 0; the longest completions have to be done in it. A call of a weight update has as long and at most 300 s, a
+    question about its state a third and at most 30 s. Default: 600.0."""
     wait_timeout: Number = Field(default=300.0, gt=0)
     """Seconds that is waited for a server to come, or to come back, when there is none, > 0; then the run ends.
     Default: 300.0."""

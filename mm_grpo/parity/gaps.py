@@ -14,9 +14,9 @@ That prompt ids are equal is checked by each engine in `generate`, which stops w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import DataError
@@ -33,6 +33,8 @@ from mm_grpo.rollout.engine import (
     versions_of,
 )
 from mm_grpo.types import Completion, Prompt
+
+T = TypeVar("T")
 
 START_TOKENS = 32
 """Completions of the check at the start of a run are at most this long."""
@@ -150,8 +152,19 @@ def check_start(
             apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
         return parity
 
-    found: PromptParity | None = None
+    *_, (_, found) = on_each(engine, check)
+    return found
+
+
+def on_each(engine: RolloutEngine, check: Callable[[Any], T]) -> Iterator[tuple[str, T]]:
+    """Check an engine, or each of its servers by name; one that is lost meanwhile is left out, unless all are."""
+    answered = 0
     for replica in engine.replicas:
-        with suppress(ReplicaLost):
+        try:
             found = check(replica)
-    return found or check(engine)
+        except ReplicaLost:
+            continue
+        answered += 1
+        yield replica.name, found
+    if not answered:
+        yield "", check(engine)

@@ -20,18 +20,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
 from mm_grpo.health.checks import is_due, limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
-from mm_grpo.parity.gaps import Gap, gap_of
+from mm_grpo.parity.gaps import Gap, gap_of, on_each
 from mm_grpo.rollout.background import Background
-from mm_grpo.rollout.engine import ReplicaLost, Request, RolloutEngine, Sampling, require_answers
+from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, require_answers
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.rollout.weights import WeightLedger
 from mm_grpo.timing import span
@@ -179,7 +178,9 @@ class VerifiedSync:
             ids = sampled[:CANARY_TOKENS]
             return Canary(group.prompt, ids, self._score(group.prompt, [ids])[0], _done({}), as_sent=False)
         ids = (*sampled, *self._filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
-        scoring = self._beside(lambda: dict(self._on_each(lambda engine: engine.score(group.prompt, ids))))
+        scoring = self._beside(
+            lambda: dict(on_each(self.engine, lambda engine: engine.score(group.prompt, ids)))
+        )
         others = [c.token_ids for c in group.completions[:OTHERS]] if self._stale else []
         logprobs, *rest = self._score(group.prompt, [ids, *others])
         return Canary(group.prompt, ids, logprobs, scoring, others=others, others_logprobs=rest)
@@ -204,8 +205,8 @@ class VerifiedSync:
         problem = None
         noise = max(noise, self.noise)
         limit = self._limit()
-        for name, (engine_after, sampled) in self._on_each(
-            lambda engine: (engine.score(prompt, canary.token_ids), engine.generate(requests))
+        for name, (engine_after, sampled) in on_each(
+            self.engine, lambda engine: (engine.score(prompt, canary.token_ids), engine.generate(requests))
         ):
             where = f" on {name}" if name else ""
             message, rounding = None, noise
@@ -271,20 +272,6 @@ class VerifiedSync:
     def _beside(self, score: Callable[[], Scores]) -> Future[Scores]:
         """The result of a call, later where the engine works beside the learner."""
         return self._background.submit(score) if self.engine.remote else _done(score())
-
-    def _on_each(self, check: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-        """Check the engine, or each of its servers by name; one that is lost meanwhile is left out,
-        unless all are."""
-        answered = 0
-        for replica in self.engine.replicas:
-            try:
-                found = check(replica)
-            except ReplicaLost:
-                continue
-            answered += 1
-            yield replica.name, found
-        if not answered:
-            yield "", check(self.engine)
 
 
 def share_changed(before: Sequence[float], after: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from mm_grpo.user_code.watchdog import Watchdog
+from mm_grpo.user_code.watchdog import watchdog
 
 T = TypeVar("T")
 WITHOUT_LOCK = 5.0
@@ -28,7 +28,7 @@ class CallThread(Generic[T]):
     def result(self, call: Callable[[], T], seconds: float) -> T:
         """The answer of a call. TimeoutError where it takes longer; the thread is lost then."""
         future: Future[T] = Future()
-        with Watchdog(seconds + WITHOUT_LOCK):
+        with watchdog(seconds + WITHOUT_LOCK):
             self._calls.put((call, future))
             return future.result(seconds)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,25 +105,3 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
     assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/1"])
     assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/2"]']
     assert asked[1::2] == ["ended"] * 2
-
-
-def test_sigterm_ends_serve_and_its_servers(command: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    @contextmanager
-    def held(settings: list[Any], **options: Any) -> Iterator[list[Any]]:
-        try:
-            yield []
-        finally:
-            ended.extend(f"{one.host}:{one.port}" for one in settings)
-
-    monkeypatch.setattr(launch, "serve", held)
-    monkeypatch.setattr(serve, "_describe", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        done = command("serve", job, "--port", 9001, "--servers", 2)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert done.code == 128 + signal.SIGTERM and "Traceback" not in done.err
-    assert ended == ["127.0.0.1:9001", "127.0.0.1:9002"]

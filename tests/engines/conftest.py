@@ -35,14 +35,6 @@ def rigs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> C
     return rig_of
 
 
-@pytest.fixture(params=tiny.FAMILIES)
-def rig(request: pytest.FixtureRequest, rigs: Callable[[str], Rig]) -> Rig:
-    """Each family in turn, engine and learner at the weights on disk."""
-    found = rigs(request.param)
-    found.reset()
-    return found
-
-
 @pytest.fixture
 def one(rigs: Callable[[str], Rig]) -> Rig:
     """One family, for what does not depend on it."""

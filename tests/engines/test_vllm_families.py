@@ -7,15 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.configs import small_config
-from helpers.families import KINDS, TABLE, groups_of, plain_logprobs, prompts_of
+from helpers.families import TABLE, plain_logprobs, prompts_of
 from helpers.steps import load
 from vllm_rig import Rig
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.model import load_model
-from mm_grpo.parity.sync import VerifiedSync
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
@@ -49,39 +45,12 @@ def largest_gap(rig: Rig, kind: str) -> float:
     return max(gaps)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_those_of_transformers(
-    kind: str, rig: Rig, record_property: Callable[..., None]
-) -> None:
-    gap = largest_gap(rig, kind)
-    record_property("gap", gap)
-    print(f"{rig.model.config.model_type}, {kind}: {gap:.1e}")
-    assert gap <= LIMITS[rig.settings.dtype]
-
-
 def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     before = largest_gap(rig, "mixed")
     rig.change("", scale=1.02)
     transfer = rig.send(1)
     assert transfer.digests.keys() == dict(rig.tensors()).keys()
     assert max(before, largest_gap(rig, "mixed")) <= LIMITS[rig.settings.dtype]
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [("linear_attn.A_log", "linear_attn.dt_bias"), ("linear_attn.in_proj_b",), ("linear_attn.conv1d",)],
-)
-def test_a_part_of_a_linear_layer_arrives(parts: tuple[str, ...], rigs: Callable[[str], Rig]) -> None:
-    rig = rigs("qwen3_5")
-    rig.reset()
-    prompts = rig.prompts()
-    requests = requests_for(prompts, [range(40, 44)] * 3, Sampling(12))
-    before = rig.engine.generate(requests)
-    rig.change(*parts, scale=0.3 if "A_log" in parts[0] else 6.0)
-    transfer = rig.send(1)
-    assert 0 < 2 * transfer.bytes < sum(t.nbytes for _, t in rig.tensors())
-    assert rig.gap(prompts, before) > 2 * LIMITS["bfloat16"]  # the change is one that shows
-    assert rig.gap(prompts, rig.engine.generate(requests)) < LIMITS["bfloat16"]
 
 
 def test_linear_layers_in_float32_are_refused_before_anything_is_loaded(rigs: Callable[[str], Rig]) -> None:
@@ -92,53 +61,21 @@ def test_linear_layers_in_float32_are_refused_before_anything_is_loaded(rigs: Ca
         VLLMEngine(EngineSettings(path, "float32", 512), load_processor(path))
 
 
-@pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
-def test_limits_on_images_reach_vllm(family: str, models: dict[str, Path]) -> None:
+def test_limits_on_images_reach_vllm(models: dict[str, Path]) -> None:
     """Four tiles at most, where the model's own limit is larger: ids are compared by the engine."""
-    small, own = (load_processor(str(models[family]), max_pixels=limit) for limit in (4 * 56**2, None))
+    small, own = (load_processor(str(models["internvl"]), max_pixels=limit) for limit in (4 * 56**2, None))
     settings = EngineSettings(
-        str(models[family]), "float32", 1024, tuple(mm_processor_kwargs(small).items()), max_images=3
+        str(models["internvl"]), "float32", 1024, tuple(mm_processor_kwargs(small).items()), max_images=3
     )
     engine = VLLMEngine(settings, small)
     (prompt,), (whole,) = (prompts_of("three images", p) for p in (small, own))
     assert len(prompt.token_ids) < len(whole.token_ids)
-    weights = load(models[family]).named_parameters(remove_duplicate=False)
+    weights = load(models["internvl"]).named_parameters(remove_duplicate=False)
     WeightLedger().send(
         engine, ((name, p.detach()) for name, p in weights), 0
     )  # a running engine is taken over
     done = engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
     assert len({c.token_ids for c in done}) > 1
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl", "llava_onevision"])
-def test_adapters_on_the_vision_tower_reach_the_engine(family: str, rigs: Callable[[str], Rig]) -> None:
-    """The tower alone is sent, merged, and the engine scores as the adapted learner does."""
-    rig = rigs(family)
-    rig.reset()
-    processor = rig.processor
-    lora = {"rank": 2, "target_modules": ["q_proj"], "vision": True}
-    config = small_config(
-        rig.settings.model,
-        model={"path": rig.settings.model, "dtype": "float32", "device": "cpu", "lora": lora},
-        rollout={"prompts_per_step": 3, "num_generations": 4, "max_completion_length": 12},
-        optim={"learning_rate": 1e-2},
-    )
-    learner = Learner(load_model(config.model, processor.family), processor, config, 10)
-    engine = VLLMEngine(rig.settings, processor)
-    sync = VerifiedSync(engine, learner, config)
-    sync.start()
-    groups = groups_of(processor)
-    prompt, ids = groups[0].prompt, groups[0].completions[3].token_ids
-    start = torch.tensor(engine.score(prompt, ids))
-    learner.update(groups)
-    with torch.no_grad():  # the text's adapters stay where they were: what moves is the tower's
-        for name, parameter in learner.model.named_parameters():
-            if ".lora_B" in name and "q_proj" in name and ("language_model" in name or "text_model" in name):
-                parameter.zero_()
-    sync.send(1)
-    now = torch.tensor(engine.score(prompt, ids))
-    assert float((now - start).abs().max()) > 1e-3
-    assert float((now - torch.tensor(learner.score(prompt, [ids])[0])).abs().max()) <= 1e-5
 
 
 def test_images_that_look_ahead_are_refused_on_a_cpu(models: dict[str, Path]) -> None:

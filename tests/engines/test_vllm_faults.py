@@ -11,7 +11,7 @@ import torch
 from helpers import tiny
 from vllm_rig import Rig
 
-from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm import internals as vllm_internals
 from mm_grpo.rollout.vllm import requests as vllm_requests
@@ -30,7 +30,7 @@ def still_works(rig: Rig) -> None:
 def test_what_vllm_itself_refuses_names_the_row(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_requests, "check_size", lambda *args: None)
     good, bad = one.prompts()[0], one.prompt("row-19", *(tiny.picture(i) for i in range(4)))
-    with pytest.raises(DataError, match=r"row-19: vLLM refuses the prompt: At most 3 image"):
+    with pytest.raises(EngineError, match=r"\(row-19\): .*At most 3 image"):
         one.engine.generate(requests_for([good, bad], [range(2)] * 2, TWELVE))
     monkeypatch.undo()
     still_works(one)
@@ -71,17 +71,6 @@ def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
     still_works(one)
 
 
-def test_an_interrupt_leaves_nothing_queued(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(one.engine._handle.llm.llm_engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
-    still_works(one)
-
-
 def test_log_probs_that_are_no_numbers(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     step = vllm_internals.step
 
@@ -99,19 +88,12 @@ def test_log_probs_that_are_no_numbers(one: Rig, monkeypatch: pytest.MonkeyPatch
     ("name", "value", "message"),
     [
         ("logprobs_mode", "raw_logits", r"engine_kwargs.logprobs_mode = 'raw_logits': mm_grpo sets .* the learner"),
-        ("mm_processor_kwargs", {}, r"from data.min_pixels and data.max_pixels; remove it"),
         ("no_such_thing", 1, r"engine_kwargs = .*unexpected keyword argument .no_such_thing"),
-        ("max_num_batched_tokens", 512, r"max_num_batched_tokens = 512: on a CPU it must be at least .* 1024"),
     ],
 )  # fmt: skip
 def test_engine_arguments_that_are_refused(one: Rig, name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         launch(dataclasses.replace(one.settings, engine_kwargs=((name, value),)))
-
-
-def test_more_context_than_the_model_has(one: Rig) -> None:
-    with pytest.raises(ConfigError, match=r"vLLM refuses to start .*max_model_len"):
-        launch(dataclasses.replace(one.settings, max_model_len=4096))
 
 
 def test_a_rank_of_many_without_a_process_group(

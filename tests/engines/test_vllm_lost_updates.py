@@ -1,6 +1,6 @@
 """Updates that vLLM does not load, or not whole, are caught at learning rates that hardly move a log-prob.
 
-UPDATES=50 in the environment makes that many sound ones of each kind.
+UPDATES=50 in the environment makes that many sound ones.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,6 @@ class Run:
         lora: int = 0,
         *,
         vision: bool = False,
-        factors: bool = True,
         rollout: Mapping[str, Any] | None = None,
     ) -> None:
         self.processor: Processor = load_processor(str(path))
@@ -54,7 +52,7 @@ class Run:
             },
             rollout={
                 "engine": "vllm",
-                "vllm": {"max_model_len": 256, "engine_kwargs": {} if factors else {"enable_lora": False}},
+                "vllm": {"max_model_len": 256},
                 "prompts_per_step": 2,
                 "num_generations": 4,
                 "max_completion_length": 24,
@@ -103,22 +101,16 @@ def blind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be read back from vLLM's layers."""
     held = run.engine._handle.read_back  # type: ignore[attr-defined]
     monkeypatch.setattr(held, "_views", set())
-    monkeypatch.setattr(held, "_packed", set())
 
 
-SLOW_RATES = [pytest.param(*each, False, marks=pytest.mark.slow) for each in ((1e-5, 0), (1e-4, 8))]
-
-
-@pytest.mark.parametrize(("rate", "lora", "readable"), [(1e-6, 0, False), (1e-6, 0, True), *SLOW_RATES])
+@pytest.mark.parametrize("readable", [False, True])
 def test_an_update_that_is_not_loaded_stops_the_run(
-    rate: float,
-    lora: int,
     readable: bool,
     models: dict[str, Path],
     load: Callable[[Load], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(models["qwen2_5_vl"], rate, lora=lora, factors=False)
+    run = Run(models["qwen2_5_vl"], 1e-6)
     assert run.update(1).problem is None
     if not readable:
         blind(run, monkeypatch)
@@ -129,36 +121,26 @@ def test_an_update_that_is_not_loaded_stops_the_run(
             run.update(version)
 
 
-PARTS = ("language_model.layers.*.mlp", "language_model.layers.1.self_attn", "visual.blocks.0.mlp", "lm_head")
-SLOW = [pytest.param("bfloat16", part, marks=pytest.mark.slow) for part in PARTS]
-
-
-@pytest.mark.parametrize(("dtype", "part"), [("float32", "visual.patch_embed.proj"), *SLOW])
 def test_a_part_that_keeps_its_first_weights_is_named(
-    dtype: str, part: str, models: dict[str, Path], load: Callable[[Load], None]
+    models: dict[str, Path], load: Callable[[Load], None]
 ) -> None:
-    run, reload = Run(models["qwen2_5_vl"], 1e-6, dtype), internals.reload
+    run, reload = Run(models["qwen2_5_vl"], 1e-6), internals.reload
     first = {name: tensor.clone() for name, tensor in run.learner.named_tensors()}
-    stale = {name for name in first if fnmatch(name, f"*{part}.*")}
+    stale = {name for name in first if "visual.patch_embed.proj." in name}
 
     def partly(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
         reload(handle, ((n, first[n] if n in stale else t) for n, t in tensors))
 
     assert stale
     load(partly)
-    with pytest.raises(GuardStop, match=r"arrived changed: .*" + part.partition(".*")[0]):
+    with pytest.raises(GuardStop, match=r"arrived changed: .*visual.patch_embed.proj"):
         for version in range(1, 4):
             run.update(version)
 
 
-SOUND = [("bfloat16", 0, 1e-7), ("float32", 0, 1e-6), ("bfloat16", 8, 1e-4)]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "lora", "rate"), SOUND)
-def test_sound_updates_raise_no_alarm(dtype: str, lora: int, rate: float, models: dict[str, Path]) -> None:
-    run = Run(models["qwen2_5_vl"], rate, dtype, lora)
+def test_sound_updates_raise_no_alarm(models: dict[str, Path]) -> None:
+    run = Run(models["qwen2_5_vl"], 1e-7)
     reports = [run.update(version) for version in range(1, UPDATES + 1)]
     assert [r.problem for r in reports if r.problem] == []
-    assert sum(r.tensors > 0 for r in reports) > 0.95 * UPDATES or rate < 1e-6
     assert all((r.moved or 0) < 0.05 for r in reports)

@@ -10,12 +10,11 @@ import pytest
 from helpers import tiny
 from helpers.configs import small_config
 
-from mm_grpo import GRPOConfig, build
+from mm_grpo import GRPOConfig
 from mm_grpo.errors import EngineError, GuardStop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import check_start
 from mm_grpo.parity.sync import SyncReport, VerifiedSync
-from mm_grpo.preflight.doctor import examine
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.types import Group
@@ -59,8 +58,8 @@ class Both:
         return self.sync.update(version, canary, noise=report.max_gap)
 
 
-def test_a_sound_engine_follows_every_update(rig: Any) -> None:
-    both = Both(rig)
+def test_a_sound_engine_follows_every_update(one: Any) -> None:
+    both = Both(one)
     assert len(both.prompt.token_ids) > 140
     check_start(both.engine, both.learner, both.config, both.prompt, SEEDS, 0)
     for version, rate in ((1, 1e-3), (2, 1e-6), (3, 1e-4)):
@@ -109,14 +108,3 @@ def test_another_image_stops_before_the_first_step(one: Any) -> None:
     both = Both(one, OtherImage)
     with pytest.raises(GuardStop, match=r"before the first step, .*the tokens that it sampled for r:0"):
         check_start(both.engine, both.learner, both.config, both.prompt, SEEDS, 0)
-
-
-def test_the_doctor_finds_the_real_engine_sound(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        build.ENGINES, "transformers", lambda c, m, p: VLLMEngine(one.settings, one.processor)
-    )
-    report = examine(config_of(one, temperature=0.8), 4)
-    assert report.failures == [] and report.ids_equal is True
-    for parity in (*report.before, *report.after):
-        assert parity.score.max < 1e-5 and parity.sampled.max < 1e-5 and parity.distinct == 4
-    assert report.update is not None and report.update.bytes > 0

@@ -1,20 +1,16 @@
-"""Real vLLM servers: samples, weights, faults and runs.
+"""Real vLLM servers: samples, weights, adapters, a key, and a run in which one is killed.
 
-Three for the whole file serve the base model of the shapes recipe: two in float32, at sockets, whose LoRA layers take
-ranks up to 8 and 16, and one in bfloat16, at a port with a key. What fails over in which way is tested quickly in
-rollout/test_served_*.py.
+Two for the whole file serve the base model of the shapes recipe in float32, with LoRA layers: one at a socket, and one
+at a port with a key. What fails over in which way is tested quickly in rollout/test_served_*.py.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import random
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +25,6 @@ from engines.test_vllm_lost_updates import Run
 from helpers import forkserver, processes, tiny
 from helpers.run_folders import metrics_of
 from helpers.small_runs import rollouts_of
-from robustness.http_proxy import Proxy
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
 
@@ -46,8 +40,7 @@ from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, wait
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
-from mm_grpo.rollout.served.protocol import ENDPOINTS, RECEIVED, Limits, ask, model_sizes
-from mm_grpo.rollout.served.server_key import key_for
+from mm_grpo.rollout.served.protocol import RECEIVED, Limits, ask, model_sizes
 from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.requests import EngineRequest
@@ -61,8 +54,9 @@ RECIPE, BASE = ROOT / "examples/shapes/config.yaml", ROOT / "examples/shapes/bas
 SCRIPT = ROOT / "tests/distributed/runs.py"
 STEPS, PROMPTS, GENERATIONS = 3, 8, 4
 TWELVE = Sampling(max_tokens=12)
-NEAR = {"float32": 2e-5, "bfloat16": 0.08}
+NEAR = 2e-5
 """Largest gap of a log-prob to transformers' that rounding explains, in nats."""
+KEY = "the-key-of-this-test"
 IDS = (5, 9, 17, 33)
 SERVER = (*forkserver.VLLM, "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm")
 """What a server imports before it starts its engine, in a process of its own that imports it all again."""
@@ -71,23 +65,23 @@ SERVER = (*forkserver.VLLM, "vllm.entrypoints.launchers.api_server.entry", "vllm
 class Half(Rig):
     """The learner's half of a rig, and its servers; `engine_of` makes an engine over some of them."""
 
-    def __init__(self, dtype: str, servers: list[ServerProcess]) -> None:
-        self.dtype, self.servers = dtype, servers
+    def __init__(self, servers: list[ServerProcess], said: list[str]) -> None:
+        self.servers, self.said = servers, said
         self.processor = load_processor(str(BASE))
-        self.model = AutoModelForImageTextToText.from_pretrained(BASE, dtype=getattr(torch, dtype)).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(BASE, dtype=torch.float32).eval()
         self.original = {name: tensor.clone() for name, tensor in self.tensors()}
         self.urls = [server.url for server in servers]
-        self.clients = [ServerClient(url, key=key_for, timeout=60.0) for url in self.urls]
+        self.clients = [ServerClient(url, key=KEY, timeout=60.0) for url in self.urls]
         self.engines: list[ServedEngine] = []
 
     def engine_of(
         self, urls: Sequence[str], transfer: ServedTransfer | None = None, **limits: Any
     ) -> ServedEngine:
         engine = ServedEngine(
-            [ServerClient(url, key=key_for, timeout=60) for url in urls],
+            [ServerClient(url, key=KEY, timeout=60) for url in urls],
             transfer or FileTransfer(timeout=60.0),
             self.processor,
-            limits=Limits(**{"health_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
+            limits=Limits(**{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
             max_images=3,
         )
         self.engines.append(engine)
@@ -124,50 +118,36 @@ class Half(Rig):
         return found
 
 
-class Fleet:
-    """The servers by dtype, and what is said when one is started anew."""
-
-    def __init__(self, servers: list[ServerProcess], said: list[str]) -> None:
-        self.servers, self.said = servers, said
-        self.halves = {"float32": Half("float32", servers[:2]), "bfloat16": Half("bfloat16", servers[2:])}
-
-
 def forked(command: list[str], *, env: dict[str, str], stdout: Any, **_: Any) -> forkserver.Forked:
     """In the place of subprocess.Popen: the imports of the server's own process are done."""
     return forkserver.start(command[2:], env=env, cwd=ROOT, stdout=stdout, stderr=stdout, preload=SERVER)
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Half]:
     folder, said = tmp_path_factory.mktemp("servers"), list[str]()
-    made = server_settings(GRPOConfig.from_yaml(recipe_config(folder / "unused", ["unix:///unused"])), 3)
+    config = GRPOConfig.from_yaml(recipe_config(folder / "unused", ["unix:///unused"]))
     settings = [
         replace(
             one,
             transfer="gloo",
-            port=port,
-            engine=replace(one.engine, dtype=dtype, max_model_len=512, max_images=3, lora_rank=rank),
+            host=host,
+            port=processes.free_port(),
+            engine=replace(one.engine, max_model_len=512, max_images=3, lora_rank=8),
         )
-        for one, dtype, rank, port in zip(
-            made, ("float32", "float32", "bfloat16"), (8, 16, 8), (0, 0, processes.free_port()), strict=True
-        )
+        for one, host in zip(server_settings(config, 2), (None, "127.0.0.1"), strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        patch.setenv("MM_GRPO_SERVER_KEY", KEY)
         patch.setattr(launch, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": forked}))
         with serve(settings, log_folder=folder / "logs", report=said.append) as servers:
-            yield Fleet(servers, said)
+            yield Half(servers, said)
 
 
 @pytest.fixture
-def half(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Half]:
-    """The learner in float32 with its two servers, or in the dtype that a test asks for."""
-    found = fleet.halves[getattr(request, "param", "float32")]
-    yield found
-    found.put_back()
-
-
-DTYPES = pytest.mark.parametrize("half", list(NEAR), indirect=True)
+def half(fleet: Half) -> Iterator[Half]:
+    yield fleet
+    fleet.put_back()
 
 
 def many(half: Half, count: int = 12, tokens: int = 12, each: int = 4) -> list[Request]:
@@ -178,24 +158,22 @@ def many(half: Half, count: int = 12, tokens: int = 12, each: int = 4) -> list[R
 # samples -------------------------------------------------------------------------------------
 
 
-@DTYPES
 def test_ids_logprobs_and_scores_are_the_learners(half: Half) -> None:
-    near, sizes = NEAR[half.dtype], model_sizes(half.model.config)
+    sizes = model_sizes(half.model.config)
     engine = half.engine_of(half.urls, sizes=sizes)
     assert {"model_type", "text_config.hidden_size"} <= sizes.keys()
-    assert [server.info.sizes for server in engine.pool.servers if server.info] == [sizes] * len(half.urls)
     prompts = half.prompts()
     seeds = [range(1000 * i, 1000 * i + 4) for i in range(3)]
     done = engine.generate(requests_for(prompts, seeds, TWELVE))
-    assert half.gap(prompts, done) <= near
+    assert half.gap(prompts, done) <= NEAR
     cold = engine.generate(requests_for(prompts, seeds, Sampling(12, temperature=0.3)))
-    assert half.gap(prompts, cold, temperature=0.3) <= near / 0.3
+    assert half.gap(prompts, cold, temperature=0.3) <= NEAR / 0.3
     greedy = engine.generate([Request(prompts[0], 9, Sampling(8, temperature=0.0))] * 2)
     assert greedy[0].token_ids == greedy[1].token_ids
     for prompt, completion in zip(prompts, done[::4], strict=True):
         plain = half.expected(prompt, completion.token_ids, mask=False)
         for replica in engine.replicas:
-            assert replica.score(prompt, completion.token_ids) == pytest.approx(plain, abs=near)
+            assert replica.score(prompt, completion.token_ids) == pytest.approx(plain, abs=NEAR)
 
 
 def test_which_server_answers_and_in_what_company_changes_no_bit(half: Half) -> None:
@@ -238,17 +216,14 @@ class Engine:
         return first
 
 
-@pytest.mark.parametrize(
-    ("half", "kind"), [("float32", FileTransfer), ("bfloat16", GlooTransfer)], indirect=["half"]
-)
+@pytest.mark.parametrize("kind", [FileTransfer, GlooTransfer])
 def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: type[ServedTransfer]) -> None:
     transfer = kind(timeout=60.0)
     ledger, engine = WeightLedger(), Engine(transfer, half.clients)
     ledger.send(engine, half.tensors(), 0)  # type: ignore[arg-type]
     held = half.digests()
-    parts = ("visual", "self_attn", "mlp", "lm_head", "norm")
-    for version in range(1, 7):  # every part, and the first of them again
-        half.change(parts[version % 5], scale=0.98 if version % 2 else 1.03)
+    for version, part in enumerate(("visual", "self_attn", "mlp", "lm_head", "norm", "visual"), 1):
+        half.change(part, scale=0.98 if version % 2 else 1.03)
         sent = ledger.send(engine, half.tensors(), version)  # type: ignore[arg-type]
         # whole layers in which something changed, and no others
         assert 0 < len(sent.digests) < len([*half.tensors()])
@@ -256,7 +231,7 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: 
         assert held == half.digests()
     transfer.close()
     for client in half.clients:
-        assert half.scored(client) < NEAR[half.dtype]
+        assert half.scored(client) < NEAR
         name = client.call("/weight_info", method="GET")["weight_version"]
         assert name.endswith(":6") and not client.call("/is_paused", method="GET")["is_paused"]
 
@@ -275,7 +250,7 @@ def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update
         half.change("mlp")
         sent = transfer.send(half.clients, half.tensors(), 1)
         assert sent == {url: half.digests() for url in half.urls}
-        assert max(half.scored(client) for client in half.clients) < NEAR["float32"]
+        assert max(half.scored(client) for client in half.clients) < NEAR
     finally:
         stranger.close()
         transfer.close()
@@ -310,194 +285,43 @@ def test_a_server_that_loaded_nothing_is_caught_before_a_sample(
         sync.update(2, canary)
 
 
-def test_requests_wait_through_an_update_and_go_on_under_the_new_weights(half: Half) -> None:
-    client, transfer = half.clients[0], FileTransfer(timeout=60.0)
-    transfer.send([client], half.tensors(), 7)
-    prompt = half.prompt("none", text="say something").engine_prompt
-    params = {"max_tokens": 400, "seed": 3, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
-    body = {"token_ids": list(prompt.token_ids), "sampling_params": params}
-    soon, late, delay = 0.0, 60.0, 0.3
-    for version in range(8, 28):
-        asked = client.submit("/inference/v1/generate", body)
-        time.sleep(delay)
-        half.change("mlp", scale=1.001)
-        transfer.send([client], half.tensors(), version)
-        (choice,) = asked.result(60)["choices"]
-        assert len(choice["token_ids"]) == 400
-        if len(spans := choice["weight_versions"]) == 2:
-            break
-        if spans[0]["version"] == transfer.weights_name(version):  # the update came before its first token
-            soon = delay
-        else:  # after its last
-            late = delay
-        delay = min(2 * delay, 60.0) if late == 60.0 else (soon + late) / 2
-    assert [span["version"] for span in spans] == [
-        transfer.weights_name(version - 1),
-        transfer.weights_name(version),
-    ]
-    assert 0 < spans[0]["end"] == spans[1]["start"] < spans[1]["end"] == 400
-    assert half.scored(client) < NEAR["float32"]
-    transfer.close()
-
-
 # adapters ------------------------------------------------------------------------------------
 
 
-def adapted(half: Half, rank: int = 8, **server: Any) -> Run:
-    """A learner with adapters over a half's servers."""
-    rollout = {
-        "engine": "vllm_server",
-        "vllm": {"max_model_len": 512},
-        "server": {"urls": half.urls, **server},
-    }
-    return Run(BASE, 1e-3, half.dtype, lora=rank, rollout=rollout)
-
-
-@DTYPES
-def test_servers_run_the_adapters_themselves_and_have_them_after_a_kill(fleet: Fleet, half: Half) -> None:
-    """In float32 one is killed in the midst of an update, and comes back with that one and the next."""
-    server, said, run = half.servers[-1], len(fleet.said), adapted(half, transfer="gloo")
-    completions = [tuple(random.Random(i).choices(range(20, 250), k=24)) for i in range(4)]
-
-    def scores(engine: Any) -> tuple[Tensor, Tensor]:
-        """Log-probs of the policy in float32, and of a server."""
-        exact = Learner(copy.deepcopy(run.learner.model).float(), run.processor, run.learner.config, 1)
-        ours = [exact.score(prompt, completions) for prompt in run.prompts]
-        theirs = [[engine.score(prompt, ids) for ids in completions] for prompt in run.prompts]
-        return torch.tensor(ours).flatten(), torch.tensor(theirs).flatten()
-
+def test_servers_run_the_adapters_themselves(half: Half) -> None:
+    rollout = {"engine": "vllm_server", "vllm": {"max_model_len": 512}}
+    rollout["server"] = {"urls": half.urls, "transfer": "gloo"}
+    run, ids = Run(BASE, 1e-3, "float32", lora=8, rollout=rollout), tuple(range(20, 44))
     assert run.learner.factored == set(run.learner.adapted_layers)
-    first, whole = scores(run.engine), sum(p.numel() * p.element_size() for p in half.model.parameters())
-    for version in range(1, 5):
+    whole, found = sum(p.numel() * p.element_size() for p in half.model.parameters()), list[list[float]]()
+    for version in range(1, 4):
         report = run.update(version)
         assert report.problem is None and 0 < report.bytes < whole / 3
-        ours, theirs = scores(run.engine)
-        assert half.dtype == "bfloat16" or (ours - theirs).abs().max() < NEAR["float32"]
-    exact, moved = (after - before for after, before in zip((ours, theirs), first, strict=True))
-    assert torch.corrcoef(torch.stack([exact, moved]))[0, 1] > 0.95
-    assert 0.85 < (exact * moved).sum() / (exact * exact).sum() < 1.15
-    if half.dtype == "float32":
-        engine, sent = run.engine, list[int]()
-        processes_of = psutil.Process(server.pid).children(recursive=True)
-        transfer, transmit = engine.transfer, engine.transfer.transmit  # type: ignore[attr-defined]
-        transfer.chunk_bytes = 1 << 12
-
-        def cut(client: ServerClient, part: Any) -> None:
-            if client.url == server.url:
-                sent.append(1)
-                if len(sent) == 3:
-                    os.killpg(server.pid or 0, signal.SIGKILL)
-            transmit(client, part)
-
-        started, transfer.transmit = time.monotonic(), cut
-        assert run.update(5).problem is None and len(sent) == 3
-        assert time.monotonic() - started < 60.0  # nobody waited for the deadline
-        assert psutil.wait_procs(processes_of, 60.0)[1] == []  # its engine too
-        assert [one.url for one in engine.pool.ready()] == [half.urls[0]]  # type: ignore[attr-defined]
-        ours, theirs = scores(engine)
-        assert (ours - theirs).abs().max() < NEAR["float32"]
-        expected = engine.generate(many(half, 4))
-        assert run.update(6).problem is None
-        assert engine.generate(many(half, 4)) != expected
-        wait_until(lambda: len(engine.replicas) == 2)  # `serve` starts it anew, and it is sent all
-        assert "it is started anew" in fleet.said[said]
-        held = [held_by(client) for client in half.clients]
-        assert held[0][0] == held[1][0] and held[1][0].endswith(":6")
-        assert held[0][1].items() <= held[1][1].items() and len(held[1][1]) > len(held[0][1])
-        for replica in engine.replicas:
-            ours, theirs = scores(replica)
-            assert (ours - theirs).abs().max() < NEAR["float32"]
+        (ours,) = run.learner.score(run.prompts[0], [ids])
+        for replica in run.engine.replicas:
+            assert replica.score(run.prompts[0], ids) == pytest.approx(ours, abs=NEAR)
+        found.append(ours)
+    assert max(abs(a - b) for a, b in zip(found[0], found[-1], strict=True)) > 100 * NEAR
     run.engine.close()
-
-
-def test_beside_a_server_whose_layers_are_too_small_adapters_are_merged(half: Half) -> None:
-    run, ids = adapted(half, rank=16), tuple(range(20, 44))
-    assert not run.learner.factored and run.update(1).problem is None
-    (ours,) = run.learner.score(run.prompts[0], [ids])
-    for replica in run.engine.replicas:
-        assert replica.score(run.prompts[0], ids) == pytest.approx(ours, abs=NEAR["float32"])
-    run.engine.close()
-
-
-# faults --------------------------------------------------------------------------------------
-
-
-def faulty(engine: ServedEngine, asked: Sequence[Request], fault: Any) -> list[Completion]:
-    """The completions of a step in which a fault comes when the first server is at work."""
-
-    def later() -> None:
-        while not engine.pool.servers[0].running:
-            time.sleep(0.005)
-        time.sleep(0.2)
-        fault()
-
-    thread = threading.Thread(target=later)
-    thread.start()
-    try:
-        return engine.generate(asked)
-    finally:
-        thread.join()
-
-
-def wait_until(ended: Any, seconds: float = 200.0) -> None:
-    end = time.monotonic() + seconds
-    while not ended():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def test_a_server_that_is_stopped_or_cut_off_changes_no_sample(half: Half) -> None:
-    first = half.servers[0]
-    head = half.model.lm_head.weight.detach()
-    head[sorted(half.processor.stop_token_ids)] = 0.0  # hardly a completion ends
-    proxy = Proxy(first.url)
-    engine = half.engine_of([proxy.url, half.urls[1]], health_timeout=2.0)
-    asked = many(half, 6, tokens=160)
-    expected = engine.generate(asked)
-    assert sum(len(c.token_ids) for c in expected) > 2_000
-    for name, fault, ends in (
-        (
-            "stopped",
-            lambda: os.killpg(first.pid or 0, signal.SIGSTOP),
-            lambda: os.killpg(first.pid or 0, signal.SIGCONT),
-        ),
-        ("cut off", lambda: setattr(proxy, "silent", True), proxy.heal),
-    ):
-        done = faulty(engine, asked, fault)
-        ends()
-        assert done == expected, name  # ids, seeds, log-probs to the last bit, version
-        wait_until(lambda: len(engine.pool.ready()) == 2)
-    assert engine.generate(asked) == expected and len(engine.pool.recoveries) >= 2
-    proxy.close()
 
 
 # keys ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("half", ["bfloat16"], indirect=True)
-def test_every_endpoint_wants_the_key(half: Half) -> None:
-    (server,), (client,) = half.servers, half.clients
-    key = key_for(server.url)
-    assert key is not None and key == server.settings.key
-    right = {"authorization": f"Bearer {key}"}
+def test_every_endpoint_of_a_server_at_a_port_wants_the_key(half: Half) -> None:
+    server, client, right = half.servers[1], half.clients[1], {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, timeout=10.0, trust_env=False) as plain:
         routes = plain.get("/openapi.json", headers=right).json()["paths"]
         asked = [(method.upper(), path) for path, methods in routes.items() for method in methods]
         assert {("POST", "/pause"), ("POST", "/update_weights"), ("POST", "/collective_rpc")} <= set(asked)
         asked += [("GET", "/metrics"), ("GET", "/openapi.json"), ("GET", "/docs"), ("OPTIONS", "/pause")]
         for method, path in asked:
-            for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": key}):
+            for headers in ({}, {"authorization": "Bearer wrong"}):
                 answer = plain.request(method, path, headers=headers)
                 assert answer.status_code == 401, (method, path, headers)
         assert plain.get("/is_paused", headers=right).json() == {"is_paused": False}
-        unknown = {path for _, path in asked} - ENDPOINTS
-        assert "/tokenize" in unknown
-        for path in unknown:
-            assert plain.post(path, headers=right).status_code == 404, path
-    account = client.call("/collective_rpc", {"method": RECEIVED, "other": "x" * (8 << 20)})["results"][0]
-    assert account["finished"]
-    shown = psutil.Process(server.pid).cmdline(), server.log.read_text()
-    assert key not in str(shown)
+    assert client.call("/collective_rpc", {"method": RECEIVED, "other": "x" * (8 << 20)})["results"]
+    assert KEY not in str((psutil.Process(server.pid).cmdline(), server.log.read_text()))
 
 
 # runs ----------------------------------------------------------------------------------------
@@ -527,7 +351,7 @@ def held_by(client: ServerClient) -> tuple[str, dict[str, str]]:
     return client.call("/weight_info", method="GET")["weight_version"], account["digests"]
 
 
-def test_two_ranks_that_lose_a_server_make_the_run_of_one(fleet: Fleet, half: Half, tmp_path: Path) -> None:
+def test_two_ranks_that_lose_a_server_make_the_run_of_one(half: Half, tmp_path: Path) -> None:
     """Two ranks under DeepSpeed ZeRO-2 over two servers, of which one is killed when two rows are logged."""
     log, ended = tmp_path / "killed" / "metrics.jsonl", threading.Event()
 
@@ -537,7 +361,7 @@ def test_two_ranks_that_lose_a_server_make_the_run_of_one(fleet: Fleet, half: Ha
                 os.killpg(half.servers[0].pid or 0, signal.SIGKILL)
                 return
 
-    killer, said = threading.Thread(target=kill, daemon=True), len(fleet.said)
+    killer = threading.Thread(target=kill, daemon=True)
     for name, world in (("one", 1), ("killed", 2)):
         config = recipe_config(tmp_path / name, half.urls)
         if name == "killed":
@@ -551,7 +375,7 @@ def test_two_ranks_that_lose_a_server_make_the_run_of_one(fleet: Fleet, half: Ha
             assert len(digests) > 90 and digests.items() <= learned.items()
     ended.set()
     killer.join()
-    assert "it is started anew" in fleet.said[said]
+    assert "it is started anew" in half.said[0]
     plan = SeedPlan(run_seed=0, prompts=PROMPTS, generations=GENERATIONS, attempts=1, max_steps=STEPS)
     for step in range(1, STEPS + 1):
         rows = rollouts_of(tmp_path / "killed", step)

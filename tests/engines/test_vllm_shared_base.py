@@ -129,7 +129,7 @@ def test_a_lent_base_stays_while_keys_and_values_sleep() -> None:
     parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     engine = SimpleNamespace(release_kv_cache_memory=lambda: called.append("cache"), step=lambda: None)
     llm = SimpleNamespace(llm_engine=engine, sleep=lambda level: called.append(level), wake_up=called.append)
-    handle: Any = SimpleNamespace(llm=llm, lent=[parameter], asleep=set(), timeout=60, fault=None)
+    handle: Any = SimpleNamespace(llm=llm, lent=[parameter], asleep=set(), fault=None)
     internals.sleep(handle, 2)
     assert (called, handle.asleep) == ([0, "cache"], {"kv_cache"})
     internals.wake(handle)

@@ -8,23 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import calling, tiny
 from helpers.configs import small_config
-from helpers.small_runs import rollouts_of, rows_of
 from vllm_rig import Rig
 
-from mm_grpo import GRPOTrainer
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.engine import Request, Sampling, answered, stream_of
+from mm_grpo.rollout.engine import Request, Sampling, stream_of
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.rollout.vllm.engine import VLLMEngine, VLLMStream
@@ -110,36 +106,6 @@ def test_what_is_learned_is_what_was_sampled(setting: Setting) -> None:
 
 
 @pytest.mark.long
-def test_a_bfloat16_run_learns_from_conversations(models: dict[str, Path], tmp_path: Path) -> None:
-    """Ids of every turn are compared by the engine, and log-probs by the guards of the run, which would end it."""
-    config = small_config(
-        models["qwen2_5_vl"],
-        tmp_path / "run",
-        model={"dtype": "bfloat16", "processor": f"{calling.__file__}:Calling"},
-        rollout={
-            "engine": "vllm", "vllm": {"max_model_len": 1024, "max_images": 8}, "max_turns": 3,
-            "max_completion_length": 200, "environment_workers": 0,
-        },
-        algorithm={"turn_gamma": 0.9},
-        run={"max_steps": 2},
-    )  # fmt: skip
-    rows = shapes_rows(split="train", size=8, image_size=56)
-    trainer = GRPOTrainer(
-        config, train=rows, rewards=[{"name": "length", "max_length": 4}], environment_factory=calling.Gallery
-    )
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    trainer.train()
-    for row in rows_of(tmp_path / "run")[1:]:
-        assert row["turns/max"] == 3 and row["tools/observation_tokens"] > 0 and row["grad_norm"] > 0
-        assert 0 < row["sampling/sampling_logp_difference/mean"] <= 0.1  # the limit in bfloat16
-        assert row["sync/logp_gap"] <= 0.1 and row["learner/update_norm"] > 0
-    changed = sum(not torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
-    assert changed > len(before) / 2
-    logged = [turn for line in rollouts_of(tmp_path / "run", 1) for turn in line["turns"]]
-    assert any(turn.get("images") for turn in logged) and any(turn.get("advantage") for turn in logged)
-
-
-@pytest.mark.long
 def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
     """Requests that are added while others run; each is answered when it is done, the short ones first."""
     rig = rigs("qwen2_5_vl")
@@ -170,16 +136,6 @@ def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     sizes = [len(found[number].token_ids) for number in order]
     assert order != sorted(order) and sizes[-1] == max(sizes)
-    # the requests of one prompt with seeds in a row are one request of vLLM's, answered when all of them are done
-    groups = [Request(prompts[i // 3], 40 + i, Sampling(lengths[i // 3])) for i in range(9)]
-    places: list[int] = []
-    with stream_of(rig.engine) as stream:
-        streamed = answered(stream, groups, lambda place, completion: places.append(place))
-    assert sorted(places) == list(range(9)) and places[0] == 3  # the shortest group came first
-    assert [[p // 3 for p in places[i : i + 3]] for i in (0, 3, 6)] == [[p // 3] * 3 for p in places[::3]]
-    for one, other in zip(streamed, rig.engine.generate(groups), strict=True):
-        assert (one.token_ids, one.seed) == (other.token_ids, other.seed)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     # what was not done is given up, and the engine goes on
     with stream_of(rig.engine) as stream:
         stream.add_request(requests[2])

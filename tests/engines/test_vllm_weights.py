@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,19 +33,6 @@ def proof(rig: Rig, prompt: Prompt) -> None:
     """A fixed completion has the learner's log-probs, caches and all."""
     ids = [40, 41, 42, 50, 60, 70]
     assert rig.engine.score(prompt, ids) == pytest.approx(rig.expected(prompt, ids, mask=False), abs=LIMIT)
-
-
-def test_every_weight_changed(rig: Rig) -> None:
-    prompts = [*rig.prompts(), long_prompt(rig)]
-    assert sampled_gap(rig, prompts) <= LIMIT
-    rig.change("")
-    assert sampled_gap(rig, prompts) > 1e-2  # the test could tell
-    sent = rig.send(1).digests
-    assert sent.keys() == {n for n, _ in rig.tensors()}
-    assert sampled_gap(rig, prompts) <= LIMIT
-    proof(rig, long_prompt(rig))
-    done = rig.engine.generate([Request(prompts[0], 1, TWELVE)])[0]
-    assert done.weight_versions == ((0, 1),)
 
 
 def test_the_vision_tower_alone_with_the_same_images(one: Rig) -> None:
@@ -125,21 +111,6 @@ def test_a_learner_that_fails_half_way(one: Rig) -> None:
         one.engine.generate([Request(one.prompts()[0], 1, TWELVE)])
     assert len(one.send(2).digests) == len(list(one.tensors()))
     assert sampled_gap(one, one.prompts()) <= LIMIT
-
-
-@pytest.mark.slow
-def test_a_worker_that_fails_in_an_update_ends_the_engine(models: dict[str, Path]) -> None:
-    """An engine of settings that no other test has, for nothing can be done with it afterwards."""
-    rig = Rig(models["qwen2_5_vl"], max_num_seqs=5)
-    misfit = [(n, t[:-1] if "k_proj.weight" in n else t) for n, t in rig.tensors()]
-    with pytest.raises(EngineError, match="failed while it took new weights"):
-        rig.engine.update_weights(misfit, 1)
-    for use in (
-        lambda: rig.engine.generate([Request(rig.prompts()[0], 1, Sampling(4))]),
-        lambda: VLLMEngine(rig.settings, rig.processor),
-    ):
-        with pytest.raises(EngineError, match="is lost: it failed while it took new weights"):
-            use()
 
 
 def test_an_untied_model(untied: tuple[Rig, Any, Any]) -> None:

@@ -2,8 +2,7 @@
 
     python fake_server_process.py SOCKET PIDS [stubborn | broken]
 
-Both pids go to the file PIDS. `stubborn` ignores SIGTERM; `broken` ends before it is ready. Asked for /close it stops
-listening and goes on, as vLLM does whose engine has died while a connection is open.
+Both pids go to the file PIDS. `stubborn` ignores SIGTERM; `broken` ends before it is ready.
 """
 
 import http.server
@@ -12,7 +11,6 @@ import signal
 import socketserver
 import subprocess
 import sys
-import time
 
 path, pids, *how = sys.argv[1:]
 if "broken" in how:
@@ -24,14 +22,9 @@ child = subprocess.Popen(["sleep", "300"])
 
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/close":
-            server.server_close()
         self.send_response(200)
         self.send_header("content-length", "0")
         self.end_headers()
-        if self.path == "/close":
-            self.wfile.flush()
-            time.sleep(300)
 
     def address_string(self) -> str:
         return "socket"

@@ -26,7 +26,7 @@ from torch import Tensor
 from helpers import tiny
 from helpers.patience import PATIENCE, until
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
-from mm_grpo.rollout.served.client import OWN_CONNECTION, ServerClient
+from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
 from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, GENERATE, INFO, NEEDED, RPC, Limits
@@ -66,7 +66,7 @@ class Status(Exception):
 
 
 class FakeModel:
-    """Keeps what `load_weights` brings, once `finalize` has run; names that begin with `strange` are none of its."""
+    """Keeps what `load_weights` brings, once `finalize` has run."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -83,8 +83,6 @@ class FakeModel:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            if name.startswith("strange"):
-                raise ValueError(f"There is no module or parameter named '{name}'")
             self.waiting[name] = tensor.clone()
 
 
@@ -99,7 +97,7 @@ class FakeWorker:
     def __init__(self, rank: int, world: int) -> None:
         self.model, self.model_config, self.vllm_config = FakeModel(), None, None
         self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=world, rank=rank)
-        self.device, self.account = torch.device("cpu"), Account()
+        self.device, self.account = torch.device("cpu"), Account(logprobs_mode="processed_logprobs")
         self.active = False
 
     def _initialize(self) -> None:
@@ -150,20 +148,16 @@ class FakeVLLM:
         self.caches: list[str] = []
         self.most, self.delay = 0, 0.0
         self.cut = self.status = 0  # so many requests are cut, or answered with 500
-        self.stopped = threading.Event()  # answers nothing, as a process after SIGSTOP
         self.stuck = threading.Event()  # answers /health and no request
         self.missing: tuple[str, ...] = ()
         self.lora: tuple[set[str], int] | None = None  # layers that take adapters, and of which rank at most
-        self.max_model_len, self.key, self.raw, self.expanded = 1000, "", False, EXPANDED
+        self.max_model_len, self.key, self.expanded = 1000, "", EXPANDED
         self.refuse = ""
         self.faults: dict[str, Change] = {}  # in place of an endpoint, or before it where it gives None
         self.odd: dict[str, Change] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
         self.working: list[socket.socket] = []  # connections whose request is being sampled
-        self.broken: set[socket.socket] = set()
         self.last: tuple[Any, ...] = ()  # method, path, key and body of the last call
-        self.mute: set[socket.socket] = set()  # connections that stay open and bring nothing any more
-        self.ended = threading.Event()
         self.port = 0
         self.lose_weights()
         self.start()
@@ -209,24 +203,13 @@ class FakeVLLM:
 
     def kill(self) -> None:
         """No more answers, connections cut."""
-        self._stop()
-        self.ended.set()
-        for connection in list(self.connections):
-            with self.lock:
-                _shut(connection)
-
-    def vanish(self) -> None:
-        """No more answers, and one connection alone is cut: as through a proxy that does not pass a reset on."""
-        cut, *_ = self.working
-        self.mute = self.connections - {cut}
-        self._stop()
-        _shut(cut)
-
-    def _stop(self) -> None:
         if self.alive:
             self.alive = False
             self.http.shutdown()
             self.http.server_close()
+        for connection in list(self.connections):
+            with self.lock:
+                _shut(connection)
 
     def restart(self) -> None:
         """As a new process, with the weights on disk."""
@@ -245,14 +228,9 @@ class FakeVLLM:
         self.connections.add(call.connection)
         body = json.loads(call.rfile.read(int(call.headers.get("content-length") or 0)) or "null")
         path, _, query = call.path.partition("?")
-        while self.stopped.is_set() and self.alive:
-            time.sleep(0.01)
         if self.key and call.headers.get("authorization") != f"Bearer {self.key}":
             return self.reply(call, 401, {"error": "this server wants a key"})
         sampling = path == GENERATE
-        if call.connection in self.broken:
-            call.close_connection = True
-            return _shut(call.connection)
         with self.lock:
             self.calls.append(path)
             self.last = (call.command, call.path, call.headers.get("authorization"), body)
@@ -267,15 +245,11 @@ class FakeVLLM:
             return _shut(call.connection)
         except Exception as error:
             status, value = 500, {"error": str(error)}
-            if path in OWN_CONNECTION:  # as vLLM: the connection ends after a worker's error, unannounced
-                self.broken.add(call.connection)
         finally:
             with self.lock:
                 if sampling:
                     self.working.remove(call.connection)
-        if call.connection in self.mute:
-            self.ended.wait()
-        if not self.alive or call.connection in self.mute:
+        if not self.alive:
             return _shut(call.connection)
         self.reply(call, status, value)
 
@@ -296,21 +270,10 @@ class FakeVLLM:
         return self.odd[path](value) if path in self.odd else value
 
     def control(self, path: str, body: Any, query: str) -> Any:
-        fields = {"content_parts": {}} if "content_parts" not in self.missing else {}
         fixed = {
             "/health": None,
-            "/version": {"version": "0.32.0"},
-            "/openapi.json": {
-                "paths": {path: {} for path in {*NEEDED} - set(self.missing)},
-                "components": {"schemas": {"GenerateRequest": {"properties": fields}}},
-            },
-            "/v1/models": {
-                "data": [
-                    {"id": n, "max_model_len": self.max_model_len}
-                    for n in ["tiny", "policy"][: 2 if self.lora else 1]
-                ]
-            },
-            "/is_paused": {"is_paused": self.paused},
+            "/openapi.json": {"paths": {path: {} for path in {*NEEDED} - set(self.missing)}},
+            "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
             "/get_world_size": {"world_size": self.count},
             INFO: {"weight_version": self.name},
         }
@@ -318,9 +281,9 @@ class FakeVLLM:
             return fixed[path]
         if path == RPC:
             if body["method"] == ADAPTER_LAYERS:
-                assert self.lora is not None
                 layers, rank = json.loads(body["args"][0])
-                taken = sorted(self.lora[0] & set(layers)) if rank <= self.lora[1] else []
+                own, most = self.lora or (set(), 0)
+                taken = sorted(own & set(layers)) if rank <= most else []
                 return {"results": [taken for _ in self.workers]}
             assert body == {"method": "mm_grpo_received"}
             return {"results": [each.account.model_dump() for each in self.workers]}
@@ -334,7 +297,8 @@ class FakeVLLM:
             self._on_workers(lambda w: w.update(body["update_info"]))
         elif path == "/finish_weight_update":
             self._on_workers(lambda w: w.finish())
-            self.versions.append(body["weight_version"])
+        elif path == "/update_weight_version":
+            self.versions.append(body["new_version"])
         elif path == "/reset_prefix_cache":
             assert query == "reset_running_requests=true"
             self.caches.append("prefix")
@@ -365,22 +329,21 @@ class FakeVLLM:
 
     def sample(self, body: dict[str, Any], call: Any) -> Any:
         params = body["sampling_params"]
-        if "allowed_token_ids" not in params:  # else it is asked when it joins
-            with self.lock:
-                self.asked.append(body)
-                cut, failed = self.cut > 0, self.status > 0
-                self.cut -= cut
-                self.status -= failed and not cut
-            if cut:
-                raise ConnectionError
-            if failed:
-                raise RuntimeError("EngineDeadError")
-            if self.refuse:
-                raise Status(400, self.refuse)
-            assert "prompt_logprobs" in params or params["logit_bias"] == {str(IMAGE): -1e30}
+        with self.lock:
+            self.asked.append(body)
+            cut, failed = self.cut > 0, self.status > 0
+            self.cut -= cut
+            self.status -= failed and not cut
+        if cut:
+            raise ConnectionError
+        if failed:
+            raise RuntimeError("EngineDeadError")
+        if self.refuse:
+            raise Status(400, self.refuse)
+        assert "prompt_logprobs" in params or params["logit_bias"] == {str(IMAGE): -1e30}
         held = self.name
         end = time.monotonic() + self.delay
-        while self.alive and (self.stuck.is_set() or self.stopped.is_set() or time.monotonic() < end):
+        while self.alive and (self.stuck.is_set() or time.monotonic() < end):
             time.sleep(0.002)
             if call.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise ConnectionError
@@ -394,8 +357,7 @@ class FakeVLLM:
         for index in range(params.get("n", 1)):
             rng = random.Random(repr((ids, pictures, params.get("seed", 0) + index)))
             tokens = [rng.randrange(32, 127) for _ in range(params["max_tokens"])]
-            sure = "allowed_token_ids" in params and not self.raw
-            content = [{"token_id": t, "logprob": 0.0 if sure else -rng.random()} for t in tokens]
+            content = [{"token_id": t, "logprob": -rng.random()} for t in tokens]
             choice: dict[str, Any] = {"index": index, "token_ids": tokens, "finish_reason": "length"}
             choice["logprobs"] = {"content": content} if params.get("logprobs") is not None else None
             choice["weight_versions"] = [{"version": held, "start": 0, "end": len(tokens)}]
@@ -441,14 +403,13 @@ def engine_over(
         engine.update_weights(WEIGHTS.items(), 0)
         if all(fake.alive for fake in fakes):
             back(engine)  # one that was too slow to be there at the start
-        engine.pool.recoveries.clear()
     return engine, fakes
 
 
 def engine_of(
     fakes: Sequence[FakeVLLM], transfer: Any, key: str = "", ranks: Any = None, **limits: Any
 ) -> ServedEngine:
-    given = {"health_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
+    given = {"probe_timeout": 1.0, "wait_timeout": 60.0, "max_model_len": 100, **limits}
     return ServedEngine(
         [ServerClient(fake.url, key=key, timeout=5) for fake in fakes],
         transfer,
@@ -504,8 +465,3 @@ def fail(fake: FakeVLLM) -> None:
 def restart(fake: FakeVLLM) -> None:
     fake.kill()
     fake.restart()
-
-
-def stop_and_go(fake: FakeVLLM) -> None:
-    fake.stopped.set()
-    threading.Timer(1.8, fake.stopped.clear).start()

@@ -213,13 +213,6 @@ def test_an_engine_over_the_learners_module_is_sent_nothing_and_verified(models:
     assert isinstance(built, TransformersEngine) and built.model is both.learner.model
 
 
-def test_without_groups_the_weights_are_only_sent(models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_vl"])
-    assert both.sync.canary([]) is None
-    report = both.sync.update(1, None)
-    assert report.metrics == {"sync/bytes": report.bytes} and both.engine.version == 1
-
-
 # sabotage ------------------------------------------------------------------------------------
 
 
@@ -230,24 +223,23 @@ def test_one_lost_tensor_is_named_at_any_learning_rate(models: dict[str, Path]) 
         both.step(1, rate=1e-7)
 
 
-@pytest.mark.parametrize("rate", [1e-3, 1e-6])
-def test_weights_that_arrive_and_are_not_loaded_stop_the_run(rate: float, models: dict[str, Path]) -> None:
+def test_weights_that_arrive_and_are_not_loaded_stop_the_run(models: dict[str, Path]) -> None:
     both = Both(models["qwen2_5_vl"], "no load")
     with pytest.raises(
         GuardStop, match=r"weight sync to version 1: .* the engine's are the same to the last bit"
     ):
-        both.step(1, rate=rate)
+        both.step(1, rate=1e-6)
 
 
 def test_lost_updates_count_in_a_row(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where an update that moves the learner is not always seen at once."""
-    monkeypatch.setattr(sync, "UNMOVED_ROUNDED", 3)
+    monkeypatch.setattr(sync, "UNMOVED_ROUNDED", 2)
     both = Both(models["qwen2_vl"], dtype=torch.bfloat16)
-    for version, fault in enumerate(("no load", "no load", "", "no load", "no load"), 1):
+    for version, fault in enumerate(("no load", "", "no load"), 1):
         both.engine.fault = fault  # type: ignore[attr-defined]
         both.step(version)
     with pytest.raises(GuardStop, match="it has not loaded what it received"):
-        both.step(6)
+        both.step(4)
 
 
 def test_a_gap_far_beyond_those_of_the_first_sound_updates_is_a_problem(
@@ -272,12 +264,11 @@ def test_what_the_learner_moved_since_a_version_is_by_the_farthest_of_the_last_u
     assert both.sync.moved_since(-1) == math.inf  # an update that was not measured
 
 
-@pytest.mark.parametrize(("rate", "words"), [(1e-3, "the limit is 0.001"), (1e-6, "older weights")])
-def test_a_cache_of_older_weights_shows_in_the_log_probs(
-    rate: float, words: str, models: dict[str, Path]
-) -> None:
-    problem = Both(models["qwen2_5_vl"], "old cache").step(1, rate=rate).problem
-    assert problem is not None and "after the weight sync to version 1" in problem and words in problem
+def test_a_cache_of_older_weights_shows_in_the_log_probs(models: dict[str, Path]) -> None:
+    problem = Both(models["qwen2_5_vl"], "old cache").step(1, rate=1e-6).problem
+    assert (
+        problem is not None and "after the weight sync to version 1" in problem and "older weights" in problem
+    )
     assert "new samples for r:0" in problem
 
 

@@ -66,7 +66,6 @@ def test_an_engine_with_weights_of_its_own_trains_as_the_embedded_one_does(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("one tensor lost", r"weight sync: of \d+ tensors 1 never arrived: .*up_proj.weight"),
         ("old cache", "guard logp_gap: after the weight sync to version 1, .* new samples for train:"),
         ("stale version", "under weight version 0, and the learner is at version 1"),
     ],
@@ -81,37 +80,19 @@ def test_a_sync_that_fails_stops_the_run_in_its_step(
     assert (tmp_path / "r" / "rollouts" / "step-000001.jsonl").exists()
 
 
-def test_a_wrong_image_stops_the_run_before_its_first_step_or_in_it(
-    models: dict[str, Path], tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_wrong_image_stops_the_run_before_its_first_step(
+    models: dict[str, Path], tmp_path: Path, engine: Any
 ) -> None:
     engine("wrong image")
     with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step, .* another image"):
         trainer_for(models, tmp_path / "a").train()
     assert not list((tmp_path / "a" / "rollouts").glob("*.jsonl"))
-    monkeypatch.setattr(GRPOTrainer, "_check_parity", lambda self: None)
-    with pytest.raises(
-        GuardStop, match="guard logp_gap: the engine's log-probs of the tokens that it sampled"
-    ):
-        trainer_for(models, tmp_path / "b").train()
-    assert (tmp_path / "b" / "rollouts" / "step-000001.jsonl").exists()
 
 
 def test_a_constant_seed_stops_the_run(models: dict[str, Path], tmp_path: Path, engine: Any) -> None:
     engine("constant seed")
-    for guards in ({}, {"logp_gap": "off"}):
-        with pytest.raises(GuardStop, match=r"was asked for, and the engine says that it used 7"):
-            trainer_for(models, tmp_path / str(len(guards)), guards=guards).train()
+    with pytest.raises(GuardStop, match=r"was asked for, and the engine says that it used 7"):
+        trainer_for(models, tmp_path / "said", guards={"logp_gap": "off"}).train()
     engine("constant seed, hidden")
     with pytest.raises(GuardStop, match="guard duplicate_completions: train:"):
         trainer_for(models, tmp_path / "hidden").train()
-
-
-def test_the_guard_can_warn(
-    models: dict[str, Path], tmp_path: Path, engine: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine("old cache")
-    guards = {"logp_gap": "warn", "duplicate_completions": "warn"}
-    trainer_for(models, tmp_path / "warn", guards=guards).train()
-    assert "guard logp_gap: after the weight sync to version 1" in caplog.text
-    rows = rows_of(tmp_path / "warn")
-    assert [row["step"] for row in rows] == [1, 2]

@@ -23,6 +23,6 @@ def make(held: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from mm_grpo.rollout.served import pool
 
-    monkeypatch.setattr(pool, "BACK_OFF", (0.02, 0.1))
+    monkeypatch.setattr(pool, "RETRY", 0.02)
     monkeypatch.setattr(pool, "PERIOD", 0.02)
     return partial(engine_over, held)

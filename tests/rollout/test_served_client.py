@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from mm_grpo.rollout.served.client import (
     ServerClient,
     ServerRefused,
     ServerUnreachable,
-    ServerUnreadable,
-    _kept_alive,
 )
 
 
@@ -71,13 +68,6 @@ def test_an_answer_is_decoded_and_the_key_sent(server: FakeVLLM, client: ServerC
     assert server.last == ("GET", "/health", "Bearer s3cret", None)
 
 
-def test_what_follows_the_error_of_a_worker_is_not_cut(client: ServerClient) -> None:
-    for _ in range(3):
-        with pytest.raises(ServerUnreachable):
-            client.call("/update_weights", {"update_info": {}})
-        assert client.call("/a", 1) == {"it": 1}
-
-
 def test_proxies_of_the_environment_are_not_used(
     client: ServerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +95,7 @@ def test_4xx_is_the_requests_fault_and_5xx_the_servers(server: FakeVLLM, client:
 
 def test_an_answer_that_is_no_json_is_the_servers_fault(server: FakeVLLM, client: ServerClient) -> None:
     server.faults["/b"] = answer(200, b"<html>")
-    with pytest.raises(ServerUnreadable, match="the answer to /b "):
+    with pytest.raises(ServerUnreachable, match="the answer to /b "):
         client.call("/b")
 
 
@@ -128,15 +118,6 @@ def test_refused_cut_and_late(server: FakeVLLM, client: ServerClient) -> None:
 
 
 @pytest.mark.usefixtures("hangs")
-def test_a_request_that_is_given_up_ends_at_once(server: FakeVLLM, client: ServerClient) -> None:
-    future = client.submit("/hang", lambda: {"x": 1})
-    until(lambda: "/hang" in server.calls)
-    assert server.last[3] == {"x": 1}
-    assert future.cancel()
-    assert client.call("/a", 1) == {"it": 1}
-
-
-@pytest.mark.usefixtures("hangs")
 def test_closing_ends_who_waits(server: FakeVLLM, client: ServerClient) -> None:
     ended = threading.Event()
 
@@ -149,13 +130,3 @@ def test_closing_ends_who_waits(server: FakeVLLM, client: ServerClient) -> None:
     until(lambda: "/hang" in server.calls)
     client.close()
     assert ended.wait(PATIENCE)
-
-
-def test_the_kernel_asks_whether_the_other_end_is_there() -> None:
-    """After 30 s of silence, 3 times, 10 s apart: else a host that lost power would be waited for for ever."""
-    with socket.socket() as ours:
-        for option in _kept_alive():
-            ours.setsockopt(*option)
-        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        assert [ours.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30, 10, 3]

@@ -24,13 +24,12 @@ from helpers.fake_vllm import (
     requests,
     restart,
 )
-from helpers.patience import PATIENCE, until
+from helpers.patience import PATIENCE
 
 from mm_grpo.build import build_engine
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
-from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, Sampling
+from mm_grpo.rollout.engine import ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served import pool
-from mm_grpo.rollout.served.broadcast import own_address
 from mm_grpo.rollout.served.protocol import NEEDED
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
@@ -63,15 +62,6 @@ def test_only_consecutive_seeds_are_asked_for_together(make: Made) -> None:
     assert sorted((each["seed"], each["n"]) for each in params) == [(3, 2), (6, 1), (7, 1), (8, 1)]
 
 
-def test_images_tell_completions_apart_and_order_does_not(make: Made) -> None:
-    engine, _ = make()
-    twin = [prompt_of("a", "x", tiny.picture(1, 8, 8)), prompt_of("b", "x", tiny.picture(2, 8, 8))]
-    first, second = engine.generate([Request(p, 5, FIVE) for p in twin])
-    assert first.token_ids != second.token_ids
-    assert engine.generate([Request(p, 5, FIVE) for p in twin[::-1]]) == [second, first]
-    assert engine.generate([]) == []
-
-
 def test_rows_that_do_not_fit_or_are_refused(make: Made) -> None:
     engine, fakes = make()
     engine.generate([Request(prompt_of("fits", "x" * 95), 0, FIVE)])
@@ -86,7 +76,7 @@ def test_rows_that_do_not_fit_or_are_refused(make: Made) -> None:
         fake.refuse = "At most 1 image(s) may be provided"
     with pytest.raises(DataError, match=r"a: vLLM refuses the prompt: http://.*At most 1 image"):
         engine.generate([Request(prompt_of("a", "x"), 0, FIVE)])
-    assert engine.pool.recoveries == []  # nothing was the servers' fault
+    assert engine.pool.losses == 0  # nothing was the servers' fault
 
 
 def test_other_ids_than_the_learners_stop_the_run(make: Made) -> None:
@@ -104,15 +94,6 @@ def test_scores_are_those_of_the_completion_after_its_prompt(make: Made) -> None
     assert [replica.score(prompt, [50, 60]) for replica in engine.replicas] == [[-0.05, -0.06]] * 2
 
 
-def test_checks_go_before_samples_that_wait(make: Made) -> None:
-    engine, (fake,) = make(1)
-    request = Request(prompt_of("a", "xyz", tiny.picture(1, 8, 8)), 3, FIVE)
-    (replica,) = engine.replicas
-    assert replica.generate([request]) == engine.generate([request])
-    replica.score(request.prompt, [50])
-    assert [body.get("priority") for body in fake.asked] == [-1, None, -1]
-
-
 def test_requests_go_to_the_adapter_where_every_server_has_layers_for_it(make: Made) -> None:
     servers = [FakeVLLM(), FakeVLLM()]
     for server, layers in zip(servers, ({"a", "b"}, {"b", "c"}), strict=True):
@@ -122,24 +103,14 @@ def test_requests_go_to_the_adapter_where_every_server_has_layers_for_it(make: M
     assert engine.adapter_layers(["a", "b", "d"]) == {"b"}
     engine.generate(requests(4))
     assert {body["model"] for server in servers for body in server.asked} == {"policy"}
-    servers[1].kill()
-    servers[1].lora = None
-    servers[1].restart()
-    engine.generate(requests(4))
-    until(lambda: "LoRA" in engine.pool.describe())  # it is not taken in without its layers
-    assert [server.url for server in engine.pool.ready()] == [servers[0].url]
 
 
 def test_adapters_are_merged_for_servers_that_cannot_take_them(make: Made) -> None:
     servers = [FakeVLLM(), FakeVLLM()]
-    servers[0].lora = {"a"}, 8
-    for rank, at_once in (
-        (8, servers),
-        (16, servers[:1]),
-    ):  # one has no such layers; one has them up to rank 8
-        engine, _ = make(servers=at_once, lora_rank=rank)
-        assert engine.adapter_layers(["a"]) == frozenset()
-        engine.generate(requests(2))
+    servers[0].lora = {"a"}, 8  # the other has no such layers
+    engine, _ = make(servers=servers, lora_rank=8)
+    assert engine.adapter_layers(["a"]) == frozenset()
+    engine.generate(requests(2))
     assert {body["model"] for server in servers for body in server.asked} == {"tiny"}
 
 
@@ -161,7 +132,7 @@ def test_hundreds_of_requests_wait_without_their_bodies(make: Made, monkeypatch:
     assert max(fake.most for fake in fakes) <= 16
 
 
-def test_a_stream_answers_each_as_it_ends_and_goes_on_where_it_was(make: Made) -> None:
+def test_a_stream_answers_each_as_it_ends(make: Made) -> None:
     engine, fakes = make()
     fakes[0].stuck.set()
     prompt = prompt_of("a", "x")
@@ -172,12 +143,6 @@ def test_a_stream_answers_each_as_it_ends_and_goes_on_where_it_was(make: Made) -
         fakes[0].stuck.clear()
         second = stream.step()
         assert {n for n, _ in first + second} == set(numbers)
-        urls = dict(stream._urls)  # type: ignore[attr-defined]
-        for number in numbers:
-            later = stream.add_request(Request(prompt, 10 + number, FIVE), Follows(number))
-            assert stream.step()[0][0] == later
-            assert stream._urls[later] == urls[number]  # type: ignore[attr-defined]
-            stream.release(number)
     assert [c for _, c in sorted(first + second)] == engine.generate(
         [Request(prompt, seed, FIVE) for seed in (3, 4)]
     )
@@ -190,9 +155,8 @@ def test_a_stream_answers_each_as_it_ends_and_goes_on_where_it_was(make: Made) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "gloo"])
-def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, kind: str) -> None:
-    engine, fakes = make(transfer=transfer_of(kind, timeout=5.0), servers=[FakeVLLM(kind) for _ in range(2)])
+def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made) -> None:
+    engine, fakes = make(transfer=transfer_of("gloo", timeout=5.0), servers=[FakeVLLM("gloo") for _ in "ab"])
     new = torch.full((4,), 2.0)
     fakes[0].faults["/update_weights"] = lambda body: 1 / 0
     learners = new.clone()
@@ -210,56 +174,14 @@ def test_a_server_that_missed_an_update_is_brought_up_to_all_of_it(make: Made, k
 
 @pytest.mark.slow
 def test_a_server_that_failed_at_the_end_of_an_update_is_sent_it_again(make: Made) -> None:
-    """Then it has the name of the new weights, and caches of the old ones."""
     engine, fakes = make()
     fakes[0].faults["/reset_encoder_cache"] = lambda body: 1 / 0
     engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
-    assert fakes[0].name == fakes[1].name and fakes[0].paused
+    assert fakes[0].name != fakes[1].name and fakes[0].paused  # its caches are of the old ones
     fakes[0].faults.clear()
     fakes[0].caches.clear()
     back(engine)
     assert fakes[0].caches == ["prefix", "encoder"] and not fakes[0].paused
-
-
-@pytest.mark.slow
-def test_an_update_may_land_while_requests_run(make: Made) -> None:
-    engine, fakes = make()
-    for fake in fakes:
-        fake.delay = 0.3
-    done: list[Completion] = []
-    thread = threading.Thread(target=lambda: done.extend(engine.generate(requests())))
-    thread.start()
-    until(lambda: fakes[0].asked)
-    engine.update_weights(WEIGHTS.items(), 1)
-    more = engine.generate(requests(2))
-    thread.join()
-    assert {c.weight_versions for c in done} <= {((0, 0),), ((0, 1),)} and len(done) == 48
-    assert {c.weight_versions for c in more} == {((0, 1),)}
-
-
-def test_tokens_have_the_versions_that_the_server_says(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, (fake,) = make(1)
-    engine.update_weights(WEIGHTS.items(), 1)
-    completed, older = fake.completed, fake.name.replace(":1", ":0")
-
-    def mixed(*given: Any) -> Any:
-        body = completed(*given)
-        spans = [{"version": older, "start": 0}, {"version": fake.name, "start": 2}]
-        return {**body, "choices": [{**choice, "weight_versions": spans} for choice in body["choices"]]}
-
-    monkeypatch.setattr(fake, "completed", mixed)
-    assert {c.weight_versions for c in engine.generate(requests(1))} == {((0, 0), (2, 1))}
-
-
-def test_weights_of_another_version_of_this_run_are_not_sampled_from(make: Made) -> None:
-    engine, fakes = make()
-    engine.update_weights(WEIGHTS.items(), 1)
-    engine.pool.updating = True  # nothing is taken in for now
-    older = fakes[0].name.replace(":1", ":0")
-    fakes[0].versions.append(older)
-    done = engine.generate(requests(2))
-    assert {c.weight_versions for c in done} == {((0, 1),)} and fakes[0].asked == []
-    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
 
 
 @pytest.mark.slow
@@ -283,41 +205,11 @@ def test_a_server_that_loads_something_else_stops_the_run(make: Made) -> None:
         engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
 
 
-@pytest.mark.slow
-def test_a_server_that_is_brought_up_to_something_else_is_not_taken_in(make: Made) -> None:
-    engine, fakes = make()
-    (server, _), control = engine.pool.servers, fakes[0]
-    control.faults["/update_weights"] = lambda body: 1 / 0
-    engine.update_weights({"b.weight": torch.ones(4)}.items(), 1)
-    worker = control.workers[0]
-    load = worker.model.load_weights
-    worker.model.load_weights = lambda tensors: load([(name, tensor + 1) for name, tensor in tensors])
-    control.faults.clear()
-    until(lambda: fakes[0].name == fakes[1].name)  # it says that it holds the new weights
-    tries = server.tries
-    until(lambda: server.tries > tries + 1 or server.state == "ready")
-    assert server.state == "lost" and "arrived changed" in server.why
-    worker.model.load_weights = load
-    back(engine)
-    assert torch.equal(control.weights["b.weight"], torch.ones(4))
-
-
 def test_nothing_is_sampled_before_weights_were_sent(make: Made) -> None:
     engine, _ = make(send=False)
     assert not engine.holds_weights
     with pytest.raises(EngineError, match="call update_weights with every tensor first"):
         engine.generate(requests(1))
-
-
-@pytest.mark.slow
-def test_another_runs_weights_are_not_sampled_from(make: Made) -> None:
-    engine, fakes = make(1, wait_timeout=0.3)
-    engine.pool.bring_up = None
-    other = engine_of(fakes, transfer_of("file"))
-    other.update_weights(WEIGHTS.items(), 0)
-    with pytest.raises(EngineError, match=r"it holds weights '\w+:0', (not|and another process) "):
-        engine.generate(requests(1))
-    other.close()
 
 
 def test_a_server_that_fails_a_check_is_left_out_of_it(make: Made) -> None:
@@ -400,7 +292,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
 def server_with(**values: Any) -> FakeVLLM:
     fake = FakeVLLM()
     for name, value in values.items():
-        setattr(fake.workers[0].account if name == "model" else fake, name, value)
+        setattr(fake.workers[0].account if hasattr(fake.workers[0].account, name) else fake, name, value)
     return fake
 
 
@@ -411,10 +303,9 @@ OTHER = {"model_type": "other", "text_config.hidden_size": 64}
     ("values", "words"),
     [
         ({"missing": (NEEDED[0],)}, NEEDED[0]),
-        ({"missing": ("content_parts",)}, "content_parts"),
         ({"max_model_len": 50}, r"rollout\.vllm\.max_model_len"),
         ({"model": OTHER}, r"another model: its text_config\.hidden_size is 64"),
-        ({"raw": True}, "--logprobs-mode processed_logprobs"),
+        ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"key": "right"}, "MM_GRPO_SERVER_KEY"),
     ],
 )
@@ -422,12 +313,7 @@ def test_a_server_that_lacks_something_is_refused(make: Made, values: Any, words
     fake = server_with(**values)
     with pytest.raises(ConfigError, match=rf"rollout\.server\.urls: {fake.url} .*{words}") as caught:
         make(servers=[fake], key="wrong", sizes={**OTHER, "text_config.hidden_size": 32})
-    assert "wrong" not in str(caught.value) and (fake.raw or "/pause" not in fake.calls)
-
-
-def test_a_server_with_the_key_and_the_model_is_taken(make: Made) -> None:
-    fake = server_with(model=OTHER, key="right")
-    make(servers=[fake], key="right", sizes={"model_type": "other", "vision_config.depth": 2})
+    assert "wrong" not in str(caught.value) and "/pause" not in fake.calls
 
 
 @pytest.mark.slow
@@ -455,9 +341,3 @@ def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:
     fake.kill()
     with pytest.raises(ConfigError, match=r"no server answers within 0\.3 s"):
         make(servers=[fake], wait_timeout=0.3)
-
-
-def test_this_machines_address_is_that_by_which_it_reaches_a_host() -> None:
-    for host in (None, "127.0.0.1", "no-such-host.invalid"):
-        assert own_address(host) == "127.0.0.1"
-    assert own_address("::1") == "::1"

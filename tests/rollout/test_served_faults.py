@@ -19,17 +19,15 @@ from helpers.fake_vllm import (
     prompt_of,
     requests,
     restart,
-    stop_and_go,
 )
-from helpers.patience import PATIENCE, until
+from helpers.patience import PATIENCE
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.served import pool
-from mm_grpo.rollout.served.protocol import GENERATE, INFO, RPC
+from mm_grpo.rollout.served.protocol import GENERATE, RPC
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [cut, fail, restart, stop_and_go])
+@pytest.mark.parametrize("fault", [cut, fail, restart])
 def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[[FakeVLLM], None]) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
@@ -41,61 +39,31 @@ def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[
     assert {c.weight_versions for c in done} == {((0, 1),)}
     back(engine)
     assert fakes[0].name == fakes[1].name and fakes[0].name.endswith(":1")  # a new process was brought up
-    # a request that the server failed on before it was back may be told of after, and it is lost once more
-    assert {url for url, _ in engine.pool.recoveries} == {fakes[0].url}
     assert engine.generate(requests(first=7)) != expected
-
-
-@pytest.mark.slow
-def test_requests_that_a_server_that_is_gone_left_unanswered_go_to_others(make: Made) -> None:
-    """Their connections stay open without a word, and the server that comes back at the address answers /health."""
-    engine, fakes = make(timeout=600.0)
-    expected = engine.generate(requests())
-    started = time.monotonic()
-
-    def fault() -> None:
-        until(lambda: len(fakes[0].working) > 1)
-        fakes[0].vanish()
-        until(lambda: engine.pool.losses)
-        if comes_back:
-            fakes[0].restart()
-
-    for comes_back in (False, True):
-        assert in_midst(engine, fakes, fault) == expected
-        assert time.monotonic() - started < PATIENCE
-        if not comes_back:
-            fakes[0].restart()
-        back(engine)
-        engine.pool.losses = 0
 
 
 @pytest.mark.slow
 def test_a_server_killed_for_good_is_done_without_and_counted(make: Made) -> None:
     engine, fakes = make()
     expected = engine.generate(requests())
-    engine.metrics()  # the start
-    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 0}
     assert in_midst(engine, fakes, fakes[0].kill) == expected
-    assert engine.metrics() == {"served/ready": 1, "served/losses": 1, "served/recoveries": 0}
+    assert engine.metrics() == {"served/ready": 1, "served/losses": 1}
     begun = len(fakes[1].asked)
     assert engine.generate(requests()) == expected
     assert len(fakes[1].asked) == begun + 12
     fakes[0].restart()
     back(engine)
-    assert engine.metrics() == {"served/ready": 2, "served/losses": 0, "served/recoveries": 1}
+    assert engine.metrics() == {"served/ready": 2, "served/losses": 0}
 
 
 @pytest.mark.slow
-def test_a_server_that_answers_health_alone_is_named_and_left(
-    make: Made, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(pool, "LOG_EVERY", 0.1)
+def test_a_server_that_answers_nothing_is_left(make: Made, caplog: pytest.LogCaptureFixture) -> None:
     engine, fakes = make(timeout=0.5)
     expected = engine.generate(requests())
     started = time.monotonic()
     assert in_midst(engine, fakes, fakes[0].stuck.set) == expected
     assert 0.5 < time.monotonic() - started < PATIENCE  # it never answers by itself
-    assert any(fakes[0].url in line and "no answer for" in line for line in caplog.messages)
+    assert f"{fakes[0].url} is lost" in caplog.text and "rollout.server.timeout" in caplog.text
     fakes[0].stuck.clear()
 
 
@@ -113,6 +81,19 @@ def test_a_restart_between_steps_is_seen_before_a_request(make: Made) -> None:
     assert fakes[0].name == fakes[1].name
 
 
+@pytest.mark.parametrize("version", ["x:0", "{run}:1"])
+def test_an_answer_under_other_weights_is_not_taken(make: Made, version: str) -> None:
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    engine.pool.updating = True  # nothing is taken in for now
+    spans = [{"version": version.format(run=fakes[0].name[:-2]), "start": 0}]
+    fakes[0].odd[GENERATE] = lambda answer: {
+        **answer, "choices": [{**choice, "weight_versions": spans} for choice in answer["choices"]]
+    }  # fmt: skip
+    assert engine.generate(requests()) == expected
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+
+
 @pytest.mark.slow
 def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
     engine, fakes = make(wait_timeout=0.5)
@@ -121,7 +102,7 @@ def test_none_left_names_each_server_and_what_happened(make: Made) -> None:
         in_midst(engine, fakes, fakes[0].kill)
     assert "rollout.server.wait_timeout" in str(caught.value) and "--resume" in str(caught.value)
     for fake in fakes:
-        assert f"{fake.url}: no connection (Connection refused); tried " in str(caught.value)
+        assert f"{fake.url}: no connection (Connection refused)" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -148,18 +129,11 @@ def worker(**changes: Any) -> Callable[[Any], Any]:
 
 
 ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
-    *(("start", path, lambda _: {}) for path in ("/version", "/openapi.json", "/v1/models", RPC)),
+    ("start", "/openapi.json", lambda _: {}),
     ("start", RPC, lambda _: {"results": []}),
     ("update", RPC, worker(digests={"a": 1})),
-    (
-        "update",
-        RPC,
-        lambda answer: {"results": [{k: v for k, v in answer["results"][0].items() if k != "finished"}]},
-    ),
-    ("generate", GENERATE, first(token_ids=[-1] * 5)),
-    *(("generate", path, lambda _, odd=odd: odd) for path in (GENERATE, INFO) for odd in ([1], None)),
-    ("generate", GENERATE, first(logprobs={"content": [{"logprob": float("nan")}] * 5})),
-    ("generate", GENERATE, lambda answer: {**answer, "choices": answer["choices"][:1] * 4}),
+    ("generate", GENERATE, lambda _: None),
+    ("generate", GENERATE, first(weight_versions=[{"version": "x:0"}, {"version": "x:1"}])),
     ("score", GENERATE, lambda answer: {**answer, "prompt_logprobs": None}),
 )
 
@@ -172,7 +146,7 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
     if when == "start":
         fake.odd[path] = odd
         with pytest.raises(ConfigError, match=re.escape(fake.url)) as caught:
-            make(servers=[fake])
+            make(servers=[fake], wait_timeout=0.2)
     else:
         engine, _ = make(servers=[fake], wait_timeout=0.2)
         fake.odd[path] = odd
@@ -184,11 +158,3 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
             else:
                 engine.update_weights(WEIGHTS.items(), 1)
     assert path in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_server_that_shows_no_logprobs_where_it_joins_is_left(make: Made) -> None:
-    fake = FakeVLLM()
-    fake.odd[GENERATE] = first(logprobs=None)
-    with pytest.raises(EngineError, match=re.escape(fake.url)) as caught:
-        make(servers=[fake], wait_timeout=0.2)
-    assert GENERATE in str(caught.value)

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from helpers.patience import PATIENCE, until
-from helpers.processes import alone, free_port
+from helpers.processes import alone
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
-from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.launch import (
     ServerProcess,
     ServerSettings,
@@ -31,7 +27,6 @@ from mm_grpo.rollout.served.launch import (
     server_command,
     server_environment,
 )
-from mm_grpo.rollout.served.server_key import key_for
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +71,7 @@ def started(pids: Path) -> list[int]:
 @needs_vllm
 def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MM_GRPO_SERVER_KEY", "secret-of-the-test")
-    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2, port=8123)
+    settings = ServerSettings(ENGINE, transfer="gloo", tensor_parallel=2, host="127.0.0.1", port=8123)
     words = server_command(settings)
     assert words[:3] == [sys.executable, "-P", "-m"] and words[3].startswith("vllm.entrypoints.")
     pairs = dict(pairwise(words))
@@ -92,7 +87,6 @@ def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: 
         "--generation-config": "vllm",
         "--weight-transfer-config": '{"backend": "mm_grpo_gloo"}',
         "--worker-extension-cls": "mm_grpo.rollout.served.plugin.WorkerExtension",
-        "--scheduling-policy": "priority",
         "--host": "127.0.0.1",
         "--port": "8123",
         "--middleware": "mm_grpo.rollout.served.server_key.RequireKey",
@@ -104,27 +98,16 @@ def test_a_server_is_started_as_the_engine_in_the_trainer_would_be(monkeypatch: 
 
 
 @needs_vllm
-def test_a_server_at_a_socket_needs_no_key_and_has_no_port(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    settings = ServerSettings(ENGINE, socket=tmp_path / "s")
-    words = server_command(settings)
+def test_a_server_at_a_socket_needs_no_key_and_has_no_port(tmp_path: Path) -> None:
+    words = server_command(ServerSettings(ENGINE, socket=tmp_path / "s"))
     assert words[words.index("--uds") + 1] == str(tmp_path / "s")
-    assert "--middleware" in words and not {"--host", "--port"} & set(words)
-    found = server_environment(settings)
-    assert found["MM_GRPO_SERVER_OPEN"] == "1" and "MM_GRPO_SERVER_KEY" not in found
-    at_a_port = ServerSettings(ENGINE, key="secret-of-the-test")
-    found = server_environment(at_a_port)
-    assert found["MM_GRPO_SERVER_KEY"] == "secret-of-the-test" and "secret" not in repr(at_a_port)
-    assert "MM_GRPO_SERVER_OPEN" not in found
+    assert not {"--middleware", "--host", "--port"} & set(words)
 
 
-def test_no_vllm_or_an_older_one_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for found in (None, SimpleNamespace(origin=str(tmp_path / "a.py"))):
-        monkeypatch.setattr(launch, "find_spec", lambda name, found=found: found)
-        with pytest.raises(ConfigError, match=r"rollout\.engine = 'vllm_server'"):
-            server_command(ServerSettings(ENGINE))
+def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"rollout\.engine = 'vllm_server'"):
+        server_command(ServerSettings(ENGINE))
 
 
 def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,35 +128,13 @@ def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPa
     assert found["PYTHONPATH"] == f"{ROOT}:/somewhere"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "::", "gpu-7"])
-def test_other_machines_are_let_in_with_a_key_alone(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "::"])
+def test_at_an_address_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
     with pytest.raises(ConfigError, match=rf"--host {host}: .* MM_GRPO_SERVER_KEY"):
         ServerProcess(ServerSettings(ENGINE, host=host), Path("/dev/null")).start()
     monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
-    launch.check_exposure(host)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
-def test_at_this_machine_a_key_is_made_where_none_is_set(
-    host: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delenv("MM_GRPO_SERVER_KEY", raising=False)
-    launch.check_exposure(host)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(ServerProcess, "start", lambda self: None)
-    monkeypatch.setattr(ServerProcess, "wait_ready", lambda self, timeout: 0.0)
-    settings = ServerSettings(ENGINE, host=host, port=free_port())
-    url = f"http://{host}:{settings.port}"
-    with serve([settings]) as (server,):
-        assert server.settings.key == key_for(url) is not None
-        taken = pytest.raises(ConfigError, match=rf"--port {settings.port}: ")
-        with socket.create_server((host, settings.port)), taken, serve([settings]):
-            pass
-        assert key_for(url) == server.settings.key
-    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
-    with serve([settings]) as (server,):
-        assert server.settings == settings
+    launch.require_key(host)
 
 
 # processes -----------------------------------------------------------------------------------
@@ -218,15 +179,6 @@ def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
         raise AssertionError("it never was ready")
 
 
-def test_a_server_that_is_late_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "server_command", lambda settings: ["sleep", "300"])
-    with (
-        pytest.raises(EngineError, match=r"was not ready within 0\.5 s"),
-        serve([ServerSettings(ENGINE)], timeout=0.5),
-    ):
-        raise AssertionError("it never was ready")
-
-
 def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -241,30 +193,9 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
         assert len(said) == 1 and f"{url} was ended by SIGKILL" in said[0] and "started anew" in said[0]
         fake(monkeypatch, tmp_path / "pids", "broken")
         os.kill(started(tmp_path / "pids")[2], signal.SIGKILL)
-        until(lambda: len(said) == 1 + 1 + launch.RESTARTS)
+        until(lambda: len(said) == 1 + launch.RESTARTS)
     assert "is not started again" in said[-1] and "there is no such model" in said[-1]
     assert gone(started(tmp_path / "pids"))
-
-
-@pytest.mark.slow
-def test_a_server_that_stopped_listening_and_does_not_end_is_started_anew(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """As vLLM does where its engine has died and a connection is open. One that is stopped still listens."""
-    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
-    monkeypatch.setattr(launch, "ENDING", 0.5)
-    fake(monkeypatch, tmp_path / "pids")
-    said: list[str] = []
-    with serve([ServerSettings(ENGINE)], report=said.append) as (server,):
-        first = started(tmp_path / "pids")
-        os.kill(first[0], signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(first[0], signal.SIGCONT)
-        assert said == [] and server.ready
-        ServerClient(server.url, timeout=PATIENCE).call("/close", method="GET")
-        until(lambda: said and server.ready)
-        assert len(said) == 1 and f"{server.url} has stopped listening" in said[0]
-        assert gone(first) and len(started(tmp_path / "pids")) == 4
 
 
 PARENT = """
@@ -283,17 +214,16 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
-def test_servers_end_with_a_process_that_is_killed(tmp_path: Path, how: str) -> None:
+def test_servers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     script, pids = tmp_path / "parent.py", tmp_path / "pids"
     script.write_text(PARENT)
-    command = [sys.executable, script, FAKE, pids, *["stubborn"] * (how == "SIGKILL")]
+    command = [sys.executable, script, FAKE, pids, "stubborn"]
     parent = subprocess.Popen(command, env=alone(), stderr=subprocess.DEVNULL)
     try:
         until(lambda: Path(f"{pids}.ready").exists() or parent.poll() is not None)
         servers = started(pids)
         assert all(map(alive, servers))
-        parent.send_signal(signal.Signals[how])
+        parent.kill()
         parent.wait(PATIENCE)
         assert gone(servers)
     finally:

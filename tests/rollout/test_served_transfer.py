@@ -18,12 +18,10 @@ from torch import Tensor
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served import plugin
 from mm_grpo.rollout.served import transfer as transfer_module
-from mm_grpo.rollout.served.broadcast import chunks, described, pack, unpack
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
 from mm_grpo.rollout.served.transfer import (
     FileTransfer,
     GlooTransfer,
-    NcclTransfer,
     ServedTransfer,
     transfer_of,
 )
@@ -34,9 +32,11 @@ Both = tuple[ServedTransfer, list[FakeVLLM]]
 Serve = Callable[..., FakeVLLM]
 
 
-def weights(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def weights(seed: int = 0) -> dict[str, Tensor]:
+    """Those of NAMES, and one without an axis and one without an element."""
     torch.manual_seed(seed)
-    return {name: torch.randn(6, 8).to(dtype) for name in NAMES}
+    odd = {"layer.1.scale": torch.rand(()).to(torch.bfloat16), "layer.1.none": torch.empty(0, 4)}
+    return {name: torch.randn(6, 8) for name in NAMES} | odd
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -104,11 +104,10 @@ class Engine:
 # what arrives --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_every_server_receives_every_tensor_to_the_last_bit(both: Both, dtype: torch.dtype) -> None:
+def test_every_server_receives_every_tensor_to_the_last_bit(both: Both) -> None:
     transfer, servers = both
     for version in range(2):
-        sent = weights(version, dtype)
+        sent = weights(version)
         outcome = transfer.send(clients(servers), sent.items(), version)
         assert outcome == {server.url: digests(sent) for server in servers}
         for server in servers:
@@ -118,15 +117,16 @@ def test_every_server_receives_every_tensor_to_the_last_bit(both: Both, dtype: t
         assert server.caches == ["prefix", "encoder"] * 2
         assert not server.paused
         last = server.calls[-1 - server.calls[::-1].index("/pause") :]
-        assert [c for c in last if c not in ("/update_weights", "/collective_rpc")] == [
+        assert [c for c in last if c not in ("/update_weights", "/collective_rpc", "/weight_info")] == [
             "/pause",
             "/start_weight_update",
             "/finish_weight_update",
             "/reset_prefix_cache",
             "/reset_encoder_cache",
             "/resume",
+            "/update_weight_version",
         ]
-        assert last.count("/update_weights") == (4 if dtype == torch.float32 else 2)  # chunks of 200 bytes
+        assert last.count("/update_weights") == 4  # chunks of 200 bytes
 
 
 def test_an_update_of_some_layers_or_of_none_leaves_the_others(both: Both) -> None:
@@ -138,34 +138,8 @@ def test_an_update_of_some_layers_or_of_none_leaves_the_others(both: Both) -> No
     assert transfer.send(clients(servers), [], 2) == {server.url: {} for server in servers}
     for server in servers:
         assert server.versions[-1] == transfer.weights_name(2) and equal(server.weights, first | part)
-        assert {each.account.weights_name for each in server.workers} == {transfer.weights_name(2)}
     part = {NAMES[0]: torch.ones(6, 8)}
     assert transfer.send(clients(servers), part.items(), 3) == {s.url: digests(part) for s in servers}
-
-
-def test_chunks_hold_every_dtype_and_shape_and_no_more_than_their_limit() -> None:
-    tensors = {
-        "scalar": torch.tensor(3.5),
-        "half": torch.randn(3, 5).to(torch.bfloat16),
-        "none": torch.empty(0, 4),
-        "strided": torch.arange(24.0).view(4, 6).t(),
-        "flags": torch.tensor([True, False, True]),
-        "large": torch.randn(100),
-        "whole": torch.arange(7),
-    }
-    parts = list(chunks(tensors.items(), limit=128))
-    assert [[name for name, _ in part] for part in parts] == [
-        ["scalar", "half", "none"],
-        ["strided", "flags"],
-        ["large"],
-        ["whole"],
-    ]
-    for part in parts:
-        for name, tensor in unpack(pack(part, "cpu"), described(part)):
-            assert tensor.dtype == tensors[name].dtype and tensor.shape == tensors[name].shape
-            assert torch.equal(tensor, tensors[name])
-    with pytest.raises(ValueError, match="16 bytes was announced, and 15 came"):
-        list(unpack(torch.zeros(15, dtype=torch.uint8), [("x", "float32", [3])]))
 
 
 # files ---------------------------------------------------------------------------------------
@@ -177,7 +151,7 @@ def test_a_late_server_is_brought_to_what_was_sent_last(both: Both) -> None:
     files.send([early.client], first.items(), 0)
     part = {name: second[name] for name in NAMES[1:3]}
     files.send([early.client], part.items(), 1)
-    assert files.catch_up([late.client]) == {late.url: digests(first | part)}
+    assert files.catch_up(late.client) == digests(first | part)
     assert equal(late.weights, first | part) and late.versions == [files.weights_name(1)] and not late.paused
 
 
@@ -195,13 +169,7 @@ def test_files_go_once_newer_ones_hold_their_tensors_and_all_in_the_end(
     assert list(parent.iterdir()) == []
 
 
-def test_a_folder_that_is_not_shared_or_cannot_be_written_is_refused(
-    files: FileTransfer, tmp_path: Path, serve: Serve
-) -> None:
-    (files.folder / "token").write_text("of another host")
-    server = serve()
-    outcome = files.send([server.client], weights().items(), 0)
-    assert "has to be shared by both" in str(outcome[server.url])
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"rollout.server.folder = '.*file/below'"):
         FileTransfer(str(tmp_path / "file" / "below"))
@@ -210,12 +178,7 @@ def test_a_folder_that_is_not_shared_or_cannot_be_written_is_refused(
 # what does not arrive ------------------------------------------------------------------------
 
 
-FAULTS = [
-    ("file", "skipped"),
-    ("file", "stale"),
-    *((k, f) for k in ("file", "gloo") for f in ("partial", "altered")),
-]
-"""A broadcast has no older file, and one that is skipped ends at its deadline."""
+FAULTS = [("file", "stale"), ("file", "altered"), ("gloo", "partial")]
 
 
 @pytest.mark.parametrize(("both", "fault"), FAULTS, indirect=["both"])
@@ -224,10 +187,8 @@ def test_a_transfer_that_is_not_whole_stops_the_run(both: Both, fault: str) -> N
     ledger, engine = WeightLedger(), Engine(transfer, servers)
     ledger.send(engine, weights().items(), 0)  # type: ignore[arg-type]
     for server in servers:
-        if fault == "skipped":
-            server.faults["/update_weights"] = lambda body: {}
-        elif fault == "stale":
-            update = dict(path=_kept(transfer), names=list(NAMES), version=1)
+        if fault == "stale":
+            update = dict(path=_kept(transfer), names=list(NAMES))
             server.faults["/update_weights"] = lambda body, update=update: body["update_info"].update(update)
         for receiver in server.workers:
             if fault == "partial":
@@ -235,9 +196,8 @@ def test_a_transfer_that_is_not_whole_stops_the_run(both: Both, fault: str) -> N
             if fault == "altered":
                 _wrap(receiver, lambda pairs: [(n, t + 1 if n == NAMES[2] else t) for n, t in pairs])
     expected = {
-        "skipped": "4 never arrived",
         "partial": f"1 never arrived: '{NAMES[1]}'",
-        "stale": "4 arrived changed",
+        "stale": "arrived changed",
         "altered": f"1 arrived changed: '{NAMES[2]}'",
     }
     with pytest.raises(GuardStop, match=expected[fault]):
@@ -260,10 +220,6 @@ def _wrap(receiver: Any, change: Any) -> None:
         setattr(receiver, name, lambda info, original=original: iter(change(list(original(info)))))
 
 
-def _older(server: FakeVLLM) -> None:
-    server.faults["/update_weights"] = lambda body: body["update_info"].update(version=0)
-
-
 def _differs(server: FakeVLLM) -> None:
     _wrap(server.workers[2], lambda pairs: pairs[:-1])
 
@@ -275,7 +231,6 @@ def _kept_cache(server: FakeVLLM) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (_older, "received version 0 where 1 was sent"),
         (_differs, "workers 0 and 2 received different tensors"),
         (_kept_cache, "did not reset its prefix cache"),
     ],
@@ -295,9 +250,9 @@ def test_a_part_is_not_sent_to_a_server_that_holds_an_older_version(
     server = serve()
     for version in (0, 1):
         files.send([server.client], weights(version).items(), version)
-    server.workers[0].account.weights_name = files.weights_name(0)
+    server.versions.append(files.weights_name(0))
     outcome = files.send([server.client], [(NAMES[0], torch.ones(6, 8))], 2)
-    assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(1)
+    assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(0)
 
 
 # servers that fail ---------------------------------------------------------------------------
@@ -335,46 +290,11 @@ def test_a_server_that_dies_in_mid_transfer_is_left_out_and_comes_back(both: Bot
     assert equal(bad.weights, sent)
 
 
-def test_an_update_that_was_given_up_needs_one_that_brings_everything(
-    files: FileTransfer, serve: Serve
-) -> None:
-    server = serve()
-    files.send([server.client], weights().items(), 0)
-    ends_at(server, 2, lambda: None)  # it was cut off, and lives: vLLM still waits for the rest
-    files.send([server.client], weights(1).items(), 1)
-    server.faults.clear()
-    assert server.paused
-    outcome = files.send([server.client], [(NAMES[3], torch.ones(6, 8))], 2)
-    assert "an earlier update was given up half-way" in str(outcome[server.url]) and server.paused
-    sent = weights(3)
-    assert files.send([server.client], sent.items(), 3) == {server.url: digests(sent)}
-    assert equal(server.weights, sent) and not server.paused
-
-
-def test_a_server_that_a_stranger_spoilt_takes_the_next_whole_update(both: Both, tmp_path: Path) -> None:
-    transfer, servers = both
-    to = clients(servers)
-    transfer.send(to, weights().items(), 0)
-    stranger = FileTransfer(str(tmp_path / "stranger"), timeout=2 * PATIENCE)
-    names = {"strange.weight": torch.ones(2), NAMES[0]: torch.ones(6, 8)}
-    outcome = stranger.send(to, names.items(), 0)
-    assert all("strange.weight" in str(outcome[server.url]) for server in servers)
-    stranger.close()
-    # a run that held the server sends what changed, and then all; a new one all
-    lost = transfer.send(to, [(NAMES[3], torch.ones(6, 8))], 1)
-    assert all(isinstance(lost[server.url], ServerError) for server in servers)
-    for index, run in enumerate((transfer, FileTransfer(str(tmp_path / "next"), timeout=2 * PATIENCE))):
-        sent = weights(2 + index)
-        assert run.send(to, sent.items(), 2) == {s.url: digests(sent) for s in servers}
-        assert all(equal(server.weights, sent) and not server.paused for server in servers)
-        run.close()
-
-
 @pytest.mark.slow
 def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
     serve: Serve,
 ) -> None:
-    transfer = GlooTransfer(timeout=2.0)
+    transfer = GlooTransfer(timeout=1.0)
     good, bad = serve("gloo"), serve("gloo")
     transfer.send(clients([good, bad]), weights().items(), 0)
     awake = threading.Event()
@@ -384,24 +304,14 @@ def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
         outcome = transfer.send(clients([good, bad]), sent.items(), 1)
         assert outcome[good.url] == digests(sent)
         assert isinstance(outcome[bad.url], (EngineError, ServerError)) and bad.url in str(outcome[bad.url])
-        assert 1.5 < time.monotonic() - started < PATIENCE
+        assert 0.8 < time.monotonic() - started < PATIENCE
     finally:
         awake.set()
         transfer.close()
 
 
-def test_a_server_that_refuses_to_join_is_not_waited_for(gloo: GlooTransfer, serve: Serve) -> None:
-    server = serve()
-    server.faults["/init_weight_transfer_engine"] = lambda body: 1 / 0
-    started = time.monotonic()
-    outcome = gloo.send([server.client], weights().items(), 0)
-    assert "HTTP 500" in str(outcome[server.url])
-    assert time.monotonic() - started < PATIENCE
-
-
-@pytest.mark.parametrize("kind", [GlooTransfer, NcclTransfer])
 def test_every_worker_of_a_server_has_a_rank_after_the_learners(
-    kind: type[GlooTransfer], monkeypatch: pytest.MonkeyPatch, serve: Serve
+    monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     made: list[tuple[Any, ...]] = []
 
@@ -416,8 +326,8 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
 
     monkeypatch.setattr(transfer_module, "BroadcastGroup", Recorded)
     monkeypatch.setattr(plugin, "BroadcastGroup", Recorded)
-    transfer = kind("127.0.0.2", timeout=7.0)
-    servers = [serve(kind.kind, workers=4), serve(kind.kind)]
+    transfer = GlooTransfer("127.0.0.2", timeout=7.0)
+    servers = [serve("gloo", workers=4), serve("gloo")]
     for index, each in enumerate(servers[0].workers):  # two replicas of two
         each.parallel_config.world_size, each.parallel_config.rank = 2, index % 2
         each.parallel_config.data_parallel_index = index // 2
@@ -427,7 +337,7 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
     ports = sorted({port for _, _, port, *_ in made})
     groups = [sorted((rank, size) for _, _, p, rank, size, _ in made if p == port) for port in ports]
     assert sorted(groups) == [[(0, 2), (1, 2)], [(rank, 5) for rank in range(5)]]
-    assert {(one[0], one[1], one[5]) for one in made} == {(kind.kind, "127.0.0.2", 7.0)}
+    assert {(one[0], one[1], one[5]) for one in made} == {("gloo", "127.0.0.2", 7.0)}
 
 
 # the choice ----------------------------------------------------------------------------------

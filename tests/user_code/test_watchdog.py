@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HANG = "import ctypes; ctypes.PyDLL(None).usleep(60_000_000)"  # PyDLL keeps the interpreter's lock
 
 REWARD = """
@@ -19,19 +17,6 @@ thread.WITHOUT_LOCK = 0.5
 prompt = Prompt(Sample("train:0", [{"role": "user", "content": "q"}]), (1,), EnginePrompt((1,), ()), None, {})
 made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
 made.score([prompt], [Completion((1,), (0.0,), "x", "stop", 0)], step=1)
-"""
-
-ENGINE = f"""
-from types import SimpleNamespace
-from mm_grpo.rollout.vllm.internals import _watched
-
-class Engine:
-    def step(self):
-        {HANG}
-
-handle = SimpleNamespace(llm=SimpleNamespace(llm_engine=Engine()), timeout=0.5)
-with _watched(handle):
-    handle.llm.llm_engine.step()
 """
 
 
@@ -48,27 +33,16 @@ def test_a_reward_that_hangs_with_the_interpreters_lock(tmp_path: Path) -> None:
     assert "Timeout (" in result.stderr and f'"{file}", line 2 in slow' in result.stderr
 
 
-@pytest.mark.slow
-def test_a_hang_inside_vllm() -> None:
-    result = ended(ENGINE)
-    assert result.returncode == 1 and "Timeout (" in result.stderr and "in step" in result.stderr
-
-
-def test_what_moves_or_ends_in_time_is_left_alone_and_the_block_whose_time_ends_first_counts() -> None:
+def test_blocks_that_end_in_time_are_left_alone_and_the_one_whose_time_ends_first_counts() -> None:
     script = f"""
 import time
-from mm_grpo.user_code.watchdog import Watchdog
-with Watchdog(1.0) as outer:
-    for _ in range(5):
-        with Watchdog(1.0):
-            time.sleep(0.25)
-        outer.restart()
-with Watchdog(0.2):
+from mm_grpo.user_code.watchdog import watchdog
+with watchdog(0.2), watchdog(0.1):
     pass
 time.sleep(0.4)
-print("moved", flush=True)
-with Watchdog(0.3), Watchdog(50.0):
+print("went on", flush=True)
+with watchdog(0.3), watchdog(50.0):
     {HANG}
 """
     result = ended(script)
-    assert (result.returncode, result.stdout) == (1, "moved\n") and "Timeout (" in result.stderr
+    assert (result.returncode, result.stdout) == (1, "went on\n") and "Timeout (" in result.stderr

@@ -1,7 +1,7 @@
 """Broadcasts of weights from the learner to the workers of one server, with a deadline: what both ends know.
 
-Tensors travel in chunks of a bounded size (`pack`, `unpack`): one buffer of bytes and one broadcast a chunk, and never
-more than a chunk in memory twice. What a chunk holds (`Tensors`) is told beside it, in JSON.
+Tensors travel one by one, as bytes (`as_bytes`). Which ones come (`Tensors`) is told beside them, in JSON, for a chunk
+of them at a time.
 
 The learner is rank 0; a server's workers follow. Each server has a group of its own with the learner, so one that dies
 or hangs costs its own deadline, and the others take no notice; one that comes back, or joins late, gets a new group.
@@ -13,7 +13,6 @@ port while a group is made could join it, so across hosts it belongs into a netw
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +26,6 @@ from torch import Tensor
 from mm_grpo.errors import EngineError
 
 CHUNK_BYTES = 512 << 20
-ALIGNED = 16
-"""Bytes that the place of a tensor in a chunk is a multiple of, as any dtype allows."""
 Tensors = list[tuple[str, str, list[int]]]
 """Name, dtype (`bfloat16`) and shape of each tensor of a chunk, in order."""
 POLL = 0.0005
@@ -59,32 +56,17 @@ def described(chunk: Sequence[tuple[str, Tensor]]) -> Tensors:
     return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in chunk]
 
 
-def pack(chunk: Sequence[tuple[str, Tensor]], device: torch.device | str) -> Tensor:
-    """The buffer of a chunk, uint8 [bytes], on `device`; the gaps between tensors are 0."""
-    buffer = torch.zeros(buffer_size(described(chunk)), dtype=torch.uint8, device=device)
-    for (_, tensor), (_, view) in zip(chunk, unpack(buffer, described(chunk)), strict=True):
-        view.copy_(tensor)
-    return buffer
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, uint8 [bytes]."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
-def unpack(buffer: Tensor, held: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a buffer, as views of it."""
-    if buffer.numel() != (size := buffer_size(held)):
-        raise ValueError(f"a chunk of {size} bytes was announced, and {buffer.numel()} came")
-    start = 0
+def received(held: Tensors, group: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a chunk, as they are broadcast."""
     for name, dtype, shape in held:
-        count = getattr(torch, dtype).itemsize * math.prod(shape)
-        yield name, buffer[start : start + count].view(getattr(torch, dtype)).view(shape)
-        start += _padded(count)
-
-
-def buffer_size(held: Tensors) -> int:
-    """The bytes of a chunk's buffer."""
-    return sum(_padded(getattr(torch, dtype).itemsize * math.prod(shape)) for _, dtype, shape in held)
-
-
-def _padded(count: int) -> int:
-    return -(-count // ALIGNED) * ALIGNED
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+        group.broadcast(as_bytes(tensor))
+        yield name, tensor
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -152,6 +134,8 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         end = time.monotonic() + self.timeout
+        if not buffer.numel():
+            return
         try:
             self._work = self._group.broadcast([buffer], options)
             while not self._work.is_completed():  # not wait(): an abort of gloo's ends none

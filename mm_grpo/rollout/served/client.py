@@ -27,14 +27,15 @@ from mm_grpo.terminal import redact
 T = TypeVar("T")
 Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
-KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+KEEP_ALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
 """A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
 ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
-server's host answers probes. Options that a system does not have are left out."""
-OWN_CONNECTION = frozenset(
-    ("/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc")
-)
-"""Calls whose connection no other call uses: with an error of a worker vLLM closes it, unannounced."""
+server's host answers probes."""
 CONNECT = 5.0
 """Most seconds that a connection may take to be made."""
 SHOWN = 400
@@ -50,7 +51,7 @@ class ServerError(Exception):
 
 
 class ServerUnreachable(ServerError):
-    """Refused, cut, too late, or an answer of 5xx: the server's fault, and another one may be asked."""
+    """Refused, cut, too late, an answer of 5xx or one that is not as vLLM gives it: another server may be asked."""
 
 
 class ServerRefused(ServerError):
@@ -61,18 +62,14 @@ class ServerRefused(ServerError):
         self.status = status
 
 
-class ServerUnreadable(ServerUnreachable):
-    """An answer that is not as vLLM gives it; another server may be asked."""
-
-
 @contextmanager
 def reading(url: str, path: str) -> Iterator[None]:
-    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreadable."""
+    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreachable."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
-        raise ServerUnreadable(
+        raise ServerUnreachable(
             url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({why})"
         ) from error
 
@@ -81,15 +78,14 @@ class ServerClient:
     """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
 
     `timeout` bounds a call from its first byte to its last, in seconds. `key` is sent as a bearer token and stands in
-    no message; a function of the url is asked at each request, because a server that was started anew may have another
-    one.
+    no message.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        key: str | Callable[[str], str | None] | None = None,
+        key: str | None = None,
         timeout: float,
     ) -> None:
         self.url, self.timeout, self._key = url.rstrip("/"), timeout, key
@@ -101,14 +97,10 @@ class ServerClient:
 
         `options` are those of `request`.
         """
-        return wait(self.submit(path, json, **options))
-
-    def submit(self, path: str, json: Body = None, **options: Any) -> Future[Any]:
-        """As `call`, answered later; cancelling it closes the connection."""
         future = in_background(self.request(path, json, **options))
         self._asked.add(future)
         future.add_done_callback(self._asked.discard)
-        return future
+        return wait(future)
 
     async def request(
         self,
@@ -123,10 +115,7 @@ class ServerClient:
         import httpx
 
         seconds = self.timeout if timeout is None else timeout
-        key = self._key(self.url) if callable(self._key) else self._key
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        if path in OWN_CONNECTION:
-            headers["connection"] = "close"
+        headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
             async with asyncio.timeout(seconds):
                 body = await asyncio.to_thread(_encoded, json) if json is not None else None
@@ -145,7 +134,7 @@ class ServerClient:
             what = "no connection" if connecting else f"the connection was cut during {path}"
             raise ServerUnreachable(self.url, f"{what} ({_cause(error)})") from error
         if answer.status_code >= 400:
-            message = _message(redact(answer.content.decode(errors="replace"), key))
+            message = _message(redact(answer.content.decode(errors="replace"), self._key))
             reason = f"{path} was answered with HTTP {answer.status_code}: {message}"
             if answer.status_code >= 500 or answer.status_code in (408, 429):
                 raise ServerUnreachable(self.url, reason)
@@ -172,10 +161,9 @@ class ServerClient:
                 transport=httpx.AsyncHTTPTransport(
                     uds=path,
                     trust_env=False,
-                    socket_options=None if path else _kept_alive(),
-                    limits=httpx.Limits(
-                        max_connections=None, max_keepalive_connections=32, keepalive_expiry=2
-                    ),
+                    socket_options=None if path else KEEP_ALIVE,
+                    # a connection for each call: vLLM closes one unannounced with an error of a worker
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 ),
                 trust_env=False,
             )
@@ -210,11 +198,6 @@ def wait(future: Future[T]) -> T:
     except BaseException:
         future.cancel()
         raise
-
-
-def _kept_alive() -> list[tuple[int, int, int]]:
-    found = [(getattr(socket, name), value) for name, value in KEEP_ALIVE.items() if hasattr(socket, name)]
-    return [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), *((socket.IPPROTO_TCP, *pair) for pair in found)]
 
 
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:

@@ -10,37 +10,20 @@ others take from it what arrived.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, RequestStream, RolloutEngine
-from mm_grpo.rollout.served.client import (
-    ServerClient,
-    ServerError,
-    ServerRefused,
-    ServerUnreachable,
-    in_background,
-    reading,
-    wait,
-)
+from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerRefused, ServerUnreachable, wait
 from mm_grpo.rollout.served.pool import Server, ServerPool
-from mm_grpo.rollout.served.protocol import (
-    GENERATE,
-    MASKED,
-    Limits,
-    ServerInfo,
-    adapter_layers,
-    ask,
-    key_refused,
-)
-from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, Sampled, request_groups
+from mm_grpo.rollout.served.protocol import MASKED, Limits, adapter_layers, key_refused
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, request_groups
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
 
@@ -51,9 +34,6 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.engine import Digest
     from mm_grpo.rollout.served.transfer import ServedTransfer
 
-FIRST = -1
-"""Priority of a check: the learner waits for it, and samples of the next steps may have a whole step before it."""
-
 
 class ServedEngine(RolloutEngine):
     """vLLM servers as an engine. `transfer` is None in processes other than the first.
@@ -63,7 +43,6 @@ class ServedEngine(RolloutEngine):
     """
 
     remote = True
-    updates_in_flight = True  # each answer says under which weights its tokens were sampled
 
     def __init__(
         self,
@@ -77,23 +56,19 @@ class ServedEngine(RolloutEngine):
     ) -> None:
         self.transfer, self.ranks = transfer, ranks or Ranks()
         self.version = 0
-        self._run: str | None = None
         self._current = False  # once the servers have this run's weights
         self._lock = threading.RLock()  # of the transfer, and of what it is to send
         self._sent: dict[str, str] = {}
-        self._checked: dict[str, ServerInfo] = {}
-        self._counted = (0, 0)
+        self._counted = 0
         self.requests = RequestFormat(
             processor,
             limits.max_model_len,
             max_images,
             mask={str(token): MASKED for token in sorted(processor.media_token_ids)},
             params={"detokenize": False},
-            versions=_spans,
+            version=lambda: self.version,
         )
-        self.pool = ServerPool(
-            clients, limits, ours=self._is_ours, bring_up=None if transfer is None else self._bring_up
-        )
+        self.pool = ServerPool(clients, limits, bring_up=None if transfer is None else self._bring_up)
         self.pool.connect()
 
     # the protocol ----------------------------------------------------------------------------
@@ -130,22 +105,14 @@ class ServedEngine(RolloutEngine):
         return tuple(ServedReplica(self, server) for server in self.pool.ready())
 
     def metrics(self) -> dict[str, float]:
-        """Servers that are ready, and how many were lost and came back since the last call."""
-        before, self._counted = self._counted, (self.pool.losses, len(self.pool.recoveries))
-        return {
-            "served/ready": len(self.pool.ready()),
-            "served/losses": self._counted[0] - before[0],
-            "served/recoveries": self._counted[1] - before[1],
-        }
+        """Servers that are ready, and how many were lost since the last call."""
+        before, self._counted = self._counted, self.pool.losses
+        return {"served/ready": len(self.pool.ready()), "served/losses": self._counted - before}
 
     @property
     def sentence(self) -> str:
-        """The servers and their versions, for the log."""
-        each = (
-            f"{server.url} ({'not there yet' if server.info is None else f'vLLM {server.info.version}'})"
-            for server in self.pool.servers
-        )
-        return f"vLLM servers (rollout.server.urls): {', '.join(each)}"
+        """The servers, for the log."""
+        return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
         """Those that every server which answers has LoRA layers for; requests go to their adapter from then on.
@@ -157,10 +124,8 @@ class ServedEngine(RolloutEngine):
             if self.transfer is not None:
                 found = asked
                 for server in self.pool.answering():
-                    assert server.info is not None
                     rank, timeout = self.pool.limits.lora_rank, self.pool.limits.timeout
-                    known = server.info.adapter is not None
-                    found &= adapter_layers(server.client, asked, rank, timeout) if known else frozenset()
+                    found &= adapter_layers(server.client, asked, rank, timeout)
         taken = self.ranks.broadcast(found, "adapters")
         self.pool.adapted = bool(taken)
         return taken
@@ -180,11 +145,10 @@ class ServedEngine(RolloutEngine):
                     pass
         received, name, urls = self.ranks.broadcast(found, "weights")
         if self.transfer is None:
-            self._run = name.rpartition(":")[0]
             with self.pool.update(name):
                 for server in self.pool.answering():
                     if server.url in urls:
-                        self.pool.took(server, name)
+                        self.pool.took(server)
                     else:
                         self.pool.lose(server, f"the first process could not send it version {version}")
         self.version, self._current = version, True
@@ -215,7 +179,6 @@ class ServedEngine(RolloutEngine):
         """Return what the servers received, the weights' name there, and the urls of those that took them."""
         name = transfer.weights_name(version)
         with self._lock, self.pool.update(name):
-            self._run = name.rpartition(":")[0]
             targets = self.pool.ready() if self._current else self.pool.answering()
             digests: dict[str, str] = {}
             noted = self._noted(tensors, digests)
@@ -232,7 +195,8 @@ class ServedEngine(RolloutEngine):
                 if isinstance(received, Exception):
                     reason = received.reason if isinstance(received, ServerError) else str(received)
                     self.pool.lose(server, f"in the update to version {version}: {reason}")
-                elif self._take_in(server, name, digests, received):
+                else:
+                    self._take_in(server, digests, received)
                     took.append(server.url)
         if not took:
             self.pool.wait_ready()  # one that comes back is sent all
@@ -255,62 +219,16 @@ class ServedEngine(RolloutEngine):
         with self._lock:
             if not self._current:  # what the transfer keeps is a mixture of two versions
                 raise EngineError("the last update was not sent whole")
-            if self.pool.adapted and (server.info is None or server.info.adapter is None):
-                raise ConfigError(
-                    "it has no LoRA layers, and the other servers run the adapters themselves; start it with "
-                    "`mm-grpo serve` and this config"
-                )
-            received = transfer.catch_up([server.client])[server.url]
+            received = transfer.catch_up(server.client)
             if isinstance(received, Exception):
                 raise received
-            self._take_in(server, transfer.weights_name(self.version), self._sent, received)
+            self._take_in(server, self._sent, received)
 
-    def _take_in(self, server: Server, name: str, sent: Digest, received: Digest) -> bool:
-        """Send requests to a server that holds weights of this name. GuardStop where it received others than were sent;
-        False where it is gone."""
+    def _take_in(self, server: Server, sent: Digest, received: Digest) -> None:
+        """Send requests to a server that has taken weights. GuardStop where it received others than were sent."""
         if (message := missing_tensors(sent, received)) is not None:
             raise GuardStop(f"weight sync with {server.url}: {message}")
-        admitted = self._admitted(server)
-        if admitted:
-            self.pool.took(server, name)
-        return admitted
-
-    def _admitted(self, server: Server) -> bool:
-        """True when a server that has taken weights reports log-probs as the learner has them; asked whenever it joins.
-
-        Where one token alone is allowed, its log-prob is 0 after the mask and less before it. ConfigError for the
-        latter; False where the server is gone.
-        """
-        assert server.info is not None
-        if self._checked.get(server.url) is server.info:
-            return True
-        token = self.requests.stops[0]
-        params = {"max_tokens": 1, "seed": 0, "logprobs": 0, "allowed_token_ids": [token]}
-        # vLLM on a CPU ends by SIGILL over a prompt of one or two tokens in bfloat16
-        work = EngineRequest("", [token] * 8, (), {**params, "detokenize": False})
-        try:
-            answer = wait(
-                in_background(
-                    ask(server.client, self.pool.model_of(server.info), work, server.client.timeout)
-                )
-            )
-            with reading(server.url, GENERATE):
-                (logprob,) = answer.sequences[0].logprobs
-        except ServerUnreachable as error:
-            self.pool.lose(server, error.reason)
-            return False
-        if abs(logprob) > 1e-6:
-            raise ConfigError(
-                f"rollout.server.urls: {server.url} reports log-probs from before temperature and masks, which are not "
-                "those that tokens are drawn by; start it with --logprobs-mode processed_logprobs"
-            )
-        self._checked[server.url] = server.info
-        return True
-
-    def _is_ours(self, name: str) -> bool:
-        """True when weights of this name are of this run."""
-        run, _, number = name.rpartition(":")
-        return self._run is not None and run == self._run and number.isdecimal()
+        self.pool.took(server)
 
     def _require_current(self) -> None:
         if not self._current:
@@ -341,23 +259,18 @@ class ServedReplica:
 
     def _ask(self, work: EngineRequest) -> EngineAnswer:
         try:
-            return answer_of(self.engine.pool.submit_to(self.server, replace(work, priority=FIRST)), work.uid)
+            return answer_of(self.engine.pool.submit_to(self.server, work), work.uid)
         except ServerUnreachable as error:
             raise ReplicaLost(str(error)) from error
 
 
 class ServedStream(RequestStream):
-    """The stream of a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then.
-
-    A request that follows another one goes to the server that answered that: its prefix cache has the beginning.
-    """
+    """The stream of a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then."""
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
         # by a group's first number
         self.running: dict[int, tuple[Sequence[Request], Future[EngineAnswer]]] = {}
-        self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._urls: dict[int, str] = {}
         self._count = 0
 
     @property
@@ -365,44 +278,30 @@ class ServedStream(RequestStream):
         return sum(len(group) for group, _ in self.running.values())
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        return self.add([request], None if follows is None else self._urls.get(follows.number))[0]
+        return self.add([request])[0]
 
-    def add(self, group: Sequence[Request], prefer: str | None = None) -> list[int]:
-        """Add requests that go as one (`request_groups`), to the server `prefer` where that has room."""
+    def add(self, group: Sequence[Request]) -> list[int]:
+        """Add requests that go as one (`request_groups`)."""
         first, self._count = self._count, self._count + len(group)
-        future = self.engine.pool.submit(self.engine.requests.sampled(group), prefer)
-        self.running[first] = group, future
-        future.add_done_callback(lambda _: self._done.put(first))
+        self.running[first] = group, self.engine.pool.submit(self.engine.requests.sampled(group))
         return list(range(first, self._count))
 
     def step(self) -> list[tuple[int, Completion]]:
         """The answers that have come; waits for the first."""
         if not self.running:
             return []
-        groups = [self._done.get()]
-        with suppress(queue.Empty):
-            while True:
-                groups.append(self._done.get_nowait())
-        done = []
-        for first in groups:
+        futures.wait([future for _, future in self.running.values()], return_when=futures.FIRST_COMPLETED)
+        done: list[tuple[int, Completion]] = []
+        for first in [first for first, (_, future) in self.running.items() if future.done()]:
             group, future = self.running.pop(first)
             answer = answer_of(future, group[0].prompt.uid)
-            for number, completion in enumerate(self.engine.requests.completions(group, answer), first):
-                self._urls[number] = answer.url
-                done.append((number, completion))
+            done += enumerate(self.engine.requests.completions(group, answer), first)
         return done
-
-    def release(self, number: int) -> None:
-        self._urls.pop(number, None)
 
     def close(self) -> None:
         running, self.running = self.running, {}
         for _, future in running.values():
             future.cancel()
-
-
-def _spans(sampled: Sampled) -> tuple[tuple[int, int], ...]:
-    return tuple((start, int(name.rpartition(":")[2])) for start, name in sampled.versions)
 
 
 def answer_of(future: Future[EngineAnswer], uid: str) -> EngineAnswer:

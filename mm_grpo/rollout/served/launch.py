@@ -5,9 +5,8 @@ that does. It is a process group of its own: vLLM's API server, its engine and i
 at the end of a block or by Ctrl-C; where this process ends otherwise, by SIGKILL say, its `Lifeline` does so
 (user_code/server.py). What a server prints goes to a log file.
 
-A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port of 127.0.0.1.
-vLLM's own key would guard a part of its endpoints only, and whoever reaches the others replaces the weights; so a port
-has the key of `server_key.py`, which is made for 127.0.0.1, and has to be set for any other address.
+A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port with the key of
+`server_key.py`: vLLM's own would guard a part of its endpoints only, and whoever reaches the others replaces weights.
 """
 
 from __future__ import annotations
@@ -15,28 +14,24 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served import server_key
-from mm_grpo.rollout.served.broadcast import listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION
-from mm_grpo.rollout.served.server_key import VARIABLE, is_loopback, kept_key
+from mm_grpo.rollout.served.server_key import MIDDLEWARE, VARIABLE
 from mm_grpo.rollout.vllm.launch import EngineSettings, engine_arguments
 from mm_grpo.user_code.server import Lifeline, ended
 
@@ -48,19 +43,16 @@ ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_extern
 NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
 OF_THE_TRAINER = (
     "RANK",
-    "LOCAL_RANK",
+    "LOCAL_",
     "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "PYTHONDONTWRITEBYTECODE",
+    "MASTER_",
+    "TORCHELASTIC_",
 )
-"""Variables by which a launcher describes this process's group, which a server is not in."""
+"""How variables begin by which a launcher describes this process's group, which a server is not in."""
+NOT_PASSED_ON = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE")
 ON_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
@@ -73,10 +65,8 @@ START_TIMEOUT = 900.0
 STOP_TIMEOUT = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTARTS = 3
-"""Times in a row that a server which ends before it answers is started anew."""
+"""Times that a server which has ended is started anew."""
 WATCH_EVERY = 0.5
-ENDING = 15.0
-"""Seconds that a server which listens no more may take to end; vLLM's takes for ever where a connection is open."""
 SHOWN_LINES = 15
 
 
@@ -85,8 +75,7 @@ class ServerSettings:
     """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
 
     `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
-    listens on `socket`, or at `host` and `port` (0: on a socket that `serve` makes); `key` is one that was made
-    for it, where nobody set one.
+    listens at `host` and `port`, or without a host on `socket`, which `serve` makes where there is none.
     """
 
     engine: EngineSettings
@@ -94,19 +83,16 @@ class ServerSettings:
     tensor_parallel: int = 1
     gpus: tuple[str, ...] | None = None
     socket: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 0
-    key: str | None = field(default=None, repr=False)
+    host: str | None = None
+    port: int = 8000
 
 
 # command and environment -----------------------------------------------------------------------
 
 
 def require_vllm() -> None:
-    """ConfigError where no vLLM is installed that can be a server; it is not imported, for that takes seconds."""
-    place = find_spec("vllm")
-    entry = ENTRY.removeprefix("vllm.").replace(".", "/") + ".py"
-    if place is None or place.origin is None or not Path(place.origin).parent.joinpath(entry).exists():
+    """ConfigError where no vLLM is installed; it is not imported, for that takes seconds."""
+    if find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine = 'vllm_server': vLLM 0.32 or newer is not installed where the server is to run; install "
             "mm_grpo[vllm] on a GPU machine, mm_grpo[cpu] on a CPU"
@@ -118,18 +104,16 @@ def server_command(settings: ServerSettings) -> list[str]:
     require_vllm()
     given = engine_arguments(settings.engine, alone=True)
     arguments = {k: v for k, v in given.items() if k not in NOT_FOR_SERVERS}
-    arguments.setdefault("scheduling_policy", "priority")  # for the checks of updates
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
         "weight_transfer_config": {"backend": BACKENDS[settings.transfer]},
         "worker_extension_cls": EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate
     }
-    if settings.socket is not None:
+    if settings.host is None:
         arguments["uds"] = str(settings.socket)
     else:
-        arguments |= {"host": settings.host, "port": settings.port}
-    arguments["middleware"] = server_key.MIDDLEWARE
+        arguments |= {"host": settings.host, "port": settings.port, "middleware": MIDDLEWARE}
     # -P: it imports nothing from the working folder, where a json.py may stand
     start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
     return [sys.executable, "-P", "-m", *start, *flags(arguments)]
@@ -163,21 +147,17 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
     """The environment of a server: ours, with vLLM's switches where the user has not set them."""
-    here = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
+    left_out = {name for name in os.environ if name in NOT_PASSED_ON or name.startswith(OF_THE_TRAINER)}
+    here = {name: value for name, value in os.environ.items() if name not in left_out}
     if "VLLM_CPU_OMP_THREADS_BIND" in here:
         here["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",  # longer than clients keep a connection that they do not use
         **({} if torch.cuda.is_available() else ON_A_CPU),
         **here,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights, pauses and caches
     }
-    if settings.key is not None:
-        environment[server_key.VARIABLE] = settings.key
-    elif settings.socket is not None:
-        environment[server_key.OPEN_VARIABLE] = "1"
     if settings.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
     if environment.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True":  # of mm_grpo's command
@@ -191,13 +171,13 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
 # processes -------------------------------------------------------------------------------------
 
 
-def check_exposure(host: str) -> None:
-    """ConfigError for an address that other machines would reach without a key."""
-    if not is_loopback(host) and not os.environ.get(VARIABLE):
+def require_key(host: str) -> None:
+    """ConfigError for a server at an address without a key."""
+    if not os.environ.get(VARIABLE):
         raise ConfigError(
-            f"--host {host}: other machines reach this address, and a vLLM server lets whoever reaches it replace its "
-            f"weights; set a key in the environment variable {VARIABLE}, here and where the trainer runs, or leave "
-            "--host out for 127.0.0.1"
+            f"--host {host}: a vLLM server lets whoever reaches its port replace its weights; set a key in the "
+            f"environment variable {VARIABLE}, here and where the trainer runs, or leave --host and --port out for "
+            "Unix sockets, which you alone reach"
         )
 
 
@@ -220,11 +200,12 @@ class ServerProcess:
         """Start it, anew where it has ended; at the same url."""
         self.stop()
         settings = self.settings
-        if settings.socket is not None:
+        if settings.host is None:
+            assert settings.socket is not None
             settings.socket.unlink(missing_ok=True)
             self.url = f"unix://{settings.socket}"
         else:
-            check_exposure(settings.host)
+            require_key(settings.host)
             shown = f"[{settings.host}]" if ":" in settings.host else settings.host
             self.url = f"http://{shown}:{settings.port}"
         command, environment = server_command(settings), server_environment(settings)
@@ -256,28 +237,11 @@ class ServerProcess:
     @property
     def ready(self) -> bool:
         """True when it answers /health just now."""
-        client = ServerClient(self.url, key=self.settings.key or os.environ.get(VARIABLE), timeout=5.0)
+        client = ServerClient(self.url, key=os.environ.get(VARIABLE), timeout=5.0)
         with closing(client), suppress(ServerError):
             client.call("/health", method="GET")
             return True
         return False
-
-    @property
-    def listening(self) -> bool:
-        """True when connections to it are taken, which they are of a process that is stopped too."""
-        place = urlsplit(self.url)
-        try:
-            if self.settings.socket is None:
-                socket.create_connection((str(place.hostname), place.port or 0), 5.0).close()
-            else:
-                with socket.socket(socket.AF_UNIX) as probe:
-                    probe.settimeout(5.0)
-                    probe.connect(str(self.settings.socket))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return False
-        except OSError:
-            pass  # it is slow to take them
-        return True
 
     def poll(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -320,16 +284,17 @@ def serve(
 ) -> Iterator[list[ServerProcess]]:
     """Start these servers together, yield them when all are ready, and end them after the block.
 
-    A server without a socket and without a port of its own gets a Unix socket in a folder of this block, one at a port
-    of 127.0.0.1 a key where none is set. With `report` one that ends within the block is started anew, and `report`
-    is told so.
+    A server without a host and a socket gets one in a folder of this block. With `report` one that ends within the
+    block is started anew, and `report` is told so.
     """
     with ExitStack() as held:
         folder = held.enter_context(temporary_folder("servers"))  # its owner alone may enter it
         logs = log_folder or folder
         logs.mkdir(parents=True, exist_ok=True)
         servers = [
-            ServerProcess(_placed(each, folder, number, held), logs / f"server-{number}.log")
+            ServerProcess(
+                replace(each, socket=each.socket or folder / f"{number}.sock"), logs / f"server-{number}.log"
+            )
             for number, each in enumerate(settings)
         ]
         held.callback(stop_all, servers)
@@ -344,38 +309,24 @@ def serve(
 
 @contextmanager
 def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
-    """Start those anew that end or listen no more, until the block does; after RESTARTS in a row one is given up."""
+    """Start those anew that end, until the block does; each RESTARTS times."""
     ending = threading.Event()
-    failures = [0] * len(servers)
-    # when each last listened, None while it starts
-    heard: list[float | None] = [time.monotonic()] * len(servers)
-
-    def look(number: int, server: ServerProcess) -> None:
-        code = server.poll()
-        if code is None:
-            if server.listening:
-                heard[number] = time.monotonic()
-                if failures[number] and server.ready:
-                    failures[number] = 0
-            if (last := heard[number]) is None or time.monotonic() - last < ENDING:
-                return
-            how = f"has stopped listening and not ended for {ENDING:g} s: has its engine died?"
-        else:
-            how = ended(code)
-        failures[number] += 1
-        heard[number] = None
-        what = f"the vLLM server at {server.url} {how}"
-        server.stop(0.0)
-        if failures[number] > RESTARTS:
-            report(f"{what}, {failures[number]} times in a row, and is not started again; {server.tail()}")
-        else:
-            report(f"{what}; it is started anew")
-            server.start()
 
     def watch() -> None:
+        left = dict.fromkeys(servers, RESTARTS)
         while not ending.wait(WATCH_EVERY):
-            for number, server in enumerate(servers):
-                look(number, server)
+            for server in list(left):
+                if (code := server.poll()) is None:
+                    continue
+                what = f"the vLLM server at {server.url} {ended(code)}"
+                server.stop(0.0)
+                left[server] -= 1
+                if left[server] < 0:
+                    del left[server]
+                    report(f"{what} and is not started again; {server.tail()}")
+                else:
+                    report(f"{what}; it is started anew")
+                    server.start()
 
     thread = threading.Thread(target=watch, name="mm_grpo-servers", daemon=True)
     thread.start()
@@ -386,30 +337,11 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
         thread.join()
 
 
-def _placed(settings: ServerSettings, folder: Path, number: int, held: ExitStack) -> ServerSettings:
-    host, port = settings.host, settings.port
-    if settings.socket is not None or not is_loopback(host) or (port and os.environ.get(VARIABLE)):
-        return settings
-    if not port:
-        return replace(settings, socket=folder / f"{number}.sock")
-    try:  # else the key of the server that is there would be lost
-        listen(host, port).close()
-    except OSError as error:
-        raise ConfigError(
-            f"--port {port}: {host} cannot be listened at ({error.strerror}); take another"
-        ) from None
-    return replace(settings, key=held.enter_context(kept_key(port)))
-
-
 def stop_all(servers: Sequence[ServerProcess]) -> None:
-    """Ask all to end, then end each; an interrupt in between does not keep one alive."""
+    """Ask all to end, then end each."""
     for server in servers:
         if server.pid is not None and server.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(server.pid, signal.SIGTERM)
-    try:
-        for server in servers:
-            server.stop()
-    finally:
-        for server in servers:
-            server.stop(0.0)
+    for server in servers:
+        server.stop()

@@ -27,14 +27,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, buffer_size, unpack
+from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, received
 from mm_grpo.rollout.served.protocol import WorkerAccount, model_sizes
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
@@ -43,36 +42,27 @@ EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
 
 
 class Account(WorkerAccount):
-    """A worker's own account, with what it needs to keep it: `known` are the names of tensors that were ever sent, by
-    run, for those of another model are not waited for. `factors` are those of the run's adapter, `put` whether vLLM's
-    layers have them."""
+    """A worker's own account, with what it needs to keep it: `factors` are those of the run's adapter, `put` whether
+    vLLM's layers have them."""
 
-    known: dict[str, set[str]] = Field(default_factory=dict, exclude=True)
     read_back: Any = Field(default_factory=ReadBack, exclude=True)
     factors: dict[str, Any] = Field(default_factory=dict, exclude=True)
     put: bool = Field(default=True, exclude=True)
 
     def begin(self) -> None:
-        self.damaged = self.damaged or not self.finished
-        self.version, self.digests, self.finished = None, {}, False
+        self.digests, self.finished = {}, False
         self.read_back.begin()
 
-    def note(self, version: int, name: str, tensor: Tensor) -> None:
-        if self.version not in (None, version):
-            raise ValueError(f"version {version} came in the midst of version {self.version}")
-        self.version = version
+    def note(self, name: str, tensor: Tensor) -> None:
         self.digests[name] = ""
         if adapters.is_factor(name):
             self.factors[name] = tensor.clone()
         else:
             self.read_back.note(name, tensor)
-        self.known.setdefault(self.run, set()).add(name)
 
     def end(self, model: torch.nn.Module) -> None:
         self.digests |= self.read_back.digests(model)
         self.finished, self.put = True, not self.factors
-        if self.digests and self.known[self.run] <= self.digests.keys():
-            self.damaged = False
 
     def put_factors(self, model: torch.nn.Module) -> None:
         """Put the adapter in where an update has dropped it."""
@@ -82,22 +72,13 @@ class Account(WorkerAccount):
             self.digests |= {name: held[name] for name in self.digests.keys() & held.keys()}
             self.put = True
 
-    @property
-    def run(self) -> str:
-        return self.weights_name.partition(":")[0]
-
 
 @dataclass
 class InitInfo:
-    """Arguments of `/init_weight_transfer_engine`. `group` is the learner's name for what is joined.
-
-    Files: `folder` holds a file `token` with that text. Broadcasts: the rendezvous of a group in which the learner is
-    rank 0.
-    """
+    """Arguments of `/init_weight_transfer_engine`: `group` is the learner's name for what is joined, the others the
+    rendezvous of a group in which the learner is rank 0."""
 
     group: str = ""
-    folder: str | None = None
-    token: str | None = None
     host: str = ""
     port: int | None = None
     world_size: int = 0
@@ -106,10 +87,8 @@ class InitInfo:
 
 @dataclass
 class UpdateInfo:
-    """One chunk. A file (`path`, of its tensors `names`), or what a broadcast holds (`tensors`)."""
+    """One chunk: a file (`path`, of its tensors `names`), or what a broadcast holds (`tensors`)."""
 
-    version: int
-    weights_name: str = ""
     path: str | None = None
     names: Sequence[str] = ()
     tensors: Tensors | None = None
@@ -131,14 +110,11 @@ class Receiver:
     account: Account
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if init_info.folder is not None:
-            found = Path(init_info.folder, "token")
-            if not found.is_file() or found.read_text() != init_info.token:
-                raise ValueError(
-                    f"the learner's folder '{init_info.folder}' is not the one of that name on this host; "
-                    "rollout.server.folder has to be shared by both"
-                )
-        self.account.group = init_info.group
+        self._has_joined(init_info.group)
+
+    def _has_joined(self, group: str) -> None:
+        """Keep the name of what was joined; the adapter of an earlier run is none of this one."""
+        self.account.group, self.account.factors = group, {}
 
     def start_weight_update(self) -> None:
         if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
@@ -150,14 +126,8 @@ class Receiver:
     def receive_weights(self, update_info: UpdateInfo) -> None:
         if (update_info.path is None) == (update_info.tensors is None):
             raise ValueError("an update has either a path or tensors")
-        before, self.account.weights_name = self.account.run, update_info.weights_name
-        if self.account.run != before:
-            self.account.factors = {}
-        if update_info.tensors == []:  # a new name for weights that have not changed
-            self.account.version = update_info.version
-            return
         tensors = self._from_file(update_info) if update_info.path else self._from_group(update_info)
-        self.model.load_weights(self._noted(update_info.version, tensors))
+        self.model.load_weights(self._noted(tensors))
 
     def finish_weight_update(self) -> None:
         self._finalize()
@@ -168,9 +138,9 @@ class Receiver:
 
     # parts -----------------------------------------------------------------------------------
 
-    def _noted(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            self.account.note(version, name, tensor)
+            self.account.note(name, tensor)
             if not adapters.is_factor(name):
                 yield name, tensor
 
@@ -229,7 +199,7 @@ class GlooReceiver(Receiver):
             size=init_info.world_size,
             timeout=init_info.timeout,
         )
-        self.account.group = init_info.group
+        self._has_joined(init_info.group)
 
     def shutdown(self) -> None:
         group, self._group = self._group, None
@@ -240,15 +210,12 @@ class GlooReceiver(Receiver):
     def _from_group(self, info: UpdateInfo) -> Iterator[tuple[str, Tensor]]:
         if self._group is None:
             raise ValueError("this worker is in no group; init_weight_transfer_engine comes first")
-        held = info.tensors or []
-        buffer = torch.empty(buffer_size(held), dtype=torch.uint8, device=self._group.device)
         try:
-            self._group.broadcast(buffer)
-        except BaseException:
+            for name, tensor in received(info.tensors or [], self._group):
+                yield name, tensor.to(self.device)
+        except BaseException:  # where the model refuses one, those that follow it are not waited for
             self.shutdown()
             raise
-        for name, tensor in unpack(buffer, held):
-            yield name, tensor.to(self.device)
 
 
 class NcclReceiver(GlooReceiver):
@@ -307,7 +274,8 @@ class _Accounted:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         teach_names(hf_config)
-        self.account = WorkerExtension.account = Account(model=model_sizes(hf_config))
+        mode = str(vllm_config.model_config.logprobs_mode)
+        self.account = WorkerExtension.account = Account(model=model_sizes(hf_config), logprobs_mode=mode)
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension

@@ -1,8 +1,8 @@
 """The one dialect of vLLM servers that is spoken here, that of 0.32: endpoints, bodies of requests, and their answers.
 
 A prompt goes to `/inference/v1/generate` as collapsed ids with its images beside them (`content_parts`), as vLLM's
-in-process engine is given it, and comes back with the ids that were run, log-probs, and the name of the weights under
-which each token was sampled. Images go as PNG, which changes no pixel. Media tokens get a logit bias of -1e30, which
+in-process engine is given it, and comes back with the ids that were run, log-probs, and the name of the weights that
+they were sampled under. Images go as PNG, which changes no pixel. Media tokens get a logit bias of -1e30, which
 JSON can carry: the softmax is in float32, where that leaves exactly 0 and the others' sum exact.
 
 `probe` reads a server's own list of endpoints (`/openapi.json`): one that lacks some of these is refused at the start.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.rollout.served.client import ServerRefused, ServerUnreadable, reading
-from mm_grpo.rollout.vllm.adapters import NAME
+from mm_grpo.rollout.served.client import ServerRefused, reading
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 
 if TYPE_CHECKING:
@@ -44,34 +42,20 @@ NEEDED = (
     INFO,
     "/pause",
     "/resume",
-    "/is_paused",
     "/init_weight_transfer_engine",
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/update_weight_version",
     "/reset_prefix_cache",
     "/reset_encoder_cache",
     RPC,
 )
 """What not every vLLM server has."""
-ENDPOINTS = frozenset((*NEEDED, "/health", "/version", "/openapi.json", "/v1/models", "/get_world_size"))
-"""All that a run asks of a server; one of ours answers nothing else."""
 SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
 """How those fields of a model's config end by which its weights fit another model."""
 MASKED = -1e30
 """Logit bias of a token that is never to be sampled."""
-
-
-@dataclass(frozen=True)
-class ServerInfo:
-    """A server: `model` is the name that it serves, `adapter` that of its adapter, None without LoRA layers;
-    `max_model_len` is its longest sequence in tokens, `sizes` are those of its model (`model_sizes`)."""
-
-    version: str
-    model: str
-    adapter: str | None
-    max_model_len: int
-    sizes: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,7 @@ class Limits:
     """
 
     timeout: float = 600.0
-    health_timeout: float = 30.0
+    probe_timeout: float = 30.0
     wait_timeout: float = 300.0
     max_model_len: int = 0
     lora_rank: int = 0
@@ -91,23 +75,20 @@ class Limits:
 
 
 class WorkerAccount(BaseModel):
-    """What a worker of a server received (plugin.py). `version` and `digests` are those of the last update; of one
-    under way `digests` has the names alone.
+    """What a worker of a server received (plugin.py): `digests` are those of the last update, of one under way they
+    have the names alone.
 
-    `finished` is false while an update is under way, and after one that was given up. `damaged`: one was given up, so
-    layers hold a mixture until one brings every tensor that its run has sent. `group` names the group that the worker
-    is in, `weights_name` the weights of `version`, `model` is what `model_sizes` says of the server's.
+    `finished` is false while an update is under way, and after one that was given up. `group` names the group that the
+    worker is in, `model` is what `model_sizes` says of the server's, `logprobs_mode` which log-probs it reports.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    version: int | None = None
     digests: dict[str, str] = {}
     finished: bool = True
-    damaged: bool = False
     group: str = ""
-    weights_name: str = ""
     model: dict[str, Any] = {}
+    logprobs_mode: str = ""
 
 
 # what a server is ----------------------------------------------------------------------------
@@ -121,30 +102,24 @@ def model_sizes(config: Any) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
 
 
-def probe(client: ServerClient, limits: Limits) -> ServerInfo:
-    """Ask a server what it is. Raises ConfigError for one that lacks what a run needs, with how to start it, and
-    ServerUnreachable."""
-    where, timeout = f"rollout.server.urls: {client.url}", limits.health_timeout
-    paths = ("/version", "/openapi.json", "/v1/models")
+def probe(client: ServerClient, limits: Limits) -> str:
+    """The name of the model that a server serves. Raises ConfigError for one that lacks what a run needs, with how to
+    start it, and ServerUnreachable."""
+    where, timeout = f"rollout.server.urls: {client.url}", limits.probe_timeout
+    paths = ("/openapi.json", "/v1/models")
     try:
-        version, listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
+        listed, models = [client.call(path, method="GET", timeout=timeout) for path in paths]
         with reading(client.url, ", ".join(paths)):
-            name, served = str(version["version"]), models["data"][0]
-            adapter = next((NAME for each in models["data"] if each["id"] == NAME), None)
+            served = models["data"][0]
             model, length = str(served["id"]), index(served["max_model_len"])
             missing = [path for path in NEEDED if path not in dict(listed["paths"])]
-            request = listed.get("components", {}).get("schemas", {}).get("GenerateRequest", {})
-            if "content_parts" not in request.get("properties", {}):
-                missing.append(f"{GENERATE} with content_parts")
         if missing:
             raise ConfigError(
-                f"{where} (vLLM {name}) has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
+                f"{where} has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
                 "vLLM 0.32 or newer with --enable-scale-out, --weight-transfer-config, and VLLM_SERVER_DEV_MODE=1 in "
                 "its environment"
             )
-        found = ServerInfo(name, model, adapter, length, accounts(client, timeout)[0].model)
-    except ServerUnreadable as error:
-        raise ConfigError(f"rollout.server.urls: {error}; start it with `mm-grpo serve`") from None
+        account = accounts(client, timeout)[0]
     except ServerRefused as error:
         if error.status in (401, 403):
             raise ConfigError(key_refused(client.url, error.reason)) from None
@@ -152,26 +127,31 @@ def probe(client: ServerClient, limits: Limits) -> ServerInfo:
             f"{where} is no vLLM server that lists its endpoints ({error.reason}); start it with `mm-grpo serve`, or "
             "`vllm serve` without --disable-fastapi-docs"
         ) from None
-    if found.max_model_len < limits.max_model_len:
+    if length < limits.max_model_len:
         raise ConfigError(
-            f"{where} was started for sequences of {found.max_model_len} tokens, and this run needs "
-            f"{limits.max_model_len} (rollout.vllm.max_model_len); start it with --max-model-len "
-            f"{limits.max_model_len}, or lower rollout.max_completion_length or data.max_pixels"
+            f"{where} was started for sequences of {length} tokens, and this run needs {limits.max_model_len} "
+            f"(rollout.vllm.max_model_len); start it with --max-model-len {limits.max_model_len}, or lower "
+            "rollout.max_completion_length or data.max_pixels"
         )
-    for name, own in limits.sizes.items():
-        if (other := found.sizes.get(name, own)) != own:
+    if account.logprobs_mode != "processed_logprobs":
+        raise ConfigError(
+            f"{where} reports log-probs from before temperature and masks, which are not those that tokens are drawn "
+            "by; start it with --logprobs-mode processed_logprobs"
+        )
+    for field_name, own in limits.sizes.items():
+        if (other := account.model.get(field_name, own)) != own:
             raise ConfigError(
-                f"{where} serves another model: its {name} is {other!r}, and that of model.path is {own!r}; name a "
-                "server that was started for this model"
+                f"{where} serves another model: its {field_name} is {other!r}, and that of model.path is {own!r}; name "
+                "a server that was started for this model"
             )
-    return found
+    return model
 
 
 def key_refused(url: str, reason: str) -> str:
     """The message of a server that wants another key."""
     return (
         f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
-        "MM_GRPO_SERVER_KEY (what `mm-grpo serve` keeps at 127.0.0.1 is found by the same user alone)"
+        "MM_GRPO_SERVER_KEY"
     )
 
 
@@ -179,11 +159,8 @@ def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
     """What each worker of a server received, one at least."""
     answer = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
     with reading(client.url, f"{RPC} for {RECEIVED}"):
-        found = [WorkerAccount.model_validate(each) for each in answer["results"]]
-        for each in found:  # the defaults are a new worker's own
-            if lacking := WorkerAccount.model_fields.keys() - each.model_fields_set:
-                raise ValueError(f"no {min(lacking)}")
-        return [found[0], *found[1:]]
+        first, *others = [WorkerAccount.model_validate(each) for each in answer["results"]]
+        return [first, *others]
 
 
 def adapter_layers(client: ServerClient, layers: Iterable[str], rank: int, timeout: float) -> frozenset[str]:
@@ -200,13 +177,6 @@ async def weights_name(client: ServerClient, timeout: float) -> str:
     answer = await client.request(INFO, method="GET", timeout=timeout)
     with reading(client.url, INFO):
         return str(answer["weight_version"])
-
-
-async def is_paused(client: ServerClient, timeout: float) -> bool:
-    """Whether a server samples nothing because weights are being sent to it."""
-    answer = await client.request("/is_paused", method="GET", timeout=timeout)
-    with reading(client.url, "/is_paused"):
-        return bool(answer["is_paused"])
 
 
 # one request ---------------------------------------------------------------------------------
@@ -235,40 +205,23 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
     }
     if work.images:
         body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
-    if work.priority:
-        body["priority"] = work.priority
     return body
 
 
 def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
     """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
-    ids = tuple(map(_token, body["prompt_token_ids"]))
-    by_index = {choice["index"]: choice for choice in body["choices"]}
-    sequences = tuple(_sampled(by_index[generation]) for generation in range(len(body["choices"])))
+    ids, choices = tuple(body["prompt_token_ids"]), body["choices"]
+    by_index = {choice["index"]: choice for choice in choices}
+    sequences = tuple(_sampled(by_index[generation]) for generation in range(len(choices)))
+    (weights,) = {str(span["version"]) for choice in choices for span in choice["weight_versions"]}
     chosen: tuple[float | None, ...] = ()
     if scored:  # there is none of the first token
         entries = zip(body["prompt_logprobs"], ids, strict=True)
-        chosen = (None, *(_logprob(entry[str(token)]) for entry, token in islice(entries, 1, None)))
-    return EngineAnswer(ids, sequences, chosen, url)
+        chosen = (None, *(float(entry[str(token)]["logprob"]) for entry, token in islice(entries, 1, None)))
+    return EngineAnswer(ids, sequences, chosen, url, weights)
 
 
 def _sampled(choice: Mapping[str, Any]) -> Sampled:
-    return Sampled(
-        token_ids=tuple(map(_token, choice["token_ids"])),
-        logprobs=tuple(map(_logprob, (choice.get("logprobs") or {}).get("content") or ())),
-        finish_reason=choice.get("finish_reason"),
-        versions=tuple((index(span["start"]), str(span["version"])) for span in choice["weight_versions"]),
-    )
-
-
-def _token(value: Any) -> int:
-    if not 0 <= index(value) < 1 << 31:
-        raise ValueError(f"{value} is no token")
-    return index(value)
-
-
-def _logprob(entry: Mapping[str, Any]) -> float:
-    value = float(entry["logprob"])
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is no log-prob")
-    return value
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    logprobs = tuple(float(entry["logprob"]) for entry in content)
+    return Sampled(tuple(choice["token_ids"]), logprobs, choice.get("finish_reason"))

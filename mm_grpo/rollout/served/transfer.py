@@ -1,12 +1,12 @@
 """The learner's end of a weight transfer to servers: by files in a folder, or by broadcast over gloo or NCCL.
 
     pause -> start_weight_update -> update_weights (a chunk each) -> finish_weight_update -> what was received -> reset
-    caches -> resume
+    caches -> resume -> the weights' name
 
 on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails, or is late, is
 left out from there on and stays paused, for it holds a mixture; the others take no notice. What each received comes
-back as digests, by name, for `rollout/weights.py` to compare; that the servers' workers agree among themselves, that
-the version is the one sent and that no earlier update was left half done is looked at here.
+back as digests, by name, for `rollout/weights.py` to compare; that a server's workers agree among themselves is looked
+at here.
 
 A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, a line in `transfer_of`, and its
 receiver in `plugin.py`.
@@ -17,18 +17,17 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, chunks, described, listen, pack
-from mm_grpo.rollout.served.client import ServerClient, ServerError, reading
-from mm_grpo.rollout.served.protocol import accounts
+from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
+from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
+from mm_grpo.rollout.served.protocol import accounts, weights_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,11 +70,10 @@ class ServedTransfer(ABC):
         self.version = version
         return self._update(clients, map(self.handed_over, chunks(tensors, self.chunk_bytes)))
 
-    def catch_up(self, clients: Sequence[ServerClient]) -> Outcome:
-        """Bring servers to the weights sent last, all of them, whatever they hold. Only after a `send` that ended."""
-        for client in clients:
-            self._held_by.pop(client.url, None)
-        return self._update(clients, self.kept())
+    def catch_up(self, client: ServerClient) -> Digest | Exception:
+        """Bring a server to the weights sent last, all of them, whatever it holds. Only after a `send` that ended."""
+        self._held_by.pop(client.url, None)
+        return self._update([client], self.kept())[client.url]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -120,12 +118,8 @@ class ServedTransfer(ABC):
                     live.remove(client)
 
         on_live(self._begin)
-        unchanged = True
         for part in parts:
-            unchanged = False
             on_live(lambda client, part=part: self.transmit(client, part))  # type: ignore[misc]
-        if unchanged:  # as at a learning rate of 0; the weights have a new name all the same
-            on_live(lambda client: self._send_part(client, tensors=[]))
         on_live(self._finish)
         return outcome
 
@@ -133,14 +127,16 @@ class ServedTransfer(ABC):
         return client.call(path, json, params=params or None, timeout=self.timeout)
 
     def _send_part(self, client: ServerClient, **part: Any) -> None:
-        info = {"version": self.version, "weights_name": self.weights_name(self.version), **part}
-        self._call(client, "/update_weights", {"update_info": info})
+        self._call(client, "/update_weights", {"update_info": part})
 
     def _begin(self, client: ServerClient) -> None:
         self._call(client, "/pause", mode="keep")
         workers = accounts(client, self.timeout)
+        finished = all(account.finished for account in workers)
         held = self._held_by.pop(client.url, None)
-        if held is not None and any(account.weights_name != held for account in workers):
+        if held is not None and not (
+            finished and wait(in_background(weights_name(client, self.timeout))) == held
+        ):
             raise ServerError(
                 client.url,
                 "it does not hold the weights that it was sent last (it was restarted, or another run sent it some), "
@@ -150,38 +146,33 @@ class ServedTransfer(ABC):
             name = secrets.token_hex(8)
             self.join(client, name)
             self._joined[client.url] = name
-        if not all(account.finished for account in workers):
+        if not finished:
             # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
             with suppress(ServerError):
-                self._call(client, "/update_weights", {"update_info": {"version": -1}})
+                self._call(client, "/update_weights", {"update_info": {}})
         self._call(client, "/start_weight_update")
 
     def _finish(self, client: ServerClient) -> Digest:
-        self._call(client, "/finish_weight_update", {"weight_version": self.weights_name(self.version)})
+        self._call(client, "/finish_weight_update", {})
         digests = self._received(client)
-        # Requests that were paused in their midst begin anew under the new weights; else vLLM keeps what they hold.
         answer = self._call(client, "/reset_prefix_cache", reset_running_requests="true")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
         self._call(client, "/reset_encoder_cache")
         self._call(client, "/resume")
+        # last, for by its name a server is known to be done with all of this
+        name = self.weights_name(self.version)
+        self._call(client, "/update_weight_version", {"new_version": name})
+        self._held_by[client.url] = name
         return digests
 
     def _received(self, client: ServerClient) -> Digest:
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
-        workers = accounts(client, self.timeout)
-        for place, account in enumerate(workers):
-            if account.version is not None and account.version != self.version:
-                why = f"worker {place} received version {account.version} where {self.version} was sent"
-            elif account.damaged or not account.finished:
-                why = "an earlier update was given up half-way; it needs one that brings every tensor"
-            elif account.digests != workers[0].digests:
-                why = f"workers 0 and {place} received different tensors"
-            else:
-                continue
-            raise ServerError(client.url, why)
-        self._held_by[client.url] = workers[0].weights_name
-        return workers[0].digests
+        first, *others = [account.digests for account in accounts(client, self.timeout)]
+        for place, other in enumerate(others, 1):
+            if other != first:
+                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
+        return first
 
 
 class FileTransfer(ServedTransfer):
@@ -203,7 +194,6 @@ class FileTransfer(ServedTransfer):
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
             self.folder = self._held.enter_context(temporary_folder("weights", parent))
-            (self.folder / "token").write_text(self.run)
         except OSError as error:
             raise ConfigError(
                 f"rollout.server.folder = '{folder}': {error.strerror or error}; it has to be a folder that this "
@@ -213,8 +203,7 @@ class FileTransfer(ServedTransfer):
         self._count = 0
 
     def join(self, client: ServerClient, name: str) -> None:
-        info = {"folder": str(self.folder), "token": self.run, "group": name}
-        self._call(client, "/init_weight_transfer_engine", {"init_info": info})
+        self._call(client, "/init_weight_transfer_engine", {"init_info": {"group": name}})
 
     def kept(self) -> list[tuple[Path, list[str]]]:
         return [(path, sorted(names)) for path, names in sorted(self._current.items())]
@@ -224,17 +213,8 @@ class FileTransfer(ServedTransfer):
 
         self._count += 1
         path, names = self.folder / f"{self._count:08d}.safetensors", [name for name, _ in chunk]
-        try:
-            # a copy of each: tied tensors share memory, which the format does not have
-            save_file(
-                {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in chunk}, path
-            )
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            raise EngineError(
-                f"rollout.server.folder: the weights could not be written to '{self.folder}': "
-                f"{error.strerror or error}; it needs room for one copy of the model"
-            ) from error
+        # a copy of each: tied tensors share memory, which the format does not have
+        save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in chunk}, path)
         for older, held in list(self._current.items()):
             held -= set(names)
             if not held:
@@ -281,40 +261,32 @@ class GlooTransfer(ServedTransfer):
         asked = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        made = self._threads.submit(
-            partial(BroadcastGroup, self.kind, self.host, port, rank=0, size=size),
-            timeout=seconds,
-            listener=listener,
-        )
-        # a server that refuses is not waited for; the library's own start may keep no deadline
-        wait((asked, made), timeout=seconds + 1.0, return_when=FIRST_EXCEPTION)
-        if asked.done():
-            asked.result()
-        if not made.done():
-            raise EngineError(f"{client.url}: no {self.kind} group with it within {seconds:g} s")
-        group = made.result()
+        try:
+            group = BroadcastGroup(
+                self.kind, self.host, port, rank=0, size=size, timeout=seconds, listener=listener
+            )
+        except EngineError:
+            if asked.done():  # the server's own error, where it has one
+                asked.result()
+            raise
         asked.result()
         group.timeout = self.timeout
         self._groups[client.url] = group
 
-    def handed_over(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
+    def handed_over(self, chunk: Chunk) -> Chunk:
         self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
-        return self._packed(chunk)
+        return chunk
 
-    def kept(self) -> Iterable[tuple[Chunk, Tensor]]:
-        return map(self._packed, chunks(self._kept.items(), self.chunk_bytes))
+    def kept(self) -> Iterable[Chunk]:
+        return chunks(self._kept.items(), self.chunk_bytes)
 
-    def _packed(self, chunk: Chunk) -> tuple[Chunk, Tensor]:
-        device = next((group.device for group in self._groups.values()), "cpu")
-        return chunk, pack(chunk, device)
-
-    def transmit(self, client: ServerClient, part: tuple[Chunk, Tensor]) -> None:
-        chunk, buffer = part
+    def transmit(self, client: ServerClient, part: Chunk) -> None:
         group = self._groups[client.url]
-        asked = self._threads.submit(self._send_part, client, tensors=described(chunk))
+        asked = self._threads.submit(self._send_part, client, tensors=described(part))
         asked.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
-            group.broadcast(buffer)
+            for _, tensor in part:
+                group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
             asked.result()
         except EngineError as error:
             self._leave(client)

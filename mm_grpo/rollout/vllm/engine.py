@@ -36,10 +36,10 @@ class VLLMEngine(RolloutEngine):
     """vLLM as an engine, one per process (or per tensor-parallel group of processes).
 
     The vLLM engine outlives this object; a second one with equal settings takes it over and must then
-    `update_weights` before it samples. Where vLLM makes no step for `timeout` seconds, the process is ended.
+    `update_weights` before it samples.
     """
 
-    def __init__(self, settings: EngineSettings, processor: Processor, timeout: float = 600.0) -> None:
+    def __init__(self, settings: EngineSettings, processor: Processor) -> None:
         self.settings, self.processor = settings, processor
         if processor.family.looks_ahead and not torch.cuda.is_available():
             raise ConfigError(
@@ -48,7 +48,6 @@ class VLLMEngine(RolloutEngine):
                 "than the learner's; write rollout.engine=transformers"
             )
         self._handle = launch(settings)
-        self._handle.timeout = timeout
         internals.wake(self._handle)
         internals.give_back(self._handle)
         self._handle.adapter = None  # that of an earlier trainer, which vLLM forgets with the next weights
@@ -64,7 +63,7 @@ class VLLMEngine(RolloutEngine):
             # -inf, not vLLM's documented floor of -100: a hard mask that leaves the others' sum exact
             mask={token: -math.inf for token in sorted(processor.media_token_ids)},
             params={"flat_logprobs": True},
-            versions=lambda sampled: ((0, self.version),),
+            version=lambda: self.version,
         )
 
     # the protocol ----------------------------------------------------------------------------

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mm_grpo.errors import DataError, EngineError
+from mm_grpo.errors import EngineError
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.read_back import quiet_reload
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
-from mm_grpo.user_code.watchdog import Watchdog
 
 # running -------------------------------------------------------------------------------------
 
 
 def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
-    """Run a request alone. DataError where vLLM refuses it; EngineError carries a failure."""
+    """Run a request alone."""
     add(handle, item)
     while not (done := step(handle, [item.uid])):
         pass
@@ -35,13 +34,10 @@ def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
 
 
 def add(handle: Handle, item: EngineRequest) -> str:
-    """Add a request to those that run; returns its name, under which all its generations are answered together.
-
-    DataError where vLLM refuses it.
-    """
+    """Add a request to those that run; returns its name, under which all its generations are answered together."""
     from vllm import SamplingParams
 
-    with _given_up_on_failure(handle, [item.uid]), _eager(), _refusal(item.uid):
+    with _given_up_on_failure(handle, [item.uid]), _eager():
         (name,) = handle.llm.enqueue(
             [_prompt(item)], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False
         )
@@ -53,7 +49,7 @@ def add(handle: Handle, item: EngineRequest) -> str:
 
 def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
     """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
-    with _given_up_on_failure(handle, uids), _eager(), _watched(handle):
+    with _given_up_on_failure(handle, uids), _eager():
         outputs = handle.llm.llm_engine.step()
     return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
 
@@ -65,7 +61,7 @@ def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
         yield
     except BaseException as error:
         give_up(handle)
-        if isinstance(error, (DataError, EngineError)) or not isinstance(error, Exception):
+        if isinstance(error, EngineError) or not isinstance(error, Exception):
             raise
         known = list(dict.fromkeys(uids))
         rows = ", ".join(known[:3]) + (", ..." if known[3:] else "")
@@ -81,17 +77,6 @@ def _prompt(item: EngineRequest) -> dict[str, Any]:
     if item.images:
         prompt["multi_modal_data"] = {"image": list(item.images)}
     return prompt
-
-
-@contextmanager
-def _refusal(uid: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        # VLLMValidationError is a ValueError in some versions only
-        if isinstance(error, ValueError) or "Validation" in type(error).__name__:
-            raise DataError(f"{uid}: vLLM refuses the prompt: {first_line(error)}") from error
-        raise
 
 
 def give_up(handle: Handle) -> None:
@@ -125,28 +110,6 @@ def _answer(output: Any) -> EngineAnswer:
 
 def _flat(record: Any) -> tuple[float, ...]:
     return () if record is None else tuple(record.logprobs)
-
-
-@contextmanager
-def _watched(handle: Handle) -> Iterator[None]:
-    """A call of vLLM's whose time counts from its last step. A hang in its kernels or collectives, which nothing in
-    Python could end, ends the process, with where it stands."""
-    engine = handle.llm.llm_engine
-    with Watchdog(handle.timeout) as watchdog:
-        step, own = engine.step, vars(engine).get("step")
-
-        def stepped() -> Any:
-            watchdog.restart()
-            return step()
-
-        engine.step = stepped
-        try:
-            yield
-        finally:
-            if own is None:
-                del engine.step
-            else:
-                engine.step = own
 
 
 def _eager() -> Any:
@@ -262,10 +225,9 @@ def wake(handle: Handle, *parts: str) -> None:
 
 @contextmanager
 def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
-    """A watched call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
+    """A call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
     try:
-        with _watched(handle):
-            yield
+        yield
     except BaseException as error:
         handle.fault = f"it failed while it {what} ({first_line(error)})"
         if not isinstance(error, Exception):

@@ -83,7 +83,7 @@ class Handle:
     parts of its memory that are given back (`weights`, `kv_cache`). `lent` are parameters of a learner's whose tensors
     are the engine's own, which then have to stay where they are. `read_back` finds the
     weights that it was given in its layers. `adapters` says whether it has LoRA layers, and `adapter` is what requests
-    carry once factors are in them. A call that makes no step for `timeout` seconds counts as hung.
+    carry once factors are in them.
     """
 
     llm: Any
@@ -95,7 +95,6 @@ class Handle:
     read_back: ReadBack = field(default_factory=ReadBack)
     adapters: bool = False
     adapter: Any = None
-    timeout: float = 600.0
 
 
 _RUNNING: dict[str, Handle] = {}  # by the settings' repr: engine_kwargs may hold mappings
@@ -195,11 +194,6 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
         if _has_linear_layers(settings):  # their prefixes are cached by way of prefills in pieces
             arguments["enable_prefix_caching"] = False
     arguments |= given
-    if not torch.cuda.is_available() and arguments["max_num_batched_tokens"] < settings.max_model_len:
-        raise ConfigError(
-            f"rollout.vllm.engine_kwargs.max_num_batched_tokens = {arguments['max_num_batched_tokens']}: on a CPU it "
-            f"must be at least max_model_len, {settings.max_model_len}, because prompts are not prefilled in pieces"
-        )
     if not torch.cuda.is_available() and "kv_cache_memory_bytes" not in arguments:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(settings, arguments["max_num_seqs"])
     return arguments | {

@@ -23,22 +23,19 @@ if TYPE_CHECKING:
 SEEDS = 1 << 32
 """vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end there."""
 TEMPERATURES = (0.01, 2.0)
-Spans = tuple[tuple[int, int], ...]
-"""(first token, weight version) of each span of a completion."""
 
 
 @dataclass(frozen=True)
 class EngineRequest:
     """One request: collapsed ids and images, and vLLM's sampling parameters for its `n` generations.
 
-    `uid` names the row in messages. Of requests that wait at a server, one of lower `priority` goes first.
+    `uid` names the row in messages.
     """
 
     uid: str
     token_ids: Sequence[int]
     images: Sequence[Image]
     params: Mapping[str, Any]
-    priority: int = 0
 
     @property
     def sequences(self) -> int:
@@ -47,32 +44,32 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence as vLLM reports it. `versions` are a server's (first token, name of the weights) spans."""
+    """One sampled sequence as vLLM reports it."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str | None
-    versions: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)
 class EngineAnswer:
     """vLLM's answer to one `EngineRequest`: the ids it ran, its sequences by generation, log-probs of the prompt.
 
-    `url` is that of the server that answered.
+    `url` is that of the server that answered, `weights` what it calls those that it sampled under.
     """
 
     prompt_token_ids: tuple[int, ...]
     sequences: tuple[Sampled, ...]
     prompt_logprobs: Sequence[float | None] = ()
     url: str = ""
+    weights: str = ""
 
 
 class RequestFormat:
     """Requests of a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
 
     `mask` is a logit bias that keeps media tokens from being sampled, and `params` are added to those of each request.
-    `versions` gives the weight versions of a sequence.
+    `version` gives the number of the weights that are sampled from.
     """
 
     def __init__(
@@ -83,10 +80,10 @@ class RequestFormat:
         *,
         mask: Mapping[Any, float],
         params: Mapping[str, Any],
-        versions: Callable[[Sampled], Spans],
+        version: Callable[[], int],
     ) -> None:
         self.processor, self.max_model_len, self.max_images = processor, max_model_len, max_images
-        self.mask, self.params, self.versions = mask, params, versions
+        self.mask, self.params, self.version = mask, params, version
         self.stops = sorted(processor.stop_token_ids)
 
     def sampled(self, group: Sequence[Request]) -> EngineRequest:
@@ -115,10 +112,7 @@ class RequestFormat:
                 f"{len(answer.sequences)}"
             )
         pairs = zip(group, answer.sequences, strict=True)
-        return [
-            completion_of(request, self.processor, sampled, self.versions(sampled))
-            for request, sampled in pairs
-        ]
+        return [completion_of(request, self.processor, sampled, self.version()) for request, sampled in pairs]
 
     def scores(self, prompt: Prompt, token_ids: Sequence[int], answer: EngineAnswer) -> list[float]:
         """The log-probs [T] of the completion that was scored."""
@@ -202,7 +196,7 @@ def check_ids(prompt: Prompt, expected: Sequence[int], got: Sequence[int]) -> No
         )
 
 
-def completion_of(request: Request, processor: Processor, sampled: Sampled, versions: Spans) -> Completion:
+def completion_of(request: Request, processor: Processor, sampled: Sampled, version: int) -> Completion:
     """The completion of a request. EngineError where it did not end, GuardStop where log-probs are none."""
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
@@ -218,5 +212,5 @@ def completion_of(request: Request, processor: Processor, sampled: Sampled, vers
         text=processor.decode(sampled.token_ids),
         finish_reason=cast(FinishReason, sampled.finish_reason),
         seed=request.seed,
-        weight_versions=versions,
+        weight_versions=((0, version),),
     )
