@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.config import GRPOConfig
 from mm_grpo.health import Alarm
 from mm_grpo.health.history import History
 from mm_grpo.rewards.spec import RewardSpec
@@ -189,16 +189,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             ),
         ),
     ]
-    return rows if kl_leaves_0(algorithm) else rows[:-1]
-
-
-def kl_leaves_0(algorithm: AlgorithmConfig) -> bool:
-    """Whether there is a KL term, and a reference that stays behind: not one that is set to the policy again and again.
-
-    With kl_in_reward the KL is between engine and learner, whose rounding alone is above 0.
-    """
-    equal_again = algorithm.sync_ref_model and algorithm.ref_model_mixup_alpha == 1
-    return algorithm.beta > 0 and not algorithm.kl_in_reward and not equal_again
+    # with kl_in_reward the KL is between engine and learner, whose rounding alone is above 0
+    return rows if algorithm.beta > 0 and not algorithm.kl_in_reward else rows[:-1]
 
 
 def at_the_end(run: History) -> tuple[str, Alarm] | None:

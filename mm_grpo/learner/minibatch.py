@@ -18,7 +18,6 @@ from torch import Tensor
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.balance import Cost
 from mm_grpo.learner.loss import LossInputs, PackTokens
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.types import Completion, Group, Prompt
@@ -120,19 +119,6 @@ def make_items(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Item
 def update_of(slot: int, config: GRPOConfig) -> int:
     """The update that a slot belongs to, from 0: slots are cut into `updates_per_step` equal runs."""
     return slot * config.optim.updates_per_step // config.rollout.prompts_per_step
-
-
-def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost:
-    """The update of a group, and the tokens that it runs there, the prompt for each completion if not `shared`."""
-    live = [
-        c.run_length
-        for c, acts in zip(group.completions, group.has_advantage, strict=True)
-        if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm, group.prompt) or acts)
-    ]
-    prompts = min(1, len(live)) if shared else len(live)
-    doubled = config.algorithm.perception_coef > 0 or config.algorithm.twin_view is not None
-    twins = 2 if doubled and group.prompt.vision else 1
-    return update_of(group.slot, config), twins * (prompts * len(group.prompt.token_ids) + sum(live))
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:

@@ -25,7 +25,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mm_grpo.learner.optimizer import BaseOptimizer
-from mm_grpo.learner.reference import MovingReference
 from mm_grpo.learner.snapshot import Snapshot
 
 BLOCK = 16 << 20
@@ -71,11 +70,6 @@ def state_file(optimizer: BaseOptimizer) -> StateFile:
         starts[fragment.name] = fragment.start
         tensors |= {f"{kind}/{fragment.name}": tensor for kind, tensor in fragment.tensors.items()}
     return StateFile(tensors, {"starts": json.dumps(starts), "random": json.dumps(random_state())})
-
-
-def reference_file(reference: MovingReference) -> StateFile:
-    """The fp32 weights of a reference policy that moves."""
-    return StateFile({name: master.view(-1) for name, master in reference.masters.items()}, {})
 
 
 def load_state(
@@ -130,12 +124,6 @@ def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> Non
             raise KeyError(
                 f"{name}: {count} of {parameters[name].numel()} elements are in {len(files)} files"
             )
-
-
-def load_reference(reference: MovingReference, path: Path) -> None:
-    """Read the weights of a reference policy, in place."""
-    with safe_open(path, framework="pt") as file:
-        reference.load({name: file.get_tensor(name) for name in reference.masters})
 
 
 def mark_of(path: Path) -> FileMark:

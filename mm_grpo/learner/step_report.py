@@ -107,7 +107,7 @@ class PackStatistics:
     """Counts of a step's passes: tokens, places in packs, images, prompts, packs.
 
     `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
-    prompt once for each. `graphs` are those of FlexAttention that the process has compiled so far.
+    prompt once for each.
     """
 
     tokens: int = 0
@@ -116,7 +116,6 @@ class PackStatistics:
     prompts: int = 0
     packs: int = 0
     plain: int = 0
-    graphs: int = 0
 
     def add_prompt(self, prompt: Prompt, multiple: int) -> None:
         """Count a prompt that was run apart, its width rounded up to a multiple."""
@@ -135,17 +134,14 @@ class PackStatistics:
         """Sums over all processes. Collective.
 
         `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over what the packs
-        might hold, `learner/balance` the mean work of a process over that of the busiest one.
+        might hold.
         """
         every = ranks.all_gather(self, "pack statistics")
         total = {name: sum(getattr(w, name) for w in every) for name in self.__dataclass_fields__}
-        busiest, graphs = (max(getattr(w, name) for w in every) for name in ("tokens", "graphs"))
         return {
-            **({"learner/flex_graphs": graphs} if graphs else {}),
             "learner/packs": total["packs"],
             "learner/fill": total["tokens"] / max(total["places"], 1),
             "learner/pack_fill": total["tokens"] / max(total["packs"] * max_tokens, 1),
-            "learner/balance": total["tokens"] / max(busiest * len(every), 1),
             "learner/tokens": total["tokens"],
             "learner/tokens_saved": total["plain"] - total["tokens"],
             "learner/images_encoded": total["images"],

@@ -66,11 +66,11 @@ def matrix() -> list[Case]:
     ]
     perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
-    cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
+    cases.append(case("credit", set="uneven", algorithm={"credit": "pgpo"}))
     crops = {"twin_view": {"view": "crop", "coef": 500.0}}  # as large as the advantages
     cases.append(case("twins", set="apart", algorithm=crops, sharp=True))
     cases.append(case("twins-lora", set="uneven", algorithm=crops, sharp=True, lora=4))
-    of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
+    of_turns = {"turn_gamma": 0.9, "credit": "vppo"}
     cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
     cases.append(case("frozen", freeze_vision=True))
@@ -204,8 +204,6 @@ def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: An
         metrics = results[name][0]["metrics"]
         counts = [metrics[f"learner/{what}"] for what in ("packs", "prompts_run", "images_encoded")]
         assert counts == [packs, 4, 4]
-    # both groups with advantages were dealt to one process, and each of the two ran one
-    assert results["odd"][0]["metrics"]["learner/balance"] > 0.6
 
 
 @pytest.mark.long

@@ -70,7 +70,7 @@ learner/twin_view.py < learner/test_twin_view.py
 learner/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
-learner/controls.py < learner/test_sight.py learner/test_credit.py learner/test_conversations.py
+learner/sight.py < learner/test_sight.py
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
     * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))

@@ -18,7 +18,6 @@ from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import DataConfig, GRPOConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.minibatch import group_cost
 from mm_grpo.learner.perception import masked_prompt, require_images
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group, Prompt
@@ -89,7 +88,6 @@ def test_groups_without_advantage_are_run_where_they_have_images(models: dict[st
     rows = [g for g in groups if g.prompt.vision]
     tokens = sum(2 * (len(g.prompt.token_ids) + sum(c.run_length for c in g.completions)) for g in rows)
     assert report.metrics["learner/tokens"] == tokens
-    assert sum(group_cost(g, config_for(path, algorithm=TERM))[1] for g in level) == tokens
     assert any(bool(g.any()) for g in grads.values())
 
 

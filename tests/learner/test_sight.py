@@ -12,9 +12,8 @@ from helpers.steps import learner_of, make_groups, plain_logp
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.controls import Row, pairs_of, with_images
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.sight import GroupSight, measure, pieces_of
+from mm_grpo.learner.sight import GroupSight, Row, measure, pairs_of, pieces_of, with_images
 from mm_grpo.parity.images import sight_metrics
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Group, Tail
@@ -135,7 +134,6 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
 @pytest.mark.parametrize(
     ("rows", "count", "pairs"),
     [
-        ({}, 4, []),
         ({3: Row(("a",))}, 4, []),
         ({0: Row(("a",)), 1: Row(("b",)), 2: Row(("c",))}, 4, [(0, 1), (1, 2), (2, 0)]),
         ({0: Row(("a", "b")), 1: Row(("a", "c")), 2: Row(("b", "a"))}, 4, [(0, 2), (1, 2), (2, 0)]),
@@ -143,13 +141,11 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
         ({i: Row((str(i),)) for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
         (
             {0: Row(("a",), "x"), 1: Row(("b",), "x"), 2: Row(("c",), "y"), 3: Row(("d",))},
-            None, [(0, 2), (1, 2), (2, 0), (3, 0)],
+            4, [(0, 2), (1, 2), (2, 0), (3, 0)],
         ),
-        ({0: Row(("a",), "x"), 1: Row(("a",), "y"), 2: Row(("b",), "x")}, None, [(0, 2), (1, 2), (2, 1)]),
-        ({0: Row(("a",), wants=False), 1: Row(("b",)), 2: Row(("c",))}, None, [(1, 2), (2, 0)]),
     ],
 )  # fmt: skip
-def test_which_rows_lend_their_images(rows: Any, count: int | None, pairs: list[tuple[int, int]]) -> None:
+def test_which_rows_lend_their_images(rows: Any, count: int, pairs: list[tuple[int, int]]) -> None:
     assert pairs_of(rows, count) == pairs
 
 

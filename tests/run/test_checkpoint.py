@@ -231,8 +231,7 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
         ) == decides
     assert is_neutral("run.dir") and not is_neutral("run.seed")
     for term, decides in (
-        ({"credit": {"control": "masked"}}, False),
-        ({"credit": {"control": "other_image"}}, True),
+        ({"credit": "pgpo"}, False),
         ({"twin_view": {"view": "crop"}}, True),
     ):
         assert ("optim.max_tokens_per_pack" in deciding_fields(config_for(path, algorithm=term))) == decides
@@ -244,7 +243,7 @@ def test_fields_that_change_no_update_may_change(models: dict[str, Path]) -> Non
 @pytest.mark.parametrize("leaf", [path for path, _ in leaves(GRPOConfig)])
 def test_every_other_field_is_refused_by_name(leaf: str) -> None:
     twins = leaf.startswith("algorithm.twin_view.")
-    algorithm = {"twin_view": {"view": "crop"}} if twins else {"credit": {"control": "masked"}}
+    algorithm = {"twin_view": {"view": "crop"}} if twins else {"credit": "pgpo"}
     config = GRPOConfig.from_dict({"model": {"path": "x", "lora": {"rank": 2}}, "algorithm": algorithm})
 
     def changed(section: Any, names: list[str]) -> Any:
