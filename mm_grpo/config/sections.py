@@ -75,9 +75,9 @@ class ModelConfig(Section):
     """Run the code that a model brings along (auto_map in its config); false runs none. Default: false."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU, float32 on a CPU. Default: auto."""
-    attn: Literal["auto", "sdpa", "eager", "flex_attention"] = "auto"
-    """Attention of the learner: sdpa, eager or flex_attention; auto is flex_attention on a GPU in bfloat16 where it
-    proves right, else sdpa. Default: auto."""
+    attn: Literal["auto", "sdpa", "flex_attention"] = "auto"
+    """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 where it proves
+    right, else sdpa. Default: auto."""
     lora: Annotated[
         LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
     ] = None

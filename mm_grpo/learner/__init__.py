@@ -15,7 +15,7 @@ Forward
 - `forward.py`: the one module whose forward takes a pack.
 - `forward_pass.py`: one pass over the packs of a plan, with what these share; log-probs of given completions.
 - `prompt_states.py`: prompts that are run once for several packs: what is kept of them, and their backward.
-- `image_features.py`: image features that passes or packs share.
+- `image_features.py`: image features that rows or passes share.
 - `completion_batch.py`: a pack's rows cut into prompts and a batch of completions.
 - `attention.py`, `flex.py`: attention that skips what the mask forbids, on a CPU and on a GPU.
 - `linear_attention.py`: layers with a recurrent state, which each completion takes over from its prompt.

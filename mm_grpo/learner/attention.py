@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences, completion_batch
-from mm_grpo.learner.flex import BLOCK, attend, block_mask, exhausted, fault, warn_once
+from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault, warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import PADDING, Item, Pack, attention_mask, plan
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
@@ -148,8 +148,6 @@ class Masks:
     ) -> None:
         text = model.config.get_text_config()
         self.model, self.family, self.shared = model, family, shared
-        self.dtype: torch.dtype = model.dtype
-        self.eager = text._attn_implementation == "eager"
         kinds = set(getattr(text, "layer_types", None) or ())
         windowed = SLIDING in kinds or (not kinds and getattr(text, "sliding_window", None))
         self.looks_ahead = family is not None and family.looks_ahead
@@ -157,22 +155,17 @@ class Masks:
         self.dense = self.looks_ahead or self.window is not None
         self.kinds = sorted(kinds)
         plain = shared and not self.dense
-        hooked = use_prefix_attention(text, prefix_attention)
-        # whether prompts can be run apart from their completions: where the layers' attention is ours
-        self.apart = shared and hooked
+        use_prefix_attention(text, prefix_attention)
         if attn == "flex_attention" and not plain:
             raise ConfigError(
                 f"model.attn = 'flex_attention' does not work for a {text.model_type}: its masks are those of sliding "
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
-        self.blocks = hooked and plain
-        self._flex_works = self.blocks and _flex_works(model, attn)
+        self.blocks = plain
+        self.apart = shared  # whether prompts can be run apart from their completions
+        # whether packs get a `BlockMask` for FlexAttention
+        self.flex = self.blocks and _flex_works(model, attn)
         self.rule = prepare_linear_layers(model) if shared else None
-
-    @property
-    def flex(self) -> bool:
-        """True when packs get a `BlockMask` for FlexAttention."""
-        return self._flex_works and not exhausted()
 
     @property
     def multiple(self) -> int:
@@ -204,7 +197,7 @@ class Masks:
             blocks = pad(blocks, (before, 0), value=-1)
         windows = {kind: self.window if kind == SLIDING else None for kind in self.kinds or (SLIDING,)}
         made = {
-            kind: self._as_layers_take_it(attention_mask(pack.whole_segments, blocks, window)[:, :, before:])
+            kind: attention_mask(pack.whole_segments, blocks, window)[:, :, before:]
             for kind, window in windows.items()
         }
         return {"attention_mask": made if self.kinds else made[SLIDING]} | given
@@ -224,14 +217,7 @@ class Masks:
         prefix = prefix_layout(segments, batch, before) if self.blocks else None
         if prefix is not None:
             return made | unread | {"prefix": prefix}
-        return made | {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
-
-    def _as_layers_take_it(self, mask: Tensor) -> Tensor:
-        """Eager adds its mask, sdpa selects by it."""
-        if not self.eager:
-            return mask
-        floor = torch.finfo(self.dtype).min
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, floor)
+        return made | {"attention_mask": attention_mask(segments)[:, :, before:]}
 
 
 def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:

@@ -32,7 +32,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.credit import acting, after_masked, credit_metrics, weighed
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score, states_on_host
-from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.lora import (
     adapted_layers,
     has_adapters,
@@ -366,9 +366,9 @@ class Learner:
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
         several = passes > 1 or minibatches > 1
         kept = several and family.tower_is_frozen(self.model)
-        self._use_features(SharedFeatures(self.model, family) if kept else None)
+        self._use_features(ImageFeatures(self.model, family) if kept else None)
 
-    def _use_features(self, features: SharedFeatures | None) -> None:
+    def _use_features(self, features: ImageFeatures | None) -> None:
         self.module.features = features
         # a reference of another path has another tower
         if self.reference is not None and self.config.algorithm.reference_path is None:

@@ -88,7 +88,7 @@ learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test
     * schedule | self.updates += 1 ==> self.updates += stepped
     * dtype of sums | if master is not param:  # as soon as ==> if False:  # as soon as
     wrong group | {"params": plain, "weight_decay": 0.0} ==> {"params": plain, "weight_decay": config.weight_decay}
-learner/prompt_states.py < learner/test_prompt_states.py learner/test_image_features.py
+learner/prompt_states.py < learner/test_prompt_states.py
     * dtype of sums | grad.float() if total is None ==> grad if total is None
 learner/logprobs.py < learner/test_logprobs.py
     * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]

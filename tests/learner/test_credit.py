@@ -103,7 +103,7 @@ def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int
 @pytest.mark.parametrize(
     ("packs", "algorithm"),
     [
-        (4096, {"credit": "pgpo"}),
+        (4096, {"credit": "pgpo", "loss_options": {"perception_mask_ratio": 0.9}}),
         (70, {"credit": "vppo", "loss_type": "grpo", "loss_options": {"perception_mask_ratio": 0.5}}),
     ],
 )

@@ -63,7 +63,7 @@ ROWS = st.lists(st.lists(GROUP_LENGTHS, min_size=1, max_size=3), min_size=1, max
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ROWS)
 def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[list[int]]]) -> None:
     segments = segments_of(rows)
@@ -149,16 +149,16 @@ def test_updates_are_those_of_blocks_and_dense_masks(
 ) -> None:
     """Recomputed layers see the same segments: a lost mask would change every gradient.
 
-    Of many packs those of `eager` run the prompts again, the others go on from them."""
+    Of many packs those of `dense` run the prompts again, the others go on from them."""
     path = models["qwen3_vl"]  # the text layers of all families call the same kernel
     processor = load_processor(str(path))
     groups = make_groups(processor)
     tokens = max(len(g.prompt.token_ids) for g in groups) + 8 if many else 16384
     updates = {}
-    for attn in ("flex_attention", "sdpa", "eager"):
+    for attn in ("flex_attention", "sdpa", "dense"):
         config = config_for(
             path,
-            model={"path": str(path), "attn": attn},
+            model={"path": str(path), "attn": "sdpa" if attn == "dense" else attn},
             algorithm={"entropy_coef": 0.1},
             optim={"gradient_checkpointing": checkpointing, "max_tokens_per_pack": tokens},
         )
@@ -166,12 +166,14 @@ def test_updates_are_those_of_blocks_and_dense_masks(
         model = load_model(config.model, processor.family)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         learner = Learner(model, processor, config, 10)
+        if attn == "dense":
+            learner.module.masks.blocks = learner.module.masks.apart = False
         assert learner.module.masks.multiple == (128 if attn == "flex_attention" else 1)
         metrics = learner.update(groups).metrics
-        assert (metrics["learner/prompts_run"] == 4) == (not many or attn != "eager")
+        assert (metrics["learner/prompts_run"] == 4) == (not many or attn != "dense")
         updates[attn] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
         assert bool(emulation) == (attn == "flex_attention")
-    for name, want in updates["eager"].items():
+    for name, want in updates["dense"].items():
         assert want.norm() > 0, name
         for attn in ("flex_attention", "sdpa"):
             assert float((updates[attn][name] - want).norm()) <= 1e-4 * float(want.norm()), (attn, name)
@@ -183,7 +185,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "_EXHAUSTED", threading.Event())
     torch._dynamo.reset()
     flex._compiled.cache_clear()
     flex.fault.cache_clear()
@@ -247,31 +248,6 @@ def test_nothing_is_compiled_but_what_was_compared(compiled: CompileCounter) -> 
     assert compiled.frame_count == 4
 
 
-@pytest.mark.slow
-def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None:
-    torch.manual_seed(0)
-    segments = segments_of([[140, 30, 20]])
-    for scaling, count in ((None, 1), (16**-0.5, 1), (0.1, 2), (0.3, 2)):
-        check(segments, (True, True, True), True, scaling)
-        assert compiled.frame_count == count, scaling
-
-
-def test_past_the_limit_of_graphs_the_next_packs_go_block_by_block(
-    models: dict[str, Any], compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch would raise an error, or run what it was given uncompiled; the pack at work gets the right numbers."""
-    monkeypatch.setattr("mm_grpo.learner.attention.fault", lambda *shape: None)
-    masks = Masks(load(models["qwen2_vl"]), "flex_attention")
-    segments = segments_of([[140, 30, 20]])
-    monkeypatch.setattr(flex, "GRAPHS", 1)
-    check(segments, (True, True, True), True, None)
-    assert not flex.exhausted() and "flex" in masks.of(segments) and masks.multiple == 128
-    check(segments, (True, True, True), False, None)
-    assert flex.exhausted() and compiled.frame_count == flex.graphs() == 1
-    assert "prefix" in masks.of(segments) and masks.multiple == 1
-    check(segments, (True, True, True), True, None)  # recomputed layers of a pack that had a block mask
-
-
 def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) -> None:
     """As autograd's thread, which has its own number of threads and its own recompile limit."""
     segments = segments_of([[140, 30, 20]])
@@ -316,7 +292,7 @@ def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compil
     assert compiled.frame_count == 4
     for groups in (make_groups(processor), make_groups(processor)[:1]):
         report = learner.update(groups)
-        assert report.updates[0].update_norm > 0 and report.metrics["learner/flex_graphs"] == 4
+        assert report.updates[0].update_norm > 0
     assert compiled.frame_count == 4
 
 

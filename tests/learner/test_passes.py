@@ -15,7 +15,7 @@ from helpers.steps import LENGTHS, learner_of, load, make_groups, plain_logp
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner import optimizer
-from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import LogProbs, Minibatch, make_items
 from mm_grpo.learner.pack import layout
@@ -133,7 +133,7 @@ def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) ->
     processor, model = load_processor(str(path)), load(path)
     groups = make_groups(processor)
     two, one = groups[0].prompt, groups[2].prompt
-    features = SharedFeatures(model.requires_grad_(False), processor.family)
+    features = ImageFeatures(model.requires_grad_(False), processor.family)
     features.of([one])
     found = features.of([two, one, two])
     assert features.encoded == 3

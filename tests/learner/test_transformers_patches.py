@@ -62,13 +62,6 @@ def test_text_layers_hand_on_what_the_forward_is_given(
     assert all(call["mask"] is mask for call in calls)
 
 
-def test_a_layer_that_is_not_sdpa_keeps_its_attention(models: dict[str, Path]) -> None:
-    for attention, taken in (("sdpa", True), ("eager", False)):
-        text = load(models["qwen2_vl"], attn_implementation=attention).config.get_text_config()
-        assert patches.use_prefix_attention(text, prefix_attention) == taken
-        assert text._attn_implementation == (patches.PREFIX_ATTENTION if taken else "eager")
-
-
 @pytest.mark.parametrize("given", [True, False], ids=["unread", "none"])
 def test_an_unread_mask_keeps_a_text_model_from_making_one(
     given: bool, calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
