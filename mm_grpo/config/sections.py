@@ -561,8 +561,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
-    phantom_advantage. Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, phantom_advantage.
+    Default: {}."""
     profile: ProfileChoice = False
     """Print where the time goes: true, or torch, which also writes torch's own trace of an update (docs/report.md).
     Default: false."""

@@ -32,8 +32,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.optimizer import trainable
-from mm_grpo.learner.snapshot import Snapshot
-from mm_grpo.learner.state import frozen_digest, load_state, load_weights, state_file
+from mm_grpo.learner.state import Snapshot, frozen_digest, load_state, load_weights, state_file
 from mm_grpo.rollout.background import Background
 from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
 from mm_grpo.run.environment import free_memory

@@ -154,7 +154,6 @@ parity/sync.py < parity
     threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
 health/checks.py < health/test_guards.py
     * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
-    dropped side | abs(gap.ratio - 1) > RATIO_BIAS ==> gap.ratio - 1 > RATIO_BIAS
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
