@@ -244,9 +244,9 @@ def why_no_update(run: History) -> str:
         return "every gradient overflowed; lower optim.learning_rate or train in float32 (model.dtype)"
     if run.updates and run.learning_rate == 0:
         return f"the learning rate was 0 in all {run.updates} updates; raise optim.learning_rate"
-    if "frac_reward_none" in run.always_1:
+    if not run.rewarded:
         return "no completion had a reward; see `mm-grpo check CONFIG`, and data.columns for the names of columns"
-    if "advantages/frac_zero" in run.always_1:
+    if not run.spread:
         return (
             "the rewards of no group differed, so there was nothing to learn from; see `mm-grpo check CONFIG` and "
             "rollouts/"

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ from mm_grpo.learner.step_report import (
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.learner.twin_view import TwinPrompts
-from mm_grpo.processors.base import Layout, Processor
+from mm_grpo.processors.base import Processor
 from mm_grpo.timing import span, timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
@@ -87,11 +87,6 @@ class Learner:
         total_updates: int,
         ranks: Ranks | None = None,
     ) -> None:
-        if processor.layout not in get_args(Layout):
-            raise ConfigError(
-                f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout; must be "
-                f"one of {', '.join(get_args(Layout))}"
-            )
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
                 f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "

@@ -85,7 +85,8 @@ def oracle(
     return grads, [*weights.values()]
 
 
-def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 1e-5) -> None:
+def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 3e-5) -> None:
+    """Weights scale small differences of log-probs, and with them their rounding."""
     for name, want in theirs.items():
         assert float((ours[name] - want).norm()) <= limit * float(want.norm()) or is_rounding(name), name
 
