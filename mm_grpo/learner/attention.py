@@ -98,9 +98,7 @@ def prefix_attention(
         keep_prompt.keep(layer, lambda: (key[:, :, :length], value[:, :, :length]))
     whole_key, whole_value = key, value
     apart = [] if prefixes is None else prefixes.pairs(layer)
-    # one prompt alone is looked at where it is, block by block
-    alone = prefix is not None and not prefix.batch.prompts and len(apart) == 1
-    if prefixes is not None and not alone:
+    if prefixes is not None:
         whole_key = prefixes.before(layer, 0, key)
         whole_value = prefixes.before(layer, 1, value)
     if flex is not None:

@@ -149,7 +149,7 @@ def _run_merged(layer: Any, inputs: Tensor) -> Tensor:
     return nn.functional.linear(inputs, _merged(layer, base.weight), base.bias)
 
 
-def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
+def merge_lost(model: nn.Module) -> float | None:
     """The share of the adapters' movement that rounding takes away where they are merged, over some of the layers.
 
     ||round(base + delta) - base - delta|| / ||delta|| with delta = scale * B @ A, in [0, 1]: a bf16 weight does
@@ -158,7 +158,7 @@ def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
     found = [layer for _, layer in _layers(model)]
     lost = moved = 0.0
     with torch.no_grad():
-        for layer in found[:: max(1, -(-len(found) // layers))]:
+        for layer in found[:: max(1, -(-len(found) // MEASURED))]:
             base, delta = dense(layer.base_layer.weight), _delta(layer)
             error = _merged(layer, base).float() - base.float() - delta
             lost += float(error.square().sum(dtype=torch.float64))

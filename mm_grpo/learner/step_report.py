@@ -28,11 +28,6 @@ class LearnerReport:
     updates: list[UpdateRecord] = field(default_factory=list)
     gaps: Mapping[int, SampledGap] = field(default_factory=dict)
 
-    @property
-    def max_gap(self) -> float:
-        """Largest gap of a token between the engine's log-probs and ours, in nats; 0 where no token was run."""
-        return self.metrics.get(f"{GAP}/max", 0.0)
-
 
 class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.

@@ -82,7 +82,7 @@ def write_checkpoint(
                     "process made there; name one that all hosts share"
                 )
             name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
-            entry = contents.state.write(beside / name).as_dict()
+            entry = contents.state.write(beside / name)
         entries = ranks.all_gather(entry, "a checkpoint")
         with together():
             require_open()
@@ -102,7 +102,7 @@ def _finish(
     manifest = {**contents.manifest, "files": files, "log": None}
     if contents.log is not None:
         atomic_write(beside / LOG, contents.log)
-        manifest["log"] = mark_of(beside / LOG).as_dict()
+        manifest["log"] = mark_of(beside / LOG)
     atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     _sync(beside)
     remove(path)  # the step is taken again, so this one was not whole
