@@ -51,7 +51,7 @@ def weighed(
     items = [item for item in minibatch.live if item.index in control]
     engine = {i.index: torch.tensor(logprobs.engine[i.index], dtype=torch.float64) for i in items}
     seen, unseen, advantages = (
-        _on_cpu([values[i.index] for i in items])
+        [values[i.index].cpu() for i in items]
         for values in ({**engine, **logprobs.old}, control, minibatch.advantages)
     )
     found = list(map(dependency, seen, unseen))
@@ -80,11 +80,3 @@ def credit_metrics(weights: Sequence[Tensor], ranks: Ranks) -> dict[str, float]:
         "credit/above_1": float((every > 1 + 1e-6).double().mean()),
         "credit/top_quartile": float(every.topk(math.ceil(len(every) / 4)).values.mean()),
     }
-
-
-def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [T] in one transfer."""
-    if not tensors:
-        return []
-    device = tensors[-1].device
-    return list(torch.cat([t.to(device) for t in tensors]).cpu().split([len(t) for t in tensors]))
