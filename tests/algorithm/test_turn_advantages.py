@@ -63,11 +63,6 @@ def test_a_turn_without_a_reward_or_without_company_has_none() -> None:
     assert found[0][0] == pytest.approx(-half / (13 / math.sqrt(2) + 1e-4)) and found[1][0] == -found[0][0]
 
 
-def test_equal_rewards_make_exact_zeros_whatever_the_discount() -> None:
-    found = turn_advantages([[[0.1, 0.1, 0.3]] * 3], config(0.3))
-    assert found == [(((0.0,) * 3),) * 3]
-
-
 @pytest.mark.parametrize(
     ("how", "expected"),
     [

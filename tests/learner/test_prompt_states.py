@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from helpers.families import TABLE, answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
+from helpers.families import answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
 from helpers.passes import backward_of, counted, forward_of, orders_of
 from helpers.steps import config_for, load, make_groups
 from torch import Tensor
@@ -122,10 +122,10 @@ def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("family", "case"),
     [
-        *(("qwen3_vl", case) for case in ("trained", "frozen", "adapters, checkpointed")),
+        ("qwen3_vl", "trained"),
+        ("qwen3_vl", "frozen"),
         ("qwen3_5", "trained, checkpointed"),
-        ("qwen3_5", "adapters"),
-        ("gemma3", "trained, checkpointed"),
+        ("gemma3", "adapters, checkpointed"),
     ],
 )
 def test_groups_over_packs_give_what_transformers_forward_gives(
@@ -158,7 +158,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
             assert float((got - torch.cat(want)).detach().abs().max()) <= 1e-5
         return weighted(pack, logp, entropy)
 
-    for planned in (over(items, 2), over(items, 4), scattered(items)):
+    for planned in (over(items, 4), scattered(items)):
         model.zero_grad()
         with counted(model) as seen:
             work = backward_of(module, planned, media, loss)
@@ -169,7 +169,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
         assert module.prompts is None and module.features is None
 
 
-@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3", "smolvlm"])
 def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
     family: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -293,7 +293,7 @@ def test_two_groups_of_one_row_are_two_and_share_nothing(models: dict[str, Path]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3_5"])
 def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> None:
     """Gradients are as far from those of fp32 as where every pack runs the prompt itself."""
     path = models[family]

@@ -113,10 +113,8 @@ def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
 @pytest.mark.parametrize(
     ("family", "packs", "algorithm"),
     [
-        ("qwen2_5_vl", 4096, {"twin_view": MORE}),
-        ("qwen2_5_vl", 70, {"twin_view": MORE, "loss_type": "grpo"}),
+        ("qwen2_5_vl", 4096, {"twin_view": MORE, "loss_type": "grpo"}),
         ("qwen3_vl", 70, {"twin_view": CROP}),
-        ("qwen2_5_vl", 4096, {"twin_view": CROP, "loss_type": "grpo"}),
     ],
 )
 def test_the_gradient_is_that_of_plain_autograd(
@@ -165,8 +163,7 @@ def test_in_bfloat16_the_gradient_rounds_no_more_than_plain_autograd(models: dic
     assert report.metrics["twin_view/kl"] == pytest.approx(kl, rel=0.05)
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
-def test_kl_by_hand_in_one_tile_and_in_many(chunk_bytes: int) -> None:
+def test_kl_by_hand_in_many_tiles() -> None:
     """Three entries, of which the last is banned: the teacher has 3/4 and 1/4, the student a half of each."""
     head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], requires_grad=True)
     hidden = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], requires_grad=True)
@@ -177,7 +174,7 @@ def test_kl_by_hand_in_one_tile_and_in_many(chunk_bytes: int) -> None:
         torch.tensor([0, 1]),
         temperature=2.0,
         banned=[2],
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=1,
         teacher=teacher,
     )
     assert logp.tolist() == pytest.approx([-math.log(2)] * 2)
