@@ -222,12 +222,8 @@ def check(segments: Tensor, needs: tuple[bool, ...], grads: bool, scaling: float
 # widths below and above a block; as many rows, blocks and heads as one another; one row and several
 PACKS = [
     [[1, 1]],
-    [[60, 20, 30]],
-    [[140, 30, 20]],
     [[300, 30, 20, 50]],
-    [[30, 5], [20, 9]],
     [[300, 200], [100, 9], [90, 30, 40], [200, 7]],
-    [[600, 9]] * 2,
     [[140, 9]] * 4,
     [[[140, 9], [60, 30, 200], [3, 1]]],
 ]
@@ -271,13 +267,12 @@ def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("many", [False, True])
-def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compiled: CompileCounter) -> None:
-    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference; in one pack or
-    with prompts that are run apart."""
+def test_a_step_compiles_nothing_more(models: dict[str, Any], compiled: CompileCounter) -> None:
+    """With adapters, whose first layer has no gradient of the keys, recomputed layers, a reference, and prompts that
+    are run apart."""
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path))
-    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8 if many else 1024
+    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8
     config = config_for(
         path,
         model={
@@ -290,9 +285,7 @@ def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compil
     )
     learner = Learner(load_model(config.model, processor.family), processor, config, 10)
     assert compiled.frame_count == 4
-    for groups in (make_groups(processor), make_groups(processor)[:1]):
-        report = learner.update(groups)
-        assert report.updates[0].update_norm > 0
+    assert learner.update(make_groups(processor)).updates[0].update_norm > 0
     assert compiled.frame_count == 4
 
 
