@@ -163,25 +163,6 @@ def test_the_whole_gradient_is_the_plain_forwards_where_heads_forget_at_once(
     assert logp <= 1e-5 and (apart / whole) ** 0.5 <= 5e-6
 
 
-@pytest.mark.parametrize("left_out", ["state", "tail"])
-def test_a_completion_without_its_prompts_state_shows(
-    left_out: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    apply = linear_attention._apply
-
-    def forgetful(layer: Any, mixed: Tensor, decay: Tensor, beta: Tensor, state: Any, rule: Any) -> Any:
-        if state is not None and left_out == "state":
-            state = torch.zeros_like(state)
-        if state is not None and left_out == "tail":
-            mixed = torch.cat([torch.zeros_like(mixed[:, :3]), mixed[:, 3:]], 1)
-        return apply(layer, mixed, decay, beta, state, rule)
-
-    monkeypatch.setattr(linear_attention, "_apply", forgetful)
-    path = models[tiny.HYBRID]
-    logp, gradient = gaps(load(path), load(path), path)
-    assert logp > 1e-3 and gradient > 1e-2
-
-
 def test_a_copy_of_the_model_runs_its_own_layers(models: dict[str, Path]) -> None:
     """A reference policy is a copy of a model that may have been prepared before."""
     path = models[tiny.HYBRID]

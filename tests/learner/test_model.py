@@ -28,7 +28,6 @@ from mm_grpo.processors.qwen_vl import QwenVLFamily
 FAMILY = QwenVLFamily()
 Q = "model.language_model.layers.0.self_attn.q_proj.weight"
 Q_FILE = Q.replace("language_model.", "")  # as it is named on the disk
-DTYPES = (torch.float32, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -117,19 +116,16 @@ def test_a_folder_that_cannot_be_trained_exactly_is_refused_in_one_line(fault: s
     assert "model.path" in one_line(caught)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(
-    dtype: torch.dtype, folder: Path
-) -> None:
+def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in stored
-    model = load(folder, dtype=str(dtype).removeprefix("torch."))
+    model = load(folder, dtype="bfloat16")
     on_disk = {
         n.replace("model.visual", "visual").replace("language_model.", ""): p
         for n, p in model.named_parameters()
     }
     assert model.training and on_disk.keys() == stored.keys()
-    assert all(torch.equal(p, stored[n].to(dtype)) for n, p in on_disk.items())
+    assert all(torch.equal(p, stored[n].bfloat16()) for n, p in on_disk.items())
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
@@ -192,12 +188,9 @@ def test_what_cannot_be_saved_is_refused_before_training(models: dict[str, Path]
 # passed in -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters_are_trained_in_a_model_that_is_passed_in(
-    dtype: torch.dtype, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_are_trained_in_a_model_that_is_passed_in(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
-    model = plain(path, dtype)
+    model = plain(path, torch.bfloat16)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = small_config(path, tmp_path / "run", model={"lora": {"rank": 2}}, run={"max_steps": 2})
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels], model=model)
@@ -211,18 +204,15 @@ def test_adapters_are_trained_in_a_model_that_is_passed_in(
     assert any(bool(p.any()) for n, p in trained.items() if ".lora_B" in n)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_frozen_tower_attention_and_checkpointing_are_applied(
-    dtype: torch.dtype, models: dict[str, Path]
-) -> None:
+def test_a_frozen_tower_attention_and_checkpointing_are_applied(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    model = plain(path, dtype, attn_implementation="eager").eval()
+    model = plain(path, torch.bfloat16, attn_implementation="eager").eval()
     parts = parts_of(path, model, model={"freeze_vision": True}, optim={"gradient_checkpointing": True})
     assert model.training and model.is_gradient_checkpointing and parts.model is model
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     assert all(p.requires_grad for p in model.model.language_model.parameters())
     assert model.config.get_text_config()._attn_implementation == PREFIX_ATTENTION
-    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     parts_of(path, model)  # again, by another config
     assert not model.is_gradient_checkpointing
 
