@@ -70,7 +70,7 @@ def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[lis
     assert torch.equal(pairs(flex.block_mask(segments)), attention_mask(padded(segments)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(ROWS, st.integers(1, 7))
 def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
     rows: list[list[list[int]]], chosen: int
@@ -101,17 +101,8 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
     assert (blocks == 1).all()  # nobody looks at what is asked there
 
 
-def test_blocks_that_nobody_sees_are_skipped() -> None:
-    # a prompt of 2 blocks and 4 completions of 2: each completion block sees the prompt and its own
-    mask = flex.block_mask(segments_of([[256, 256, 256, 256, 256]]))
-    run = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
-    assert run.tolist() == [1, 2] + 4 * [3, 4]  # of up to 10
-    assert mask.kv_num_blocks[0, 0].tolist() == [1] * 10  # the diagonal alone has pairs to decide
-    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1] + 4 * [2, 3]
-
-
 def test_blocks_of_other_groups_are_skipped() -> None:
-    # as above with one completion, then a group of a prompt of 1 block and completions of 1 and 2
+    # a prompt of 2 blocks and a completion of 2, then a group of a prompt of 1 block and completions of 1 and 2
     mask = flex.block_mask(segments_of([[[256, 256], [128, 128, 256]]]))
     run = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
     assert run.tolist() == [1, 2, 3, 4, 1, 2, 2, 3]
@@ -141,26 +132,21 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpointing", "many"), [(False, False), (True, True)], ids=["plain", "checkpointed, many packs"]
-)
-def test_updates_are_those_of_blocks_and_dense_masks(
-    checkpointing: bool, many: bool, models: dict[str, Any], emulation: list[int]
-) -> None:
+def test_updates_are_those_of_blocks_and_dense_masks(models: dict[str, Any], emulation: list[int]) -> None:
     """Recomputed layers see the same segments: a lost mask would change every gradient.
 
     Of many packs those of `dense` run the prompts again, the others go on from them."""
     path = models["qwen3_vl"]  # the text layers of all families call the same kernel
     processor = load_processor(str(path))
     groups = make_groups(processor)
-    tokens = max(len(g.prompt.token_ids) for g in groups) + 8 if many else 16384
+    tokens = max(len(g.prompt.token_ids) for g in groups) + 8
     updates = {}
     for attn in ("flex_attention", "sdpa", "dense"):
         config = config_for(
             path,
             model={"path": str(path), "attn": "sdpa" if attn == "dense" else attn},
             algorithm={"entropy_coef": 0.1},
-            optim={"gradient_checkpointing": checkpointing, "max_tokens_per_pack": tokens},
+            optim={"gradient_checkpointing": True, "max_tokens_per_pack": tokens},
         )
         emulation.clear()
         model = load_model(config.model, processor.family)
@@ -170,7 +156,7 @@ def test_updates_are_those_of_blocks_and_dense_masks(
             learner.module.masks.blocks = learner.module.masks.apart = False
         assert learner.module.masks.multiple == (128 if attn == "flex_attention" else 1)
         metrics = learner.update(groups).metrics
-        assert (metrics["learner/prompts_run"] == 4) == (not many or attn != "dense")
+        assert (metrics["learner/prompts_run"] == 4) == (attn != "dense")
         updates[attn] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
         assert bool(emulation) == (attn == "flex_attention")
     for name, want in updates["dense"].items():
