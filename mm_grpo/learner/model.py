@@ -200,20 +200,16 @@ def _refuse_not_finite(where: str, model: Any) -> None:
 
 
 def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    shapes = sorted(info["mismatched_keys"])
-    if not (missing or shapes or unexpected):
-        return
-    if missing:
-        fault = f"{missing[0]} is missing{_others(missing, 'tensor')}, and would be drawn at random"
-    elif shapes:
-        name, theirs, ours = shapes[0]
-        fault = (
-            f"{name} has shape {list(theirs)} there and {list(ours)} in the model{_others(shapes, 'tensor')}"
-        )
-    else:
-        fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
-    raise ConfigError(f"{where}: the weights are not those of its config.json: {fault}; give the whole model")
+    for fault, found in (
+        ("is missing, and would be drawn at random", info["missing_keys"]),
+        ("has another shape there", [name for name, *_ in info["mismatched_keys"]]),
+        ("is none of the model's", info["unexpected_keys"]),
+    ):
+        if names := sorted(found):
+            raise ConfigError(
+                f"{where}: the weights are not those of its config.json: {names[0]} {fault}{_others(names, 'tensor')}; "
+                "give the whole model"
+            )
 
 
 # passed in -----------------------------------------------------------------------------------

@@ -80,11 +80,11 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda f: weights(f, lambda t: t.pop(Q_FILE)), rf"{Q} is missing, and would be drawn at random"),
     "shape": (
         lambda f: weights(f, lambda t: t.update({Q_FILE: torch.zeros(3, 5)})),
-        rf"{Q} has shape \[3, 5\] there and \[64, 64\] in the model",
+        rf"{Q} has another shape there",
     ),
     "left over": (
         lambda f: weights(f, lambda t: t.update({"model.language_model.layers.9.x.weight": torch.zeros(1)})),
-        r"the model has no model\.language_model\.layers\.9\.x\.weight",
+        r"model\.language_model\.layers\.9\.x\.weight is none of the model's",
     ),
     "NaN": (poison(float("nan")), rf"{Q} holds NaN or infinite numbers"),
     "config of another shape": (
@@ -215,34 +215,6 @@ def test_a_frozen_tower_attention_and_checkpointing_are_applied(models: dict[str
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     parts_of(path, model)  # again, by another config
     assert not model.is_gradient_checkpointing
-
-
-@pytest.mark.parametrize(("device", "wanted"), [("cpu", None), ("cuda:1", torch.device("cuda:1"))])
-def test_a_model_is_built_on_its_gpu(
-    device: str, wanted: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No GPU here: what torch and transformers are asked for is noted."""
-    asked = list[Any]()
-
-    def from_pretrained(path: str, **options: Any) -> Any:
-        asked.append(options["device_map"])
-        raise OSError("noted")
-
-    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        load_model(ModelConfig(path=str(folder), device=device), FAMILY)
-    assert asked == [wanted]
-
-
-def test_a_model_that_is_passed_in_stays_where_it_is(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine with a GPU a model on the CPU is trained there, where model.device is auto."""
-    monkeypatch.setattr("mm_grpo.learner.model.resolve_device", lambda name: torch.device("meta"))
-    parts = parts_of(models["qwen2_vl"], plain(models["qwen2_vl"]), model={"device": "auto"})
-    assert {p.device.type for p in parts.model.parameters()} == {"cpu"}
 
 
 def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:

@@ -221,7 +221,7 @@ def test_a_learner_runs_prompts_and_images_once_in_every_pass(models: dict[str, 
     """The old policy's pass, the reference's, two updates and two iterations, over packs of any size."""
     path = models["qwen2_5_vl"]
     processor, found = load_processor(str(path)), []
-    for tokens in (4096, 120, 70):
+    for tokens in (4096, 70):
         config = config_for(
             path,
             algorithm={"beta": 0.2, "num_iterations": 2},
@@ -233,8 +233,8 @@ def test_a_learner_runs_prompts_and_images_once_in_every_pass(models: dict[str, 
         metrics = learner.update(make_groups(processor)).metrics
         found.append([metrics[f"learner/{n}"] for n in ("prompts_run", "images_encoded", "packs")])
     # four prompts with five images in four passes: reference, and two iterations; the old pass of two prompts
-    assert [each[:2] for each in found] == [[14, 18]] * 3
-    assert found[0][2] < found[1][2] < found[2][2]
+    assert [each[:2] for each in found] == [[14, 18]] * 2
+    assert found[0][2] < found[1][2]
 
 
 @pytest.mark.parametrize("tower_alone", [False, True])
