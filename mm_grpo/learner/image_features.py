@@ -1,7 +1,7 @@
 """Image features of packs: a prompt's images go through the vision tower once for all rows of a pack that hold them.
 
-A frozen tower makes the same features in all passes of a step, so there they are kept. One that is trained runs in
-each pack, whose backward goes through it; where a group is spread over packs its prompt is run apart, with its images
+A frozen tower makes the same features in all passes of a step, where they may be kept. One that is trained runs in each
+pack, whose backward goes through it. Where a group is spread over packs its prompt is run apart, with its images
 (prompt_states.py).
 """
 
@@ -18,14 +18,13 @@ from mm_grpo.types import Pictured
 
 
 class ImageFeatures:
-    """Features for the packs of one or more passes, while the caller holds their prompts.
+    """Features for the packs of one or more passes; with `keep` for all that ask, while the caller holds the prompts.
 
     `encoded` counts images that went through the tower, without blank ones.
     """
 
-    def __init__(self, model: Any, family: Family) -> None:
-        self.model, self.family = model, family
-        self.frozen = family.tower_is_frozen(model)
+    def __init__(self, model: Any, family: Family, *, keep: bool = False) -> None:
+        self.model, self.family, self.keep = model, family, keep
         self.encoded = 0
         self._kept: dict[int, VisionFeatures] = {}
 
@@ -39,7 +38,7 @@ class ImageFeatures:
             made = self.family.features(self.model, vision).split(counts)
             found |= dict(zip(map(id, new), made, strict=True))
             self.encoded += sum(counts)
-        if self.frozen:
+        if self.keep:
             self._kept = found
         return VisionFeatures.join([found[id(p)] for p in prompts])
 

@@ -361,7 +361,7 @@ class Learner:
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
         several = passes > 1 or minibatches > 1
         kept = several and family.tower_is_frozen(self.model)
-        self._use_features(ImageFeatures(self.model, family) if kept else None)
+        self._use_features(ImageFeatures(self.model, family, keep=True) if kept else None)
 
     def _use_features(self, features: ImageFeatures | None) -> None:
         self.module.features = features

@@ -132,7 +132,7 @@ def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) ->
     processor, model = load_processor(str(path)), load(path)
     groups = make_groups(processor)
     two, one = groups[0].prompt, groups[2].prompt
-    features = ImageFeatures(model.requires_grad_(False), processor.family)
+    features = ImageFeatures(model.requires_grad_(False), processor.family, keep=True)
     features.of([one])
     found = features.of([two, one, two])
     assert features.encoded == 3
