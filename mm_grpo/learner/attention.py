@@ -5,7 +5,7 @@ each other. Two ways around it, and `Masks` chooses:
 
     flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, where it was compared and is right
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
-             sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper; in batches of like length
+             sdpa: L^2 / 2 + G * T * (L + T), in batches of like length
 
 A model whose layers see more or less than all tokens before (sliding windows, images whose tokens see each other) gets
 one dense mask for each kind of layer. What `Masks` makes reaches every text layer as keyword arguments of the model's
@@ -50,19 +50,10 @@ class PrefixLayout:
     masks: tuple[Tensor, ...]
 
 
-def prefix_layout(
-    segments: Tensor, batch: CompletionBatch | None = None, before: int = 0
-) -> PrefixLayout | None:
+def prefix_layout(segments: Tensor, batch: CompletionBatch | None = None, before: int = 0) -> PrefixLayout:
     """The layout of a pack's segments [B, K + N], K = `before` of prompts that are run apart, whose `batch` may be
-    known; None when the dense mask is no dearer."""
-    rows, width = segments.shape
+    known."""
     batch = batch or completion_batch(segments, before)
-    pairs = sum(own.index.numel() * own.index.shape[1] / 2 for own in batch.prompts)
-    pairs += sum(
-        own.index.numel() * (own.prompt_index.shape[1] + own.index.shape[1]) for own in batch.completions
-    )
-    if pairs >= rows * (width - before) * width:
-        return None
     return PrefixLayout(batch, tuple(_mask(own) for own in batch.completions))
 
 
@@ -212,9 +203,8 @@ class Masks:
         unread = {"attention_mask": unread_mask(segments.device)}
         if self.flex:
             return made | unread | {"flex": block_mask(segments, before)}
-        prefix = prefix_layout(segments, batch, before) if self.blocks else None
-        if prefix is not None:
-            return made | unread | {"prefix": prefix}
+        if self.blocks:
+            return made | unread | {"prefix": prefix_layout(segments, batch, before)}
         return made | {"attention_mask": attention_mask(segments)[:, :, before:]}
 
 
