@@ -113,10 +113,3 @@ def test_a_group_may_be_shifted(name: str, data: st.DataObject) -> None:
         for row, shift in ((row, data.draw(EIGHTHS)) for row in rewards)
     ]
     assert close(SHIFT_FREE[name](shifted), SHIFT_FREE[name](rewards))
-
-
-@settings(deadline=None, max_examples=20)
-@given(rewards=TABLE, shift=EIGHTHS)
-def test_under_the_batch_scale_all_groups_may_be_shifted_together(rewards: Table, shift: float) -> None:
-    shifted: Table = [[None if r is None else r + shift for r in row] for row in rewards]
-    assert close(ALL["batch"](shifted), ALL["batch"](rewards))

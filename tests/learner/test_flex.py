@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import flex
-from mm_grpo.learner.attention import Masks, is_tried
+from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
@@ -323,17 +323,3 @@ def test_it_needs_a_gpu(models: dict[str, Path]) -> None:
     assert Masks(model, "auto").multiple == 1
     with pytest.raises(ConfigError, match=r"does not work on cpu: .*; write auto or sdpa"):
         Masks(model, "flex_attention")
-
-
-@pytest.mark.parametrize(
-    ("attn", "device", "dtype", "tried"),
-    [
-        ("auto", "cuda", torch.bfloat16, True),
-        ("auto", "cuda", torch.float32, False),
-        ("auto", "cpu", torch.bfloat16, False),
-        ("sdpa", "cuda", torch.bfloat16, False),
-        ("flex_attention", "cuda", torch.float32, True),
-    ],
-)
-def test_where_it_is_tried(attn: str, device: str, dtype: torch.dtype, tried: bool) -> None:
-    assert is_tried(attn, torch.device(device), dtype) == tried

@@ -17,7 +17,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import use_checkpointing
-from mm_grpo.learner.optimizer import Optimizer, adamw, schedule
+from mm_grpo.learner.optimizer import Optimizer, schedule
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
@@ -306,13 +306,3 @@ def test_gradient_checkpointing_is_on_where_a_gpu_is(
         config=SimpleNamespace(to_dict=dict), gradient_checkpointing_enable=turned.append,
     )  # fmt: skip
     assert use_checkpointing(model, asked) is done and bool(turned) is done
-
-
-@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", None)])
-def test_adamw_is_fused_on_a_gpu(device: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unfused it makes temporary copies as large as the masters."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: made.append(options))
-    params: list[Any] = [SimpleNamespace(device=torch.device(device), ndim=2)]
-    adamw(params, config_for("x").optim)
-    assert made[0].get("fused") is fused

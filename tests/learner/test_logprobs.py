@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -144,44 +143,3 @@ def test_gradients_of_many_tiles_are_summed_in_float32(
         assert want is not None and got is not None
         off = float((got - want).norm() / want.norm())
         assert off < (1e-5 if dtype == torch.float32 else 5e-3)
-
-
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """Shapes and dtypes of the matrix products that are made under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[torch.Size, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket is torch.ops.aten.mm:
-            self.made.append((out.shape, out.dtype))
-        return out
-
-
-def test_a_gpu_makes_few_large_products_in_float32_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 3B's head and 12,288 tokens as tensors without data, which take a GPU's way: to read one would be an error."""
-    copies: list[Any] = []
-    make = torch.tensor
-    monkeypatch.setattr(
-        torch, "tensor", lambda *args, **options: copies.append(args) or make(*args, **options)
-    )
-    h, w = (
-        torch.empty(n, 2048, device="meta", dtype=torch.bfloat16).requires_grad_() for n in (12288, 151936)
-    )
-    with Products() as products:
-        logp, entropy = token_logprobs(
-            h, w, torch.empty(12288, dtype=torch.long, device="meta"), banned=[151655, 7, 9]
-        )
-        (logp.sum() + entropy.sum()).backward()
-    assert {dtype for _, dtype in products.made} == {torch.float32}
-    tiles = [shape for shape, _ in products.made if shape[1] > 2048]
-    assert len(tiles) == 2 * 3 * 14  # forward and again in backward: rows by columns
-    assert len(copies) <= 1
-    rows, columns = max(tiles)
-    held = (
-        4 * columns * (2 * rows + 2 * 2048)
-    )  # logits, their exponentials; the head's gradient and what is added
-    assert 0.9 * 512 * 2**20 < held <= 512 * 2**20 == logprobs.chunk_bytes_of(gpu=True)
-    assert logprobs.chunk_bytes_of(gpu=False) == 64 * 2**20

@@ -95,15 +95,6 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         r"its weights are quantised \(bitsandbytes\)",
     ),
-    "sliding window": (
-        lambda f: edit(
-            f / "config.json",
-            text_config=json.loads((f / "config.json").read_text())["text_config"]
-            | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 8,
-               "use_sliding_window": True},
-        ),
-        "its layers have sliding_attention",
-    ),
 }  # fmt: skip
 
 
@@ -149,17 +140,6 @@ def test_code_that_a_model_brings_along_runs_where_it_is_trusted_and_nobody_is_a
     with pytest.raises(ConfigError, match="no processor for model type 'own'"):  # past it: the code ran
         load(folder, trust_remote_code=True)
     assert asked == []
-
-
-def test_unread_code_of_a_known_type_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(folder / "config.json", auto_map={"AutoConfig": "own.Own"})
-    with caplog.at_level(logging.WARNING, "mm_grpo"):
-        load(folder)
-    assert [
-        r.message
-        for r in caplog.records
-        if "code of its own (auto_map: AutoConfig), which is not run" in r.message
-    ]
 
 
 # saving --------------------------------------------------------------------------------------

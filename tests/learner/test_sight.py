@@ -13,10 +13,10 @@ from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.sight import GroupSight, measure, pairs_of, pieces_of, with_images
+from mm_grpo.learner.sight import GroupSight, measure, pairs_of, pieces_of
 from mm_grpo.parity.images import sight_metrics
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Group, Tail
+from mm_grpo.types import Completion, Group, Tail
 
 PACK = 4096
 
@@ -103,30 +103,14 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
         groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))
     )
 
-    def talking(group: Group) -> Group:
-        first = group.prompt.next_position
-        tails = [
-            Tail(
-                c.token_ids,
-                (True,) * len(c.token_ids),
-                torch.arange(first, first + len(c.token_ids)).expand(3, -1),
-            )
-            for c in group.completions
-        ]
-        return replace(
-            group,
-            completions=tuple(replace(c, tail=t) for c, t in zip(group.completions, tails, strict=True)),
-        )
+    def talking(group: Group, c: Completion) -> Completion:
+        first, count = group.prompt.next_position, len(c.token_ids)
+        positions = torch.arange(first, first + count).expand(3, -1)
+        return replace(c, tail=Tail(c.token_ids, (True,) * count, positions))
 
-    plain = measure(groups, learner, PACK, Ranks())
-    turns = measure([talking(g) for g in groups], learner, PACK, Ranks())
-    assert (
-        groups[2].prompt.next_position
-        != with_images(
-            learner.processor, groups[2].prompt, groups[3].prompt.engine_prompt.images
-        ).next_position
-    )
-    for one, other in zip(plain, turns, strict=True):
+    turns = [replace(g, completions=tuple(talking(g, c) for c in g.completions)) for g in groups]
+    plain, found = (measure(given, learner, PACK, Ranks()) for given in (groups, turns))
+    for one, other in zip(plain, found, strict=True):
         for a, b in zip(one.tokens, other.tokens, strict=True):
             assert a == pytest.approx(b, abs=1e-6)
 

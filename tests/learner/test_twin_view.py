@@ -15,7 +15,6 @@ from helpers.steps import config_for, distribution, gradients_of, load, make_gro
 from PIL import Image
 from torch import Tensor
 
-from mm_grpo import GRPOTrainer
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
@@ -230,7 +229,6 @@ def test_a_crop_is_the_box_in_the_files_pixels() -> None:
     ("field", "changes"),
     [
         ("twin_view.coef", {"algorithm": {"twin_view": MORE | {"coef": 0}}}),
-        ("twin_view.view", {"algorithm": {"twin_view": {"view": "zoom"}}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": CROP | {"max_pixels": 100}}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE}, "data": {"max_pixels": LIMIT}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE | {"max_pixels": None}}}),
@@ -254,13 +252,3 @@ def test_a_set_without_what_the_view_needs_is_refused() -> None:
             require_images(
                 Dataset(given, DataConfig()), "twin_view", several_turns=several_turns, column=column
             )
-
-
-def test_a_processor_that_is_passed_in_sees_no_more(models: dict[str, Any], tmp_path: Any) -> None:
-    path = models["qwen2_5_vl"]
-    config = config_for(
-        path, data={"max_pixels": SEEN}, algorithm={"twin_view": MORE}, run={"dir": str(tmp_path)}
-    )
-    rows = [{"prompt": f"say {i}", "answer": "a", "images": [tiny.picture(i)]} for i in range(8)]
-    with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
-        GRPOTrainer(config, train=rows, processor=load_processor(str(path)), rewards=["exact_match"])
