@@ -117,9 +117,7 @@ def measure(args: argparse.Namespace, machine: Machine) -> list[dict[str, Any]]:
     groups = make_groups(processor, SIZES[args.size][0]["vocab_size"], args)
     learners, found = {}, dict[str, dict[str, float]]()
     for name in ("packed", "credited") if args.credit else ("apart", "packed"):
-        own = (
-            config.with_values({"algorithm.credit": {"rule": args.credit}}) if name == "credited" else config
-        )
+        own = config.with_values({"algorithm.credit": args.credit}) if name == "credited" else config
         learners[name] = Learner(make_model(processor, args.size, machine), processor, own, 100)
 
     def update(name: str) -> None:

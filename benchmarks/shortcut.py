@@ -1,6 +1,6 @@
 """Credit by sight where a text gives the answer away: in most training rows a hint is right, in held-out rows never.
 
-    python benchmarks/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo pgpo/masked]
+    python benchmarks/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo]
 
 The base is that of the shapes recipe, taught to answer in three ways: to copy the hint, to look at the image, and to
 guess. In training rows copying is right in AGREES of the cases, looking always. Prints what each run scores on held-out
@@ -50,10 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         curves.make_base(base, rows("train", curves.BATCH * given.lessons, 0.2, 9), reply)
 
     def curve(rule: str, seed: int) -> list[dict[str, float]]:
-        name, _, control = rule.partition("/")
-        credit = None if name == "none" else {"rule": name, "control": control or "other_image"}
         settings = {
-            "algorithm": {"credit": credit},
+            "algorithm": {"credit": None if rule == "none" else rule},
             "run": {"sight_every": curves.EVERY, "guards": {"sight_lost": "off"}},
         }
         held = {"wrong_hint": rows("heldout", 200, 0.0, 2), "right_hint": rows("heldout", 100, 1.0, 3)}

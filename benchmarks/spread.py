@@ -4,9 +4,8 @@
     python benchmarks/spread.py --device cuda --dtype bfloat16 --size 3b --side 1024 --tokens 512
 
 `once` is what the learner does: the prompt's keys and values are kept for the packs, and one backward takes their
-gradients through the prompt and its images. `again` puts the prompt into each pack; its images are encoded without
-gradients in the first and with them in the last. Both make the same update, which is asserted in float32. Counted are
-prompts and images that were run in the update.
+gradients through the prompt and its images. `again` puts the prompt and its images into each pack. Both make the
+same update, which is asserted in float32. Counted are prompts and images that were run in the update.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class GRPOTrainer:
         The engine sleeps while the learner works, unless it samples ahead, and new weights wake it; a step that fails
         leaves it as it is.
         """
-        ranks, algorithm, guards = self.ranks, self.config.algorithm, self.guards
+        ranks, guards = self.ranks, self.guards
         times = dict[str, float]()
         with timed(times, "step_time"):
             rollout = self.pipeline.take(step)  # prompts, completions, rewards, advantages (`collect_step`)
@@ -325,8 +325,6 @@ class GRPOTrainer:
                 synced = self.sync.update(step, canary, noise=0.0 if own is None else own.max)
                 guards.apply("logp_gap", synced.problem, step)
             self.pipeline.landed(step)  # after the checks, which would wait behind what is sampled next
-            if algorithm.sync_ref_model and step % algorithm.ref_model_sync_steps == 0:
-                self.learner.refresh_reference()
         self.tokens_seen += rollout.tokens
         counted = {
             **self.engine.metrics(),

@@ -3,8 +3,8 @@
     A_t  <-  w_t * A_t
 
 A rule makes the weights w of an update's completions from S, the dependencies of their tokens in nats. Weights are
-constants: no gradient flows through them. Rules see only completions that have an advantage and a control, a prompt
-with other images (learner/controls.py) or with masked ones (perception.py); all others keep the weight 1.
+constants: no gradient flows through them. Rules see only completions that have an advantage and images, whose control
+is their prompt with masked images (perception.py); all others keep the weight 1.
 
 Both rules take S for the KL divergence of two distributions over the vocabulary. Here it is k3 of kl.py, its estimate
 from the sampled token, with the bounds of perception.py, as in the code of VPPO's authors.

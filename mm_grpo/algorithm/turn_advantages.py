@@ -9,13 +9,11 @@ generation g, whose rewards are r[g, t] (one of a whole conversation is that of 
 so with `advantage_estimator: grpo` A[g, t] = (R[g, t] - mean over h of R[h, t]) / (std over h of R[h, t] + 1e-4).
 
 Why the same turn of the others, and not all turns of the group: returns at different turns have different sizes for
-reasons that no action has (fewer rewards are left, less is discounted), and a mean over all of them would call early
-turns bad and late ones good, whatever was done in them. Normalising each turn over the group is MT-GRPO's (Zeng et al.
-2025, arXiv:2505.11821); the discounted return is that of GiGPO (Feng et al. 2025, arXiv:2505.10978) as verl-agent has
-it. Departures: MT-GRPO adds the whole conversation's normalised reward to the turn's, where here both are in one
-return; GiGPO compares steps that began in the same state of the environment, and adds the whole episode's advantage.
-GRPO's process supervision (arXiv:2402.03300, section 4.1.3) normalises rewards over all
-steps of the group before it sums them, and does not discount. A turn that a single generation has reached has nothing
+reasons that no action has (fewer rewards are left, less is discounted). Normalising each turn over the group is
+MT-GRPO's (Zeng et al. 2025, arXiv:2505.11821); the discounted return is that of GiGPO (Feng et al. 2025,
+arXiv:2505.10978) as verl-agent has it. Departures: MT-GRPO adds the whole conversation's normalised reward to the
+turn's, where here both are in one return; GiGPO compares steps that began in the same state of the environment.
+A turn that a single generation has reached has nothing
 to be compared with, and advantage 0.
 
 Axes: [P][G][K], P groups of G generations with K turns each, which differs between generations.

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig, check_seed_plan
     from mm_grpo.config.sections import (
         AlgorithmConfig,
-        CreditConfig,
         DataConfig,
         EvalSampling,
         LoRAConfig,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlgorithmConfig",
-    "CreditConfig",
     "DataConfig",
     "EvalSampling",
     "FieldHelp",

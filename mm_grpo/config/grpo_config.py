@@ -275,10 +275,6 @@ def _turns(config: GRPOConfig) -> Iterator[tuple[str, str]]:
             if getattr(algorithm, field) == refused:
                 why = f"takes whole completions; must be {legal} with algorithm.{owner}, advantages of parts of them"
                 yield f"algorithm.{field}", why
-    lends = algorithm.credit is not None and algorithm.credit.control == "other_image"
-    if lends and config.rollout.prompts_per_step == 1:
-        why = "must be 2 or more with algorithm.credit.control = other_image, which is another row's; or take masked"
-        yield "rollout.prompts_per_step", why
 
 
 OF_COMPLETIONS: dict[str, tuple[Any, str]] = {
@@ -315,21 +311,14 @@ def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 def _kl(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """The KL term has a weight and a gradient, and the reference model can move."""
+    """The KL term has a weight and a gradient."""
     algorithm = config.algorithm
-    for name in ("kl_in_reward", "reference_path", "sync_ref_model"):
+    for name in ("kl_in_reward", "reference_path"):
         if getattr(algorithm, name) and algorithm.beta == 0:
             yield f"algorithm.{name}", "needs algorithm.beta > 0, the weight of the KL, and that is 0"
     if algorithm.kl_estimator == "k1" and algorithm.beta > 0 and not algorithm.kl_in_reward:
         why = "its gradient in the loss has mean 0; write k2 or k3, or set algorithm.kl_in_reward = true"
         yield "algorithm.kl_estimator", why
-    if algorithm.sync_ref_model and algorithm.beta > 0:
-        if algorithm.reference_path is not None:
-            why = "must be false with algorithm.reference_path, a reference that stays"
-            yield "algorithm.sync_ref_model", why
-        elif config.model.lora is not None:
-            why = "must be false with model.lora, whose reference is the model without its adapters"
-            yield "algorithm.sync_ref_model", why
 
 
 def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:

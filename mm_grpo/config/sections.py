@@ -75,9 +75,9 @@ class ModelConfig(Section):
     """Run the code that a model brings along (auto_map in its config); false runs none. Default: false."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU, float32 on a CPU. Default: auto."""
-    attn: Literal["auto", "sdpa", "eager", "flex_attention"] = "auto"
-    """Attention of the learner: sdpa, eager or flex_attention; auto is flex_attention on a GPU in bfloat16 where it
-    proves right, else sdpa. Default: auto."""
+    attn: Literal["auto", "sdpa", "flex_attention"] = "auto"
+    """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 where it proves
+    right, else sdpa. Default: auto."""
     lora: Annotated[
         LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
     ] = None
@@ -334,22 +334,6 @@ ABOVE_0 = (
 )
 
 
-class CreditConfig(Section):
-    """Weights of tokens' advantages, by how much a token depends on its image (`algorithm.credit: {rule: pgpo}`)."""
-
-    where: ClassVar[str] = "algorithm.credit"
-    by: Literal["sight"] = "sight"
-    """What tokens are weighed by: sight, how much likelier their own image makes them. Default: sight."""
-    rule: Literal["pgpo", "vppo"] = "pgpo"
-    """How sight becomes weights (docs/algorithms.md): pgpo or vppo. Default: pgpo."""
-    control: Literal["other_image", "masked"] = "other_image"
-    """What a row's own images are compared with: other_image, those of another row of the step, or masked, its own with
-    squares made black. Default: other_image."""
-    keep_mass: bool = True
-    """Scale a group's weights so that its sum of advantages' sizes over tokens stays; false leaves the rule's own, in
-    vppo about 0.4 of it. Default: true."""
-
-
 class TwinViewConfig(Section):
     """A better view of the image as a teacher (`algorithm.twin_view: {view: high_resolution, max_pixels: 1003520}`)."""
 
@@ -413,12 +397,6 @@ class AlgorithmConfig(Section):
     reference_path: Annotated[PathText | None, RelativeToFile()] = None
     """Folder or hub name of the reference model, a teacher say, of the policy's type and with its tokens; needs
     beta > 0; null is the model as it was at the start. Default: null."""
-    sync_ref_model: bool = False
-    """Move the reference model towards the policy during the run; needs algorithm.beta > 0. Default: false."""
-    ref_model_mixup_alpha: Number = Field(default=0.6, gt=0, le=1)
-    """Share of the policy's weights in the reference model after such a move, > 0 and <= 1. Default: 0.6."""
-    ref_model_sync_steps: int = Field(default=512, ge=1)
-    """Steps from one such move to the next, >= 1. Default: 512."""
     importance_sampling_mode: Literal[
         "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "auto"
@@ -446,11 +424,9 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
-    credit: Annotated[
-        CreditConfig | None, Accepts("null or a mapping of by, rule, control and keep_mass")
-    ] = None
-    """Weigh the advantage of each token by how much the token depends on its image (docs/algorithms.md); null does not.
-    Default: null."""
+    credit: Literal["pgpo", "vppo"] | None = None
+    """Rule that weighs the advantage of each token by how much the token depends on its image (docs/algorithms.md):
+    pgpo or vppo; null weighs none. Default: null."""
     twin_view: Annotated[TwinViewConfig | None, Accepts("null or a mapping of view, coef and max_pixels")] = (
         None
     )
@@ -464,15 +440,14 @@ class AlgorithmConfig(Section):
             PERCEPTION_OPTIONS if self.perception_coef > 0 else {}
         )
         if self.credit is not None:
-            legal |= CREDIT_OPTIONS[self.credit.rule]
-            legal |= MASK_OPTIONS if self.credit.control == "masked" else {}
+            legal |= CREDIT_OPTIONS[self.credit] | MASK_OPTIONS
         for name, value in self.loss_options.items():
             given, least = f"algorithm.loss_options.{name} = {value:g}", ">" if name in ABOVE_0 else ">="
             most = " and <= 1" if name in UP_TO_1 else ""
             if name not in legal:
                 has = f"has {', '.join(legal) or 'no options'}"
                 whose = f"loss_type = {self.loss_type!r} with perception_coef = {self.perception_coef:g}"
-                whose += "" if self.credit is None else f" and credit = {self.credit.rule}"
+                whose += "" if self.credit is None else f" and credit = {self.credit}"
                 raise CheckError(f"{given}: {whose} {has}; leave it out")
             if value < 0 or (name in ABOVE_0 and value == 0) or (most and value > 1):
                 raise CheckError(f"{given}: must be a number {least} 0{most}")
@@ -511,7 +486,7 @@ class OptimConfig(Section):
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
     max_tokens_per_pack: int = Field(default=16384, ge=1)
     """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update, but for rows that
-    data.on_overlong drops and controls of algorithm.credit that do not fit. Default: 16384."""
+    data.on_overlong drops. Default: 16384."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
     zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)
@@ -585,8 +560,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
-    phantom_advantage. Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, phantom_advantage.
+    Default: {}."""
     profile: ProfileChoice = False
     """Print where the time goes: true, or torch, which also writes torch's own trace of an update (docs/report.md).
     Default: false."""

@@ -112,7 +112,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("aut
 GuardName = Literal[
     "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",
     "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost",
-    "tools_failing", "tools_unused", "phantom_advantage",
+    "phantom_advantage",
 ]  # fmt: skip
 GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]
 ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

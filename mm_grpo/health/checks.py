@@ -70,24 +70,14 @@ where a GPU rounds convolutions to TF32; in bfloat16 by 0.001 to 0.03, more for 
 FOLLOWED = 10.0
 """Times that samples may be as far from the learner, in the mean, as it may have moved a token since their weights
 (`VerifiedSync.moved_since`)."""
-RATIO_BIAS, RATIO_ERRORS = 0.1, 8.0
-"""How far from 1 the mean importance ratio has to be, and by how many of its standard errors, to be no chance; those
-steps showed 4.3 errors at most."""
 
 
 @dataclass(frozen=True)
 class SampledGap:
-    """|difference| of the learner's and the engine's log-probs of sampled tokens, in nats, and the mean of their ratio.
-
-    `ratio` is the mean over tokens of learner / engine, which is 1 in expectation where the tokens were sampled from
-    the probabilities that came with them, however far the learner has moved since; `errors` is its distance from 1 in
-    standard errors.
-    """
+    """|difference| of the learner's and the engine's log-probs of sampled tokens, in nats."""
 
     mean: float = 0.0
     max: float = 0.0
-    ratio: float = 1.0
-    errors: float = 0.0
 
 
 def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None:
@@ -95,14 +85,7 @@ def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None
 
     0 is for samples of its own weights, infinity for a move that is not known, which bounds nothing.
     """
-    message = logp_gap(gap.mean, gap.max, max(limit, FOLLOWED * moved))
-    if message is None and abs(gap.ratio - 1) > RATIO_BIAS and abs(gap.errors) > RATIO_ERRORS:
-        return (
-            f"the importance ratio of the learner to the engine is {gap.ratio:.3g} in the mean over sampled tokens, "
-            f"{abs(gap.errors):.0f} standard errors from 1, so the engine's log-probs are not those that the tokens "
-            "were sampled from. Check which engine answered, and that answers belong to their prompts"
-        )
-    return message
+    return logp_gap(gap.mean, gap.max, max(limit, FOLLOWED * moved))
 
 
 def limit_for(dtype: str) -> float:

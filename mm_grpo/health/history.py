@@ -15,15 +15,14 @@ FIRST_STEPS = 5
 class History:
     """The steps of a run so far.
 
-    `now` are the metrics of the newest, `measured` the names that any step had a value of, `always_1` those whose value
-    was 1 in every step. `low` and `high` are the lowest and the highest total reward of any completion.
+    `now` are the metrics of the newest, `measured` the names that any step had a value of, `low` and `high` the lowest
+    and the highest total reward of any completion.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.now: Mapping[str, Any] = {}
         self.measured: set[str] = set()
-        self.always_1: set[str] = set()
         self.low: float | None = None
         self.high: float | None = None
         self.rewarded = False
@@ -47,8 +46,6 @@ class History:
         self.now = metrics
         self.steps += 1
         self.measured |= {name for name, value in metrics.items() if value is not None}
-        ones = {name for name, value in metrics.items() if value == 1}
-        self.always_1 = ones if self.steps == 1 else self.always_1 & ones
         self._add_rewards(metrics)
         self.moved_before = self.moved
         self.moved |= metrics.get("learner/update_norm", 0) > 0

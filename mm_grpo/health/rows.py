@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.config import GRPOConfig
 from mm_grpo.health import Alarm
 from mm_grpo.health.history import History
 from mm_grpo.rewards.spec import RewardSpec
@@ -136,34 +136,10 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             stop_when=lambda share, run: share == 1,
             stop_after=20,
             message=lambda bad, share, run: (
-                f"for {bad} steps algorithm.importance_sampling_mode has dropped nearly all tokens{learned(share)}"
-            ),
-        ),
-        Guard(
-            "masked_share",
-            "sampling/off_policy_ratio",
-            when=lambda share, run: share >= 0.9,
-            steps=10,
-            message=lambda bad, share, run: (
-                f"for {bad} steps algorithm.off_policy_mask_threshold has dropped nearly all tokens of completions "
-                f"with a negative advantage{learned(share)}"
-            ),
-        ),
-        Guard(  # a tool whose every call fails teaches the model only not to call it
-            "tools_failing",
-            "tools/call_frequency",
-            when=lambda calls, run: run.now["tools/failure_frequency"] == 1 if calls else None,
-            steps=5,
-            message=tools_failing,
-        ),
-        Guard(
-            "tools_unused",
-            "tools/call_frequency",
-            when=lambda calls, run: calls == 0,
-            steps=10,
-            message=lambda bad, calls, run: (
-                f"for {bad} steps no completion has called a tool, although the run has some. Tell the model in the "
-                "prompt when to call one, reward a call, or leave rollout.tools and rollout.environment out"
+                f"for {bad} steps algorithm.importance_sampling_mode has dropped nearly all tokens, {share:.0%} in the "
+                "last. Likely the engine's log-probs are not those of the learner (see `mm-grpo doctor CONFIG`), "
+                "completions are learned from too often (algorithm.num_iterations, optim.updates_per_step), or the "
+                "bounds of that option are too narrow"
             ),
         ),
         Guard(
@@ -189,16 +165,8 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
             ),
         ),
     ]
-    return rows if kl_leaves_0(algorithm) else rows[:-1]
-
-
-def kl_leaves_0(algorithm: AlgorithmConfig) -> bool:
-    """Whether there is a KL term, and a reference that stays behind: not one that is set to the policy again and again.
-
-    With kl_in_reward the KL is between engine and learner, whose rounding alone is above 0.
-    """
-    equal_again = algorithm.sync_ref_model and algorithm.ref_model_mixup_alpha == 1
-    return algorithm.beta > 0 and not algorithm.kl_in_reward and not equal_again
+    # with kl_in_reward the KL is between engine and learner, whose rounding alone is above 0
+    return rows if algorithm.beta > 0 and not algorithm.kl_in_reward else rows[:-1]
 
 
 def at_the_end(run: History) -> tuple[str, Alarm] | None:
@@ -271,42 +239,19 @@ def entropy_collapse(bad: int, logprob: float, run: History) -> str | None:
     )
 
 
-def learned(share: float) -> str:
-    return (
-        f", {share:.0%} in the last. Likely the engine's log-probs are not those of the learner (see "
-        "`mm-grpo doctor CONFIG`), completions are learned from too often (algorithm.num_iterations, "
-        "optim.updates_per_step), or the bounds of that option are too narrow"
-    )
-
-
-def tools_failing(bad: int, calls: float, run: History) -> str:
-    kinds = [name.removeprefix("tools/failures/") for name in run.now if name.startswith("tools/failures/")]
-    return (
-        f"for {bad} steps every call of a tool has failed ({', '.join(kinds)} in the last; see `turns` in rollouts/): "
-        "mend the tool (raised), or show a right call in the prompt (bad_arguments, malformed_call)"
-    )
-
-
 def why_no_update(run: History) -> str:
     if run.overflows and not run.updates:
         return "every gradient overflowed; lower optim.learning_rate or train in float32 (model.dtype)"
     if run.updates and run.learning_rate == 0:
         return f"the learning rate was 0 in all {run.updates} updates; raise optim.learning_rate"
-    if run.updates:
-        return (
-            f"the gradient was 0 in all {run.updates} updates, for every token was clipped or masked; widen "
-            "algorithm.epsilon or the bounds of the correction"
-        )
-    if "frac_reward_none" in run.always_1:
+    if not run.rewarded:
         return "no completion had a reward; see `mm-grpo check CONFIG`, and data.columns for the names of columns"
-    if "advantages/frac_zero" in run.always_1:
+    if not run.spread:
         return (
             "the rewards of no group differed, so there was nothing to learn from; see `mm-grpo check CONFIG` and "
             "rollouts/"
         )
-    if "completions/clipped_ratio" in run.always_1:
-        return (
-            "every completion was cut at rollout.max_completion_length and left out "
-            "(algorithm.mask_truncated_completions); raise the limit"
-        )
-    return "no completion that enters the loss had an advantage (advantages/frac_zero, completions/clipped_ratio)"
+    return (
+        "no token that enters the loss had a gradient: see completions/clipped_ratio "
+        "(algorithm.mask_truncated_completions), and clip_ratio/region_mean and sampling/masked_ratio (bounds)"
+    )

@@ -3,13 +3,11 @@
 One step
 - `learner.py`: one step's updates: minibatches, old and reference log-probs, then forward, loss, backward, optimizer.
 - `minibatch.py`: the completions of one update, with their weights and log-probs.
-- `balance.py`: groups moved between processes before an update.
 - `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
 - `step_report.py`: the metrics of a step.
 - `perception.py`: packs with the masked images of PAPO's term.
 - `credit.py`: the pass of credit by sight, and the advantages that come of it.
 - `twin_view.py`: prompts with a better view of the image, after which the same weights are a teacher.
-- `controls.py`: prompts with the images of another row, which answers are compared with.
 - `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
 
 Forward
@@ -17,7 +15,7 @@ Forward
 - `forward.py`: the one module whose forward takes a pack.
 - `forward_pass.py`: one pass over the packs of a plan, with what these share; log-probs of given completions.
 - `prompt_states.py`: prompts that are run once for several packs: what is kept of them, and their backward.
-- `image_features.py`: image features that passes or packs share.
+- `image_features.py`: image features that rows or passes share.
 - `completion_batch.py`: a pack's rows cut into prompts and a batch of completions.
 - `attention.py`, `flex.py`: attention that skips what the mask forbids, on a CPU and on a GPU.
 - `linear_attention.py`: layers with a recurrent state, which each completion takes over from its prompt.
@@ -31,7 +29,6 @@ Weights
 - `quantization.py`: frozen weights in four bits beside them.
 - `optimizer.py`: AdamW, schedule, clipping, fp32 master weights, whole in each process.
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
-- `reference.py`: a reference policy that moves during the run.
+- `reference.py`: a reference policy of another path.
 - `state.py`: the optimizer's state on disk, by parameter name, for any number of processes.
-- `snapshot.py`: copies of it in the host's memory, to be written while updates go on.
 """

@@ -5,7 +5,7 @@ each other. Two ways around it, and `Masks` chooses:
 
     flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, where it was compared and is right
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
-             sdpa: L^2 / 2 + G * T * (L + T), where `prefix_layout` finds that cheaper; in batches of like length
+             sdpa: L^2 / 2 + G * T * (L + T), in batches of like length
 
 A model whose layers see more or less than all tokens before (sliding windows, images whose tokens see each other) gets
 one dense mask for each kind of layer. What `Masks` makes reaches every text layer as keyword arguments of the model's
@@ -28,7 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences, completion_batch
-from mm_grpo.learner.flex import BLOCK, attend, block_mask, exhausted, fault, warn_once
+from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault, warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import PADDING, Item, Pack, attention_mask, plan
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
@@ -50,19 +50,10 @@ class PrefixLayout:
     masks: tuple[Tensor, ...]
 
 
-def prefix_layout(
-    segments: Tensor, batch: CompletionBatch | None = None, before: int = 0
-) -> PrefixLayout | None:
+def prefix_layout(segments: Tensor, batch: CompletionBatch | None = None, before: int = 0) -> PrefixLayout:
     """The layout of a pack's segments [B, K + N], K = `before` of prompts that are run apart, whose `batch` may be
-    known; None when the dense mask is no dearer."""
-    rows, width = segments.shape
+    known."""
     batch = batch or completion_batch(segments, before)
-    pairs = sum(own.index.numel() * own.index.shape[1] / 2 for own in batch.prompts)
-    pairs += sum(
-        own.index.numel() * (own.prompt_index.shape[1] + own.index.shape[1]) for own in batch.completions
-    )
-    if pairs >= rows * (width - before) * width:
-        return None
     return PrefixLayout(batch, tuple(_mask(own) for own in batch.completions))
 
 
@@ -98,9 +89,7 @@ def prefix_attention(
         keep_prompt.keep(layer, lambda: (key[:, :, :length], value[:, :, :length]))
     whole_key, whole_value = key, value
     apart = [] if prefixes is None else prefixes.pairs(layer)
-    # one prompt alone is looked at where it is, block by block
-    alone = prefix is not None and not prefix.batch.prompts and len(apart) == 1
-    if prefixes is not None and not alone:
+    if prefixes is not None:
         whole_key = prefixes.before(layer, 0, key)
         whole_value = prefixes.before(layer, 1, value)
     if flex is not None:
@@ -148,8 +137,6 @@ class Masks:
     ) -> None:
         text = model.config.get_text_config()
         self.model, self.family, self.shared = model, family, shared
-        self.dtype: torch.dtype = model.dtype
-        self.eager = text._attn_implementation == "eager"
         kinds = set(getattr(text, "layer_types", None) or ())
         windowed = SLIDING in kinds or (not kinds and getattr(text, "sliding_window", None))
         self.looks_ahead = family is not None and family.looks_ahead
@@ -157,22 +144,17 @@ class Masks:
         self.dense = self.looks_ahead or self.window is not None
         self.kinds = sorted(kinds)
         plain = shared and not self.dense
-        hooked = use_prefix_attention(text, prefix_attention)
-        # whether prompts can be run apart from their completions: where the layers' attention is ours
-        self.apart = shared and hooked
+        use_prefix_attention(text, prefix_attention)
         if attn == "flex_attention" and not plain:
             raise ConfigError(
                 f"model.attn = 'flex_attention' does not work for a {text.model_type}: its masks are those of sliding "
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
-        self.blocks = hooked and plain
-        self._flex_works = self.blocks and _flex_works(model, attn)
+        self.blocks = plain
+        self.apart = shared  # whether prompts can be run apart from their completions
+        # whether packs get a `BlockMask` for FlexAttention
+        self.flex = self.blocks and _flex_works(model, attn)
         self.rule = prepare_linear_layers(model) if shared else None
-
-    @property
-    def flex(self) -> bool:
-        """True when packs get a `BlockMask` for FlexAttention."""
-        return self._flex_works and not exhausted()
 
     @property
     def multiple(self) -> int:
@@ -204,7 +186,7 @@ class Masks:
             blocks = pad(blocks, (before, 0), value=-1)
         windows = {kind: self.window if kind == SLIDING else None for kind in self.kinds or (SLIDING,)}
         made = {
-            kind: self._as_layers_take_it(attention_mask(pack.whole_segments, blocks, window)[:, :, before:])
+            kind: attention_mask(pack.whole_segments, blocks, window)[:, :, before:]
             for kind, window in windows.items()
         }
         return {"attention_mask": made if self.kinds else made[SLIDING]} | given
@@ -221,17 +203,9 @@ class Masks:
         unread = {"attention_mask": unread_mask(segments.device)}
         if self.flex:
             return made | unread | {"flex": block_mask(segments, before)}
-        prefix = prefix_layout(segments, batch, before) if self.blocks else None
-        if prefix is not None:
-            return made | unread | {"prefix": prefix}
-        return made | {"attention_mask": self._as_layers_take_it(attention_mask(segments)[:, :, before:])}
-
-    def _as_layers_take_it(self, mask: Tensor) -> Tensor:
-        """Eager adds its mask, sdpa selects by it."""
-        if not self.eager:
-            return mask
-        floor = torch.finfo(self.dtype).min
-        return torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, floor)
+        if self.blocks:
+            return made | unread | {"prefix": prefix_layout(segments, batch, before)}
+        return made | {"attention_mask": attention_mask(segments)[:, :, before:]}
 
 
 def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:

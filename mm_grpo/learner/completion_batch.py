@@ -52,33 +52,17 @@ class Sequences:
 class CompletionBatch:
     """The prompts and the completions of a pack, in batches; prompts are numbered in the order of theirs, those that
     are run apart after those of the rows, in the order of `Pack.prefixes`.
-
-    `even`: one row of at most one prompt and completions of one length, without padding; all is a matter of views.
     """
 
     prompts: tuple[Sequences, ...]
     completions: tuple[Sequences, ...]
-    even: bool
 
     def split(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """[B, N, ...] to prompts [r, P, ...] and completions [c, T, ...], batch by batch."""
-        if self.even:  # split, for its backward is one cat, where that of two slices is two zeroed copies
-            if not self.completions:
-                return [x], []
-            (own,) = self.completions
-            rest = x
-            if self.prompts:
-                length = self.prompts[0].index.shape[1]
-                prompts, rest = x.split((length, x.shape[1] - length), 1)
-            made = [rest.squeeze(0).unflatten(0, tuple(own.index.shape))]
-            return ([prompts] if self.prompts else []), made
         return [each.of(x) for each in self.prompts], [each.of(x) for each in self.completions]
 
     def merge(self, prompts: Sequence[Tensor], completions: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Prompts [r, P, ...] and completions [c, T, ...] to [B, N, ...], with `shape` (B, N); padding is 0."""
-        if self.even:
-            pieces = [*prompts, *(c.flatten(0, 1)[None] for c in completions)]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         batches, values = (*self.prompts, *self.completions), (*prompts, *completions)
         flat = [
             v.flatten(0, 1) if len(b.kept) == b.index.numel() else v.flatten(0, 1).index_select(0, b.kept)
@@ -148,11 +132,7 @@ def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
         sequences(own_starts[own], own_lengths[own], numbers[own])
         for own in map(torch.tensor, _batches(lengths_of[numbers].tolist(), own_lengths.tolist()))
     ]
-    held = (*prompts, *completions)
-    even = rows == 1 and len(inside) <= 1 and len(order) == 1 and len(completions) <= 1
-    even = even and sum(each.index.numel() for each in held) == width - before
-    even = even and all(each.equal for each in held)
-    return CompletionBatch(tuple(prompts), tuple(completions), even)
+    return CompletionBatch(tuple(prompts), tuple(completions))
 
 
 def _batches(prompts: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:

@@ -1,10 +1,10 @@
-"""Credit by sight in an update: which completions are run after a control, and the advantages that come of it.
+"""Credit by sight in an update: which completions are run after masked images, and the advantages that come of it.
 
-A step has one more pass without gradients: the completions with an advantage after their row's control, which the G of
-a group share as they share their prompt. Log-probs after the row's own images are there already: those of the policy
-at the start of the step where the learner has run it, for later minibatches and where samples may be stale, else the
-engine's, which are those of the same weights (guard `logp_gap`). In conversations of several turns observations stay,
-with their images, and have no advantage to be weighed.
+A step has one more pass without gradients: the completions with an advantage after their row's masked prompt
+(perception.py), which the G of a group share as they share their own. Log-probs after the row's own images are there
+already: those of the policy at the start of the step where the learner has run it, for later minibatches and where
+samples may be stale, else the engine's, which are those of the same weights (guard `logp_gap`). In conversations of
+several turns observations stay, with their images, and have no advantage to be weighed.
 
 Axes: [T], the tokens of a completion; `Item.index` names it.
 """
@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 
 from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
-from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.config import AlgorithmConfig
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.controls import lent_controls, moved
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch
 from mm_grpo.learner.pack import Item
 from mm_grpo.learner.perception import MaskedPrompts
-from mm_grpo.processors.base import Processor
 from mm_grpo.types import Group
 
 
@@ -36,29 +34,10 @@ def acting(groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> list[It
     return [i for m in minibatches for i in m.live if i.prompt.vision and acts[i.index]]
 
 
-def after_controls(
-    groups: Sequence[Group],
-    items: Sequence[Item],
-    config: GRPOConfig,
-    processor: Processor,
-    ranks: Ranks,
-    masked: MaskedPrompts | None,
-) -> list[Item]:
-    """The `items` after their row's control, the masked prompt or one with the images of another row. Collective.
-
-    Those of a row without a control are left out.
-    """
-    wanted = {item.group for item in items}
-    number = {group.slot: n for n, group in enumerate(groups)}
-    if masked is None:
-        wants = {group.slot for n, group in enumerate(groups) if n in wanted}
-        lent = lent_controls(groups, processor, config.optim.max_tokens_per_pack, ranks, wants=wants)
-        prompts = {number[group.slot]: prompt for group, _, prompt in lent}
-    else:
-        with ranks.fail_together("controls"):
-            prompts = {n: masked.of(n) for n in sorted(wanted)}
-    found = ((item, prompts[item.group]) for item in items if item.group in prompts)
-    return [replace(item, prompt=p, tail=moved(item.tail, item.prompt, p)) for item, p in found]
+def after_masked(items: Sequence[Item], masked: MaskedPrompts, ranks: Ranks) -> list[Item]:
+    """The `items` after their row's masked prompt, which has as many tokens. Collective."""
+    with ranks.fail_together("masked images"):
+        return [replace(item, prompt=masked.of(item.group)) for item in items]
 
 
 def weighed(
@@ -66,23 +45,22 @@ def weighed(
 ) -> tuple[Minibatch, Tensor]:
     """The minibatch with the advantages of tokens weighed, and the weights of all tokens that have some. Collective.
 
-    `control` are log-probs [T] after the controls.
+    `control` are log-probs [T] after the masked prompts.
     """
     assert algorithm.credit is not None and minibatch.advantages is not None
     items = [item for item in minibatch.live if item.index in control]
     engine = {i.index: torch.tensor(logprobs.engine[i.index], dtype=torch.float64) for i in items}
     seen, unseen, advantages = (
-        _on_cpu([values[i.index] for i in items])
+        [values[i.index].cpu() for i in items]
         for values in ({**engine, **logprobs.old}, control, minibatch.advantages)
     )
     found = list(map(dependency, seen, unseen))
     means = ranks.all_gather([float(s.mean()) for s in found], "dependencies on images")
-    weights = RULES[algorithm.credit.rule](found, [m for share in means for m in share], algorithm)
-    if algorithm.credit.keep_mass:
-        for _, places in groupby(range(len(items)), key=lambda place: items[place].group):
-            own = list(places)
-            kept = keep_mass([weights[k] for k in own], [advantages[k] for k in own])
-            weights[own[0] : own[-1] + 1] = kept
+    weights = RULES[algorithm.credit](found, [m for share in means for m in share], algorithm)
+    for _, places in groupby(range(len(items)), key=lambda place: items[place].group):
+        own = list(places)
+        kept = keep_mass([weights[k] for k in own], [advantages[k] for k in own])
+        weights[own[0] : own[-1] + 1] = kept
     device = minibatch.inputs.advantages.device
     products = torch.cat([torch.zeros(0), *map(torch.mul, weights, advantages)]).to(device)
     cuts = products.split([len(w) for w in weights])
@@ -92,21 +70,13 @@ def weighed(
     )
 
 
-def credit_metrics(weights: Sequence[Tensor], measured: int, wanted: int, ranks: Ranks) -> dict[str, float]:
-    """Of all processes the share of completions that have weights, of tokens with one above 1, and the mean weight of
-    the quarter with the largest. Collective."""
-    shares = ranks.all_gather((torch.cat([*weights]), measured, wanted), "credit")
-    every = torch.cat([of_tokens for of_tokens, _, _ in shares])
-    metrics = {"credit/measured": sum(n for _, n, _ in shares) / max(sum(n for _, _, n in shares), 1)}
-    if len(every):
-        metrics["credit/above_1"] = float((every > 1 + 1e-6).double().mean())
-        metrics["credit/top_quartile"] = float(every.topk(math.ceil(len(every) / 4)).values.mean())
-    return metrics
-
-
-def _on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors [T] in one transfer."""
-    if not tensors:
-        return []
-    device = tensors[-1].device
-    return list(torch.cat([t.to(device) for t in tensors]).cpu().split([len(t) for t in tensors]))
+def credit_metrics(weights: Sequence[Tensor], ranks: Ranks) -> dict[str, float]:
+    """Of all processes the share of tokens with a weight above 1, and the mean weight of the quarter with the largest.
+    Collective."""
+    every = torch.cat(ranks.all_gather(torch.cat([*weights]), "credit"))
+    if not len(every):
+        return {}
+    return {
+        "credit/above_1": float((every > 1 + 1e-6).double().mean()),
+        "credit/top_quartile": float(every.topk(math.ceil(len(every) / 4)).values.mean()),
+    }

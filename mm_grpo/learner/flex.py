@@ -10,8 +10,7 @@ The kernel is compiled four times for a model: for one row and for several, with
 else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
 with gradients or none; one order in memory; one number of threads, which each thread has of its own (layers that
 are run again are so in autograd's). By itself torch compiles anew for each such difference, and after eight uses
-attention that holds all N x N scores. Here it may compile GRAPHS; past that the pack at work goes through plain
-attention, and packs after it go block by block (`exhausted`).
+attention that holds all N x N scores. Here it may compile GRAPHS, and past that the run ends with torch's error.
 
 `fault` compiles the four and compares them with torch's plain attention on this machine, before they are used.
 """
@@ -20,8 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -29,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.pack import GROUP, PADDING, attention_mask, prompt_of
@@ -41,7 +38,6 @@ GRAPHS = 64
 """Most graphs of a process: four for each shape of heads, and more where user code changes torch's global settings."""
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest distance from plain attention, as a share of the norm, that counts as rounding (TF32 included)."""
-_EXHAUSTED = threading.Event()
 
 
 def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
@@ -95,26 +91,9 @@ def attend(
         "scale": None if usual else scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
     }
-    with torch.set_grad_enabled(learns):
-        result = None if exhausted() else _run_kernel(inputs, mask, options)
-        if result is None:
-            dense = create_mask(mask.mask_mod, len(query), None, *mask.seq_lengths, device=str(query.device))
-            result = scaled_dot_product_attention(inputs[0], inputs[1], inputs[2], dense, **options)
+    with torch.set_grad_enabled(learns), _for_all_sizes():
+        result: Tensor = _compiled()(*inputs, block_mask=mask, **options)
     return result if result.shape[2] == width else result[:, :, :width]
-
-
-def exhausted() -> bool:
-    """True when the kernel reached GRAPHS: packs from now on should go another way."""
-    return _EXHAUSTED.is_set()
-
-
-def graphs() -> int:
-    """How many graphs of the kernel this process holds compiled; 0 where nothing asked for it."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # whose import takes seconds
-        return 0
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    return len(_debug_get_cache_entry_list(_kernel.__code__))
 
 
 @cache
@@ -240,24 +219,6 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0]
-
-
-def _run_kernel(inputs: list[Tensor], mask: BlockMask, options: dict[str, Any]) -> Tensor | None:
-    """Attention by the compiled kernel; None when it would be compiled once too often."""
-    from torch._dynamo.exc import FailOnRecompileLimitHit  # imports the compiler, which takes seconds
-
-    try:
-        with _for_all_sizes():
-            result: Tensor = _compiled()(*inputs, block_mask=mask, **options)
-            return result
-    except FailOnRecompileLimitHit:
-        logger.warning(
-            "FlexAttention was compiled %d times, so from the next pack on attention goes block by block: something "
-            "changes torch's global settings (autocast, matmul precision, determinism) in the middle of the run",
-            GRAPHS,
-        )
-        _EXHAUSTED.set()
-        return None
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 Everything that carries gradients happens inside this forward, so that a data-parallel wrapper sees one
 module and gradients become ready in one order for every pack. A pack without images runs a blank image
 through the vision tower and adds 0 times its features: the tower's parameters then get zero
-gradients at the same moment at which others get theirs. So does a pack whose images another one completes
-(image_features.py). Where no optimizer looks at the order (`blank_images` false) both are left out.
+gradients at the same moment at which others get theirs. Where no optimizer looks at the order (`blank_images` false)
+it is left out.
 
 A prompt that several packs go on from is run ahead of the first of them (prompt_states.py), and its end is given in
 the place of a pack.
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.attention import Masks
-from mm_grpo.learner.image_features import SharedFeatures, zero_of_blank
+from mm_grpo.learner.image_features import ImageFeatures, zero_of_blank
 from mm_grpo.learner.logprobs import token_logprobs
 from mm_grpo.learner.minibatch import to_pack_order
 from mm_grpo.learner.pack import Pack, prompt_pack
@@ -58,7 +58,7 @@ class PackForward(nn.Module):
         self.blank = family.blank(model)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
-        self.features: SharedFeatures | None = None  # set for passes that share them
+        self.features: ImageFeatures | None = None  # set for passes that share them
         self.prompts: PromptStates | None = None  # as well, where packs go on from prompts that are run apart
         self.teacher: Mapping[int, Tensor] = {}  # by completion, for updates of the twin view
         self.blank_images = True  # false where no optimizer looks at the order of gradients
@@ -129,20 +129,19 @@ class PackForward(nn.Module):
 
     @contextmanager
     def _inputs(self, pack: Pack) -> Iterator[dict[str, Any]]:
-        """The tokens with their images: as pixels, or as features that passes or packs share."""
+        """The tokens with the features of their images."""
         family, model = self.family, self.model
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
         if not pack.pictured and self.blank_images and not family.tower_is_frozen(model):
             yield {"inputs_embeds": self._embeds_touched_by_blank(pack.input_ids)}
-        elif pack.pictured and self.features is not None:
-            features = self.features
+        elif pack.pictured:
+            features = self.features or ImageFeatures(model, family)
             with features_for_pixels(
                 family.backbone(model), lambda: family.output(features.of(pack.pictured))
             ) as pixels:
                 yield inputs | pixels
         else:
-            vision = family.vision(pack.pictured)
-            yield inputs | {key: tensor.to(model.device) for key, tensor in vision.items()}
+            yield inputs
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:
         # The embedding first, as the models do it: backward goes through nodes in the reverse order of their

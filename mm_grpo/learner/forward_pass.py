@@ -14,9 +14,9 @@ import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.forward import PackForward, wrap_model
-from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
-from mm_grpo.learner.pack import Item, Pack, by_group, layout, pictured_of, spread_prompts
+from mm_grpo.learner.pack import Item, Pack, by_group, layout, spread_prompts
 from mm_grpo.learner.prompt_states import PromptEnd, PromptStates
 from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.processors.base import Processor
@@ -37,7 +37,7 @@ class ForwardPass:
         self.media_token_ids = media_token_ids
         spread = spread_prompts(planned) if module.masks.apart else []
         self._apart = {id(prompt): prompt for prompt in spread}
-        self._shared: SharedFeatures | None = None
+        self._features: ImageFeatures | None = None
         self._prompts = PromptStates(map(self._prefixes, planned))
 
     @property
@@ -59,22 +59,16 @@ class ForwardPass:
     def __enter__(self) -> ForwardPass:
         self.module.prompts = self._prompts
         if self.module.features is None:  # else they are kept for the whole step
-            pictured = [
-                [one for row in rows for one in pictured_of(row, self._apart)] for rows in self.planned
-            ]
-            pictured += [[prompt] for prompt in self._apart.values() if prompt.vision]
-            module = self.module
-            self._shared = SharedFeatures(module.model, module.family, pictured, blanks=module.blank_images)
-            module.features = self._shared
+            self._features = self.module.features = ImageFeatures(self.module.model, self.module.family)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self.module.prompts = None
         for prompt in self._prompts.ran:
             self.work.add_prompt(prompt, self.module.masks.multiple)
-        if self._shared is not None:
+        if self._features is not None:
             self.module.features = None
-            self.work.images += self._shared.encoded
+            self.work.images += self._features.encoded
 
     def _prefixes(self, rows: Sequence[Sequence[Item]]) -> list[Prompt]:
         prompts = (group[0].prompt for row in rows for group in by_group(row))

@@ -6,11 +6,10 @@ once, and the sums add up to the loss of the whole minibatch. Work that cannot c
 the old-policy pass where the policy has not moved yet, the reference pass at beta 0, completions without
 advantage when neither penalty nor bonus needs them.
 
-Each process is given the groups of its own slots, and hands some on where another has less to do
-(balance.py). What an update depends on is computed over all of them: denominators, whether there is anything
-to do, and the number of backward passes, through packs and through prompts that several packs share, for every
-process makes as many; one with fewer runs packs of weight 0. So the number of processes changes the time of an
-update and not the update.
+Each process runs the groups of its own slots. What an update depends on is computed over all of them:
+denominators, whether there is anything to do, and the number of backward passes, through packs and through
+prompts that several packs share, for every process makes as many; one with fewer runs packs of weight 0. So the
+number of processes changes the time of an update and not the update.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,12 +29,10 @@ from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.balance import balanced
-from mm_grpo.learner.credit import acting, after_controls, credit_metrics, weighed
-from mm_grpo.learner.flex import graphs
+from mm_grpo.learner.credit import acting, after_masked, credit_metrics, weighed
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score, states_on_host
-from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.lora import (
     adapted_layers,
     has_adapters,
@@ -52,14 +49,13 @@ from mm_grpo.learner.minibatch import (
     LogProbs,
     Minibatch,
     check_groups,
-    group_cost,
     make_minibatches,
 )
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, dummy_pack
 from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
-from mm_grpo.learner.reference import MovingReference, load_reference_model
+from mm_grpo.learner.reference import load_reference_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -69,7 +65,7 @@ from mm_grpo.learner.step_report import (
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.learner.twin_view import TwinPrompts
-from mm_grpo.processors.base import Layout, Processor
+from mm_grpo.processors.base import Processor
 from mm_grpo.timing import span, timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
@@ -91,11 +87,6 @@ class Learner:
         total_updates: int,
         ranks: Ranks | None = None,
     ) -> None:
-        if processor.layout not in get_args(Layout):
-            raise ConfigError(
-                f"model.path = '{config.model.path}': its processor asks for the '{processor.layout}' layout; must be "
-                f"one of {', '.join(get_args(Layout))}"
-            )
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
                 f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "
@@ -116,8 +107,6 @@ class Learner:
             self.reference = wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
-        moves = self.reference is not None and config.algorithm.sync_ref_model
-        self.moving = MovingReference(self.reference.model) if moves and self.reference is not None else None
         self.module = wrap(model)
         self.optimizer = _make_optimizer(self.module, config, total_updates, self.ranks)
         tower = {id(p) for p in processor.family.tower(model).parameters()}
@@ -137,20 +126,15 @@ class Learner:
         with self.ranks.fail_together("groups"):
             check_groups(groups)
         perceives, credit = algorithm.perception_coef > 0, algorithm.credit
-        if self.ranks.world > 1:
-            cost = partial(group_cost, config=self.config, shared=self.module.masks.shared)
-            images = perceives or credit is not None or self._twins is not None
-            groups = balanced(groups, cost, self.ranks, images=images, originals=self._twins is not None)
         if self._twins is not None:
             self._twins.begin(groups)
         masked = MaskedPrompts(groups, self.processor, algorithm.option("perception_mask_ratio"))
         self._masked = masked if perceives else None
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
         times = dict[str, float]()
-        if credit is not None:  # before features are kept, for nothing else runs the controls
+        if credit is not None:  # before features are kept, for nothing else runs these prompts
             with timed(times, "time/credit"):
-                wanted, hidden = acting(groups, minibatches), masked if credit.control == "masked" else None
-                items = after_controls(groups, wanted, self.config, self.processor, self.ranks, hidden)
+                items = after_masked(acting(groups, minibatches), masked, self.ranks)
                 controlled = self._run(items, self.module)[0]
         self._keep_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
@@ -166,7 +150,7 @@ class Learner:
             with timed(times, "time/credit"):
                 pairs = [weighed(m, controlled, logprobs, algorithm, self.ranks) for m in minibatches]
                 minibatches, weights = [m for m, _ in pairs], [w for _, w in pairs]
-                credited = credit_metrics(weights, len(controlled), len(wanted), self.ranks) | times
+                credited = credit_metrics(weights, self.ranks) | times
 
         counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
         statistics = LossStatistics(algorithm.num_iterations * counted)
@@ -191,12 +175,6 @@ class Learner:
         """The same under the present weights. Collective. What it runs is not counted as work of the step."""
         uncounted = PackStatistics()
         return self._answered(answered, lambda items: self._run(items, self.module, uncounted)[0])
-
-    def refresh_reference(self) -> None:
-        """Move the reference policy: `ref_model_mixup_alpha` of the present weights, the rest its own."""
-        if self.moving is not None:
-            policy = dict(self.model.named_parameters())
-            self.moving.move(policy, self.config.algorithm.ref_model_mixup_alpha)
 
     def score(
         self,
@@ -324,7 +302,6 @@ class Learner:
         """The step's metrics over all processes; forgets what was kept for the step. Collective."""
         statistics.sums = self.ranks.sum(statistics.read(), "loss")
         work, self._work = self._work, PackStatistics()
-        work.graphs = graphs()
         work.images += self.module.features.encoded if self.module.features is not None else 0
         self._use_features(None)
         self._masked = None
@@ -384,9 +361,9 @@ class Learner:
         passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
         several = passes > 1 or minibatches > 1
         kept = several and family.tower_is_frozen(self.model)
-        self._use_features(SharedFeatures(self.model, family) if kept else None)
+        self._use_features(ImageFeatures(self.model, family, keep=True) if kept else None)
 
-    def _use_features(self, features: SharedFeatures | None) -> None:
+    def _use_features(self, features: ImageFeatures | None) -> None:
         self.module.features = features
         # a reference of another path has another tower
         if self.reference is not None and self.config.algorithm.reference_path is None:

@@ -6,7 +6,7 @@ batches of their own and completions in others, which start from what their prom
 prompt + completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
 
 The rule itself is transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where
-it is installed, compared with that (`fault`) and right. How layers come to call this is in transformers_patches.py.
+it is installed. How layers come to call this is in transformers_patches.py.
 
 Rounding: where heads forget within a token or two (exp(A_log) of 5 and more, as published models have some), the
 gradients of A_log, dt_bias and in_proj_a are what is left of sums that cancel in the rule's own fp32. They lie up to
@@ -17,7 +17,6 @@ equals the plain forward's to 1e-6.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers.activations import ACT2FN
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.completion_batch import CompletionBatch, Sequences
-from mm_grpo.learner.flex import LIMITS, fault_of, warn_once
+from mm_grpo.learner.flex import warn_once
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 from mm_grpo.learner.transformers_patches import Rule, fla_rule, torch_rule, use_shared_state
 
@@ -140,9 +139,8 @@ def prepare_linear_layers(model: Any) -> Rule | None:
         )
     if not layers:
         return None
-    layer, device, dtype = layers[0], torch.device(model.device), model.dtype
-    plain, kernel = torch_rule(layer), fla_rule()
-    if device.type != "cuda" or dtype == torch.float32:
+    plain, kernel = torch_rule(layers[0]), fla_rule()
+    if torch.device(model.device).type != "cuda" or model.dtype == torch.float32:
         return plain
     if kernel is None:
         warn_once(
@@ -150,58 +148,4 @@ def prepare_linear_layers(model: Any) -> Rule | None:
             "of tokens; its kernel is what pip install 'mm_grpo[flash-linear-attention]' brings"
         )
         return plain
-    wrong = fault(kernel, plain, device, dtype, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim)
-    if wrong is None:
-        return kernel
-    warn_once(
-        f"the gated delta rule of flash-linear-attention is not used on {device}: {wrong}; it runs in torch"
-    )
-    return plain
-
-
-@cache
-def fault(
-    kernel: Rule, plain: Rule, device: torch.device, dtype: torch.dtype, heads: int, keys: int, values: int
-) -> str | None:
-    """Test a kernel for the rule here: return None when it agrees with `plain`, else a message.
-
-    Prompts of 130 tokens and two completions of each, of 70, are run as a pack's are, for layers of so many heads with
-    keys and values of such widths. Outputs, states and the gradients of all inputs are compared.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def inputs(count: int, tokens: int) -> list[Tensor]:
-        def random(*axes: int) -> Tensor:
-            return torch.randn(count, tokens, heads, *axes, generator=generator)
-
-        decay = -softplus(random())  # stays fp32, as in the layers
-        made = [random(keys), random(keys), random(values), decay, random().sigmoid()]
-        return [x.to(device, torch.float32 if x is decay else dtype) for x in made]
-
-    given = [*inputs(2, 130), *inputs(4, 70)]
-    weights = [torch.randn(given[i].shape, generator=generator).to(device) for i in (2, 7)]
-
-    def run(rule: Rule) -> list[Tensor]:
-        leaves = [x.detach().requires_grad_() for x in given]
-        outputs, states = list[Tensor](), list[Tensor]()
-        for q, k, v, g, beta in (leaves[:5], leaves[5:]):
-            start = states[0].repeat_interleave(2, 0) if states else None
-            out, state = rule(
-                q, k, v, g=g, beta=beta,
-                initial_state=start, output_final_state=True, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-            outputs.append(out)
-            states.append(state)
-        loss = torch.stack([(x.float() * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
-        return [*(x.detach() for x in (*outputs, *states)), *torch.autograd.grad(loss, leaves)]
-
-    both = ("prompts", "completions")
-    names = [f"{what} of {whose}" for what in ("output", "state") for whose in both]
-    sides = ("query", "key", "value", "decay", "beta")
-    names += [f"gradient of the {side} of {whose}" for whose in both for side in sides]
-
-    def compare() -> list[dict[str, float]]:
-        pairs = zip(names, run(kernel), run(plain), strict=True)
-        return [{name: float((a.float() - b.float()).norm() / b.float().norm()) for name, a, b in pairs}]
-
-    return fault_of(compare, LIMITS[dtype])
+    return kernel

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -149,30 +149,7 @@ def _run_merged(layer: Any, inputs: Tensor) -> Tensor:
     return nn.functional.linear(inputs, _merged(layer, base.weight), base.bias)
 
 
-def checked_merge(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The `tensors` of a merged model; ValueError at one that is not the base with peft's own delta, rounded once.
-
-    Half a unit in the last place is 2^-9 of a bfloat16 number and 2^-24 of a float32 one, whose sums differ besides.
-    """
-    layers = {f"{name}.weight": layer for name, layer in _layers(model)}
-    own = {n: p for n, p in model.named_parameters(remove_duplicate=False) if ".lora_" not in n}
-    for name, tensor in tensors:
-        if name in layers:
-            layer = layers[name]
-            delta = layer.get_delta_weight(ADAPTER).detach().float()
-            wanted = dense(layer.base_layer.weight).float() + delta
-            step = 2.0**-8 if tensor.dtype == torch.bfloat16 else 1e-5
-            allowed = step * wanted.abs() + 1e-6 * (1 + delta.abs().max())
-            right = bool(((tensor.float() - wanted).abs() <= allowed).all())
-        else:
-            kept = own.get(name, own.get(".base_layer.".join(name.rsplit(".", 1))))
-            right = kept is not None and torch.equal(dense(kept), tensor)
-        if not right:
-            raise ValueError(f"{name} is not what its base weight and its adapter make")
-        yield name, tensor
-
-
-def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
+def merge_lost(model: nn.Module) -> float | None:
     """The share of the adapters' movement that rounding takes away where they are merged, over some of the layers.
 
     ||round(base + delta) - base - delta|| / ||delta|| with delta = scale * B @ A, in [0, 1]: a bf16 weight does
@@ -181,7 +158,7 @@ def merge_lost(model: nn.Module, layers: int = MEASURED) -> float | None:
     found = [layer for _, layer in _layers(model)]
     lost = moved = 0.0
     with torch.no_grad():
-        for layer in found[:: max(1, -(-len(found) // layers))]:
+        for layer in found[:: max(1, -(-len(found) // MEASURED))]:
             base, delta = dense(layer.base_layer.weight), _delta(layer)
             error = _merged(layer, base).float() - base.float() - delta
             lost += float(error.square().sum(dtype=torch.float64))

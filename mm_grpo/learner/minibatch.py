@@ -18,7 +18,6 @@ from torch import Tensor
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.balance import Cost
 from mm_grpo.learner.loss import LossInputs, PackTokens
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.types import Completion, Group, Prompt
@@ -85,17 +84,11 @@ class LogProbs:
 def check_groups(groups: Sequence[Group]) -> None:
     """ValueError for a completion without tokens or without a log-prob for each, or a group without advantages."""
     for group in groups:
-        if len(group.advantages) != len(group.completions):
+        whole = all(0 < len(c.token_ids) == len(c.logprobs) for c in group.completions)
+        if not whole or len(group.advantages) != len(group.completions):
             raise ValueError(
-                f"{group.prompt.uid}: {len(group.completions)} completions and {len(group.advantages)} advantages; a "
-                "group has one for each before it is learned from"
+                f"{group.prompt.uid}: each completion needs tokens, a log-prob for each of them, and an advantage"
             )
-        for place, completion in enumerate(group.completions):
-            if not completion.token_ids or len(completion.logprobs) != len(completion.token_ids):
-                raise ValueError(
-                    f"{group.prompt.uid}: completion {place} has {len(completion.token_ids)} tokens and "
-                    f"{len(completion.logprobs)} log-probs; every token needs one, and there must be a token"
-                )
 
 
 def make_minibatches(
@@ -103,8 +96,8 @@ def make_minibatches(
 ) -> list[Minibatch]:
     """One minibatch for each update of the step, without items where its slots are all empty. Collective."""
     items = make_items(groups, config.algorithm)
-    every_update = range(config.optim.updates_per_step)
-    shares = [[i for i in items if update_of(groups[i.group].slot, config) == u] for u in every_update]
+    updates, prompts = config.optim.updates_per_step, config.rollout.prompts_per_step
+    shares = [[i for i in items if groups[i.group].slot * updates // prompts == u] for u in range(updates)]
     return [_minibatch(groups, share, config, ranks, device) for share in shares]
 
 
@@ -115,24 +108,6 @@ def make_items(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Item
         Item(index, number, group.prompt, c.token_ids, enters_loss(c, algorithm), c.tail)
         for index, (number, group, c) in enumerate(pairs)
     ]
-
-
-def update_of(slot: int, config: GRPOConfig) -> int:
-    """The update that a slot belongs to, from 0: slots are cut into `updates_per_step` equal runs."""
-    return slot * config.optim.updates_per_step // config.rollout.prompts_per_step
-
-
-def group_cost(group: Group, config: GRPOConfig, *, shared: bool = True) -> Cost:
-    """The update of a group, and the tokens that it runs there, the prompt for each completion if not `shared`."""
-    live = [
-        c.run_length
-        for c, acts in zip(group.completions, group.has_advantage, strict=True)
-        if enters_loss(c, config.algorithm) and (has_dense_objective(config.algorithm, group.prompt) or acts)
-    ]
-    prompts = min(1, len(live)) if shared else len(live)
-    doubled = config.algorithm.perception_coef > 0 or config.algorithm.twin_view is not None
-    twins = 2 if doubled and group.prompt.vision else 1
-    return update_of(group.slot, config), twins * (prompts * len(group.prompt.token_ids) + sum(live))
 
 
 def enters_loss(completion: Completion, algorithm: AlgorithmConfig) -> bool:

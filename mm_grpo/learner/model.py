@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +28,6 @@ from mm_grpo.processors.model_folder import quantization_of, quoted, read_config
 
 logger = logging.getLogger("mm_grpo")
 TRAINED = (torch.float32, torch.bfloat16)
-NEUTRAL = {
-    "architectures", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label",
-    "label2id", "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict",
-    "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
-"""Fields of a model's config that say nothing of how it is built; those that start with "_" do not either."""
 
 
 def load_model(config: ModelConfig, family: Family) -> Any:
@@ -42,7 +35,6 @@ def load_model(config: ModelConfig, family: Family) -> Any:
     where = f"model.path = '{config.path}'"
     device = resolve_device(config.device)
     found = read_config(config.path, trust_remote_code=config.trust_remote_code)
-    _refuse_pickles(where, Path(config.path))
     dtype = resolve_dtype(config.dtype, device)
     # straight to a GPU: processes that each build the model on the host first may not fit there together
     options: dict[str, Any] = {"device_map": None if device.type == "cpu" else device}
@@ -51,7 +43,7 @@ def load_model(config: ModelConfig, family: Family) -> Any:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             config.path,
             dtype=dtype,
-            attn_implementation=_attention(config),
+            attn_implementation="sdpa",  # the learner puts its own in its place
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,  # a pickle runs code when it is read
             ignore_mismatched_sizes=True,  # they are named below
@@ -81,8 +73,8 @@ def adopt_model(
     """The `model` that was passed in, treated as one that is loaded: adapters, frozen tower, attention, training mode.
 
     In place. Its dtype and device are its own; ConfigError where the config asks for others by name. `from_path` is
-    what else is made from `model.path`, and so has to fit: `processor` (the model's type) or `engine` (everything that
-    says how it is built). With `several` processes the model has to be on this process's device. Parameters that the
+    what else is made from `model.path`, whose model has to be of the same type: `processor` or `engine`.
+    With `several` processes the model has to be on this process's device. Parameters that the
     caller froze stay frozen.
     """
     where = "the model that was passed in"
@@ -103,11 +95,15 @@ def adopt_model(
         raise ConfigError(f"{where} is quantised ({quantization_of(model.config)}), and cannot be trained")
     _refuse_other_place(where, model, config, several)
     if from_path is not None:
-        _refuse_another_model(model, config, from_path)
-    if from_path == "engine":  # which reads the weights there before it is sent these
-        _refuse_pickles(f"model.path = '{config.path}'", Path(config.path))
+        theirs = read_config(config.path, trust_remote_code=config.trust_remote_code).model_type
+        if theirs != model.config.model_type:
+            raise ConfigError(
+                f"model.path = '{config.path}' is a {theirs}, and the model that was passed in a "
+                f"{model.config.model_type}; the {from_path} is made from model.path: save the model, and name its "
+                "folder there"
+            )
     # where an earlier trainer left its own attention, the model's text layers and tower get theirs back
-    model.set_attn_implementation(_attention(config))
+    model.set_attn_implementation("sdpa")
     return _prepare(where, model, config, family)
 
 
@@ -132,8 +128,7 @@ def check_saveable(model: Any, processor: Any) -> None:
 def use_checkpointing(model: Any, wanted: bool | None) -> bool:
     """Turn gradient checkpointing on or off, whatever the model came with; None is on for a GPU's model that has it.
 
-    Returns whether it is on. ConfigError where it is wanted and the model has none. Random numbers' states, two copies
-    off a GPU for each layer, are kept where the model's config has any dropout.
+    Returns whether it is on. ConfigError where it is wanted and the model has none.
     """
     if wanted is None:
         wanted = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
@@ -141,9 +136,8 @@ def use_checkpointing(model: Any, wanted: bool | None) -> bool:
         if getattr(model, "is_gradient_checkpointing", False):
             model.gradient_checkpointing_disable()
         return False
-    drops = any("drop" in name and value for name, value in _flat(model.config.to_dict()).items())
     try:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": drops})
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
         raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from None
     return True
@@ -178,10 +172,6 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 # both ----------------------------------------------------------------------------------------
 
 
-def _attention(config: ModelConfig) -> str:
-    return "eager" if config.attn == "eager" else "sdpa"  # the learner puts its own in sdpa's place
-
-
 def _prepare(where: str, model: Any, config: ModelConfig, family: Family) -> Any:
     family.check(model)
     _refuse_not_finite(where, model)
@@ -209,30 +199,17 @@ def _refuse_not_finite(where: str, model: Any) -> None:
 # loaded --------------------------------------------------------------------------------------
 
 
-def _refuse_pickles(where: str, folder: Path) -> None:
-    pickles = sorted(f.name for kind in ("*.bin", "*.pt", "*.pth") for f in folder.glob(kind))
-    if pickles and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigError(
-            f"{where}: its weights are pickles ({pickles[0]}), which can run code when they are read; only safetensors "
-            "are: load them where you trust them, and save the model with save_pretrained"
-        )
-
-
 def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
-    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
-    shapes = sorted(info["mismatched_keys"])
-    if not (missing or shapes or unexpected):
-        return
-    if missing:
-        fault = f"{missing[0]} is missing{_others(missing, 'tensor')}, and would be drawn at random"
-    elif shapes:
-        name, theirs, ours = shapes[0]
-        fault = (
-            f"{name} has shape {list(theirs)} there and {list(ours)} in the model{_others(shapes, 'tensor')}"
-        )
-    else:
-        fault = f"the model has no {unexpected[0]}, which is among the weights{_others(unexpected, 'tensor')}"
-    raise ConfigError(f"{where}: the weights are not those of its config.json: {fault}; give the whole model")
+    for fault, found in (
+        ("is missing, and would be drawn at random", info["missing_keys"]),
+        ("has another shape there", [name for name, *_ in info["mismatched_keys"]]),
+        ("is none of the model's", info["unexpected_keys"]),
+    ):
+        if names := sorted(found):
+            raise ConfigError(
+                f"{where}: the weights are not those of its config.json: {names[0]} {fault}{_others(names, 'tensor')}; "
+                "give the whole model"
+            )
 
 
 # passed in -----------------------------------------------------------------------------------
@@ -259,22 +236,6 @@ def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bo
         raise ConfigError(f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}")
 
 
-def _refuse_another_model(model: Any, config: ModelConfig, from_path: str) -> None:
-    theirs = _flat(read_config(config.path, trust_remote_code=config.trust_remote_code).to_dict())
-    ours = _flat(model.config.to_dict())
-    fields = {"model_type"} if from_path == "processor" else ours.keys() | theirs.keys()
-    differing = sorted(field for field in fields if ours.get(field) != theirs.get(field))
-    if ours["model_type"] != theirs["model_type"]:
-        differing = ["model_type"]
-    if differing:
-        field = differing[0]
-        raise ConfigError(
-            f"model.path = '{config.path}' is not built as the model that was passed in: {field} is "
-            f"{theirs.get(field)!r} there and {ours.get(field)!r} in the model{_others(differing, 'field')}; the "
-            f"{from_path} is made from model.path: save the model, and name its folder there"
-        )
-
-
 def _place(device: torch.device) -> tuple[str, int]:
     current = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return device.type, current or 0
@@ -293,15 +254,6 @@ def _repair_generation_config(model: Any) -> None:
             "the model's generation config sets sampling flags and not do_sample, with which it cannot be saved; "
             "do_sample=True is written into the saved one"
         )
-
-
-def _flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Fields of a config that build a model, by dotted paths."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if key not in NEUTRAL and not key.startswith("_"):
-            flat |= _flat(value, f"{before}{key}.") if isinstance(value, Mapping) else {before + key: value}
-    return flat
 
 
 def _others(found: Iterable[Any], noun: str) -> str:

@@ -134,9 +134,9 @@ class Prefixes:
         for count in self.rows:
             own = [*parts[start : start + count], x.new_zeros(1, x.shape[1], 0, x.shape[3])]
             start += count
-            row = torch.cat(own, 2) if len(own) > 2 else own[0]
-            rows.append(pad(row, (0, 0, 0, self.width - row.shape[2])) if row.shape[2] < self.width else row)
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+            row = torch.cat(own, 2)
+            rows.append(pad(row, (0, 0, 0, self.width - row.shape[2])))
+        return torch.cat(rows)
 
 
 def summed_leaf(tensor: Tensor, sums: list[Tensor | None], place: int) -> Tensor:

@@ -1,21 +1,10 @@
-"""The reference policy, where it is neither the policy's start nor the policy without its adapters.
-
-`load_reference_model` loads another model for it (`algorithm.reference_path`): with a better model of the same type,
-the KL term teaches what that would have said to the policy's own samples (on-policy distillation).
-
-`MovingReference` moves it towards the policy during a run, as in TR-DPO (arXiv:2404.09656), soft update. A bfloat16
-weight loses moves of less than half its spacing, one part in 256, so there fp32 master weights take the moves, and the
-model runs with these, rounded. The masters lie in the host's memory, 4 bytes for each weight in each process, for they
-are needed once in `algorithm.ref_model_sync_steps` steps.
+"""The reference policy of another path (`algorithm.reference_path`): with a better model of the same type, the KL term
+teaches what that would have said to the policy's own samples (on-policy distillation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
@@ -68,29 +57,3 @@ def _token_fault(ours: Processor, theirs: Processor, policy: Any, model: Any) ->
         if mine != other:
             return f"its token {token} is {other!r}, and the policy's {mine!r}"
     return None
-
-
-class MovingReference:
-    """The weights of the reference model `model`. `masters` are they in fp32, by name; fp32 weights are their own."""
-
-    def __init__(self, model: Any) -> None:
-        self.weights = {name: weight.detach() for name, weight in model.named_parameters()}
-        self.masters = {
-            name: weight if weight.dtype == torch.float32 else weight.float().cpu()
-            for name, weight in self.weights.items()
-        }
-
-    def move(self, policy: Mapping[str, Tensor], share: float) -> None:
-        """Take `share` of the policy's weights and the rest of the present ones, in place."""
-        for name, weight in self.weights.items():
-            present, goal = self.masters[name].to(weight.device), policy[name].detach().float()
-            self._put(name, torch.lerp(present, goal, share))
-
-    def load(self, masters: Mapping[str, Tensor]) -> None:
-        """Take up fp32 weights, flat or not, as a checkpoint holds them."""
-        for name, weight in self.weights.items():
-            self._put(name, masters[name].view_as(weight))
-
-    def _put(self, name: str, master: Tensor) -> None:
-        self.masters[name].copy_(master)
-        self.weights[name].copy_(master)

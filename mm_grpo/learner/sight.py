@@ -6,26 +6,37 @@ The completions were sampled with their own images, so the mean over them estima
 answers to the two, and is 0 where the model answers from the text alone. The learner's own packs compute it without
 gradients, under the weights and the distribution that were sampled from.
 
-The other row has another answer where the step has such a one (controls.py); which rows are measured does not depend on
-the process that holds them.
+The other row is the next one in the step, in the order of slots, that differs in every image. Which row lends does not
+depend on the process that holds it. The k-th placeholder of a row's text is given the k-th image of the other row, from
+its first again where these are fewer. They keep their size, so the prompt may have another length. Rows without images,
+without such another row, or that would no longer fit a pack are not measured. In conversations of several turns the
+images of observations stay.
 
 Axes: [T] tokens of a completion, [G] completions of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.controls import lent_controls, moved
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Prompt
+from mm_grpo.types import Completion, Group, Prompt, Tail
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 GROUPS = 4
 """Groups of a step that are measured: with G = 8 the mean of 32 completions, which vary by a few nats, has an error
 below one. Each costs two forwards of its row."""
+Images = tuple[str, ...]
+"""Digests of a row's images."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,10 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
 
     `max_tokens` are those that one prompt with one completion may have (`optim.max_tokens_per_pack`).
     """
-    controls = lent_controls(groups, learner.processor, max_tokens, ranks, count=GROUPS)
+    controls = _other_prompts(groups, learner.processor, max_tokens, ranks)
     asked: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
     for g, _, other in controls:
-        asked.append((other, [replace(c, tail=moved(c.tail, g.prompt, other)) for c in g.completions]))
+        asked.append((other, [replace(c, tail=_moved(c.tail, g.prompt, other)) for c in g.completions]))
     found = learner.current_logprobs(asked)
     half = len(controls)
     sights = []
@@ -76,3 +87,79 @@ def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]
         pieces.append(text[len(before) :])
         start, end = end, place + 1
     return tuple(pieces)
+
+
+# which rows lend their images ----------------------------------------------------------------
+
+
+def _other_prompts(
+    groups: Sequence[Group], processor: Processor, max_tokens: int, ranks: Ranks
+) -> list[tuple[Group, str, Prompt]]:
+    """Of some of this process's `groups`, in the order of slots: the group, the uid of the row that lends, and the
+    prompt with those images. Collective."""
+    what = "other images"
+    with ranks.fail_together(what):
+        rows = {g.slot: tuple(map(_digest, g.prompt.engine_prompt.images)) for g in groups if g.prompt.vision}
+    shares = ranks.all_gather(rows, "digests of images")
+    pairs = pairs_of({slot: row for share in shares for slot, row in share.items()})
+    rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
+    own = {g.slot: g for g in groups}
+    parcels: list[list[tuple[int, str, tuple[Image, ...]]]] = [[] for _ in shares]
+    for slot, other in pairs:
+        if other in own:
+            lender = own[other].prompt
+            parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.images))
+    received = [one for parcel in ranks.all_to_all(parcels, "images") for one in parcel]
+    found = []
+    with ranks.fail_together(what):
+        for slot, uid, images in sorted(received, key=lambda one: one[0]):
+            group = own[slot]
+            prompt = with_images(processor, group.prompt, images)
+            longest = max(c.run_length for c in group.completions)
+            if len(prompt.token_ids) + longest <= max_tokens:
+                found.append((group, uid, prompt))
+    return found
+
+
+def pairs_of(rows: Mapping[int, Images], count: int = GROUPS) -> list[tuple[int, int]]:
+    """Slots that are measured, `count` at most and spread evenly, each with the slot of the row that lends.
+
+    A slot without another row that differs in every image is passed over.
+
+    >>> pairs_of({0: ("a",), 2: ("a",), 3: ("b",), 5: ("c", "a")})
+    [(0, 3), (2, 3), (3, 5), (5, 0)]
+    """
+    slots = sorted(rows)
+    pairs = []
+    for place, slot in enumerate(slots):
+        after = (*slots[place + 1 :], *slots[:place])
+        other = next((o for o in after if _differs(rows[slot], rows[o])), None)
+        if other is not None:
+            pairs.append((slot, other))
+    few = min(count, len(pairs))
+    return [pairs[i * len(pairs) // few] for i in range(few)]
+
+
+def replacing(images: Sequence[T], count: int) -> tuple[T, ...]:
+    """As many images as are to be replaced, in order and from the first again."""
+    return tuple(images[k % len(images)] for k in range(count))
+
+
+def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -> Prompt:
+    """The prompt of the same row with other images, laid out anew."""
+    given = replacing(images, len(prompt.engine_prompt.images))
+    return processor.prompt(replace(prompt.sample, images=given))
+
+
+def _moved(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
+    """What follows a prompt, after another one: positions of a conversation go on from where that one ends."""
+    shift = new.next_position - old.next_position
+    return None if tail is None else replace(tail, position_ids=tail.position_ids + shift)
+
+
+def _differs(images: Sequence[str], others: Sequence[str]) -> bool:
+    return all(a != b for a, b in zip(images, replacing(others, len(images)), strict=True))
+
+
+def _digest(image: Image) -> str:
+    return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]

@@ -14,7 +14,7 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,15 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mm_grpo.learner.optimizer import BaseOptimizer
-from mm_grpo.learner.reference import MovingReference
-from mm_grpo.learner.snapshot import Snapshot
 
 BLOCK = 16 << 20
 """Bytes that are copied and hashed at once."""
 
 
-@dataclass(frozen=True)
-class FileMark:
-    """Identifies a whole file: its size, and the XXH3 of 128 bits of its bytes.
+FileMark = dict[str, Any]
+"""What identifies a whole file: its `name`, its size in `bytes`, and `xxh3_128` of them.
 
-    XXH3 is no cryptographic hash. It finds damage, at some twenty times the speed of SHA-256.
-    """
-
-    name: str
-    bytes: int
-    xxh3_128: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+XXH3 is no cryptographic hash. It finds damage, at some twenty times the speed of SHA-256."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +52,30 @@ class StateFile:
         return _write(path, self.tensors, self.metadata)
 
 
+class Snapshot:
+    """One buffer of fp32 in the host's memory for copies of the same tensors, made again and again: taking the memory
+    anew costs more than copying. A thread writes them while training goes on.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0)
+
+    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Flat fp32 copies [n] of flat tensors [n]. They hold until the next call."""
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        if len(self._buffer) != sum(sizes):
+            self._buffer = torch.empty(sum(sizes), dtype=torch.float32)
+        copies = dict(zip(tensors, self._buffer.split(sizes), strict=True))
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)
+        return copies
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._buffer = torch.empty(0)
+
+
 def state_file(optimizer: BaseOptimizer) -> StateFile:
     """This process's share of the state; its tensors are those that updates change."""
     tensors: dict[str, Tensor] = {}
@@ -71,11 +84,6 @@ def state_file(optimizer: BaseOptimizer) -> StateFile:
         starts[fragment.name] = fragment.start
         tensors |= {f"{kind}/{fragment.name}": tensor for kind, tensor in fragment.tensors.items()}
     return StateFile(tensors, {"starts": json.dumps(starts), "random": json.dumps(random_state())})
-
-
-def reference_file(reference: MovingReference) -> StateFile:
-    """The fp32 weights of a reference policy that moves."""
-    return StateFile({name: master.view(-1) for name, master in reference.masters.items()}, {})
 
 
 def load_state(
@@ -132,24 +140,18 @@ def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> Non
             )
 
 
-def load_reference(reference: MovingReference, path: Path) -> None:
-    """Read the weights of a reference policy, in place."""
-    with safe_open(path, framework="pt") as file:
-        reference.load({name: file.get_tensor(name) for name in reference.masters})
-
-
 def mark_of(path: Path) -> FileMark:
     """The mark of a file as it lies on the disk."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
-    return FileMark(path.name, path.stat().st_size, digest.hexdigest())
+    return {"name": path.name, "bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
 
 
 def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
     """Whether a file's bytes are those of its mark in a manifest."""
-    return mark_of(path).xxh3_128 == str(mark["xxh3_128"])
+    return bool(mark_of(path)["xxh3_128"] == mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:
@@ -213,4 +215,4 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         file.flush()
         os.fsync(file.fileno())
         size = file.tell()
-    return FileMark(path.name, size, digest.hexdigest())
+    return {"name": path.name, "bytes": size, "xxh3_128": digest.hexdigest()}

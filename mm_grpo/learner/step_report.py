@@ -28,11 +28,6 @@ class LearnerReport:
     updates: list[UpdateRecord] = field(default_factory=list)
     gaps: Mapping[int, SampledGap] = field(default_factory=dict)
 
-    @property
-    def max_gap(self) -> float:
-        """Largest gap of a token between the engine's log-probs and ours, in nats; 0 where no token was run."""
-        return self.metrics.get(f"{GAP}/max", 0.0)
-
 
 class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.
@@ -107,7 +102,7 @@ class PackStatistics:
     """Counts of a step's passes: tokens, places in packs, images, prompts, packs.
 
     `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
-    prompt once for each. `graphs` are those of FlexAttention that the process has compiled so far.
+    prompt once for each.
     """
 
     tokens: int = 0
@@ -116,7 +111,6 @@ class PackStatistics:
     prompts: int = 0
     packs: int = 0
     plain: int = 0
-    graphs: int = 0
 
     def add_prompt(self, prompt: Prompt, multiple: int) -> None:
         """Count a prompt that was run apart, its width rounded up to a multiple."""
@@ -135,17 +129,14 @@ class PackStatistics:
         """Sums over all processes. Collective.
 
         `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over what the packs
-        might hold, `learner/balance` the mean work of a process over that of the busiest one.
+        might hold.
         """
         every = ranks.all_gather(self, "pack statistics")
         total = {name: sum(getattr(w, name) for w in every) for name in self.__dataclass_fields__}
-        busiest, graphs = (max(getattr(w, name) for w in every) for name in ("tokens", "graphs"))
         return {
-            **({"learner/flex_graphs": graphs} if graphs else {}),
             "learner/packs": total["packs"],
             "learner/fill": total["tokens"] / max(total["places"], 1),
             "learner/pack_fill": total["tokens"] / max(total["packs"] * max_tokens, 1),
-            "learner/balance": total["tokens"] / max(busiest * len(every), 1),
             "learner/tokens": total["tokens"],
             "learner/tokens_saved": total["plain"] - total["tokens"],
             "learner/images_encoded": total["images"],
@@ -186,15 +177,7 @@ def gap_metrics(
         return {}, {}
     moves = torch.cat([*by_version.values()]).abs()
     metrics = {f"{GAP}/mean": float(moves.sum()) / len(moves), f"{GAP}/max": float(moves.max())}
-    return metrics, {version: _gap_of(moves) for version, moves in by_version.items()}
-
-
-def _gap_of(moves: Tensor) -> SampledGap:
-    excess = moves.exp() - 1
-    std = float(excess.square().sum().sqrt())
-    return SampledGap(
-        float(moves.abs().mean()),
-        float(moves.abs().max()),
-        float(excess.mean()) + 1,
-        float(excess.sum()) / std if std else 0.0,
-    )
+    return metrics, {
+        version: SampledGap(float(moves.abs().mean()), float(moves.abs().max()))
+        for version, moves in by_version.items()
+    }

@@ -31,8 +31,8 @@ Rule = Callable[..., tuple[Tensor, Tensor]]
 """Query, key and value [b, S, H, d], `g`, `beta` [b, S, H] and `initial_state` to outputs and the state after them."""
 
 
-def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> bool:
-    """Patch text layers of this text config to call `attention` in place of sdpa; return whether they do.
+def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> None:
+    """Patch text layers of this text config to call `attention` in place of sdpa.
 
     Why: the mask of a pack costs N^2 as a tensor, and layers take nothing else. The layers read the name of
     their attention from the config in each call, and hand it the keyword arguments of the forward pass. The name is
@@ -43,9 +43,7 @@ def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> bool:
     """
     AttentionInterface.register(PREFIX_ATTENTION, attention)
     AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
-    if config._attn_implementation == "sdpa":
-        config._attn_implementation = PREFIX_ATTENTION
-    return bool(config._attn_implementation == PREFIX_ATTENTION)
+    config._attn_implementation = PREFIX_ATTENTION
 
 
 def unread_mask(device: torch.device) -> Tensor:

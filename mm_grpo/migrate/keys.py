@@ -21,7 +21,7 @@ SAME = (
     "model.trust_remote_code data.columns data.min_pixels data.max_pixels data.max_prompt_length "
     "data.chat_template_kwargs rollout.temperature algorithm.advantage_estimator "
     "algorithm.multi_objective_aggregation algorithm.loss_type algorithm.importance_sampling_level algorithm.beta "
-    "algorithm.kl_in_reward algorithm.sync_ref_model algorithm.ref_model_mixup_alpha "
+    "algorithm.kl_in_reward "
     "algorithm.off_policy_mask_threshold algorithm.scale_rewards algorithm.mask_truncated_completions "
     "algorithm.top_entropy_quantile algorithm.loss_options.sapo_temperature_pos "
     "algorithm.loss_options.sapo_temperature_neg algorithm.loss_options.vespo_k_pos "
@@ -129,7 +129,8 @@ REASONS: Mapping[str, str] = {
         " label_smoothing_factor label_names neftune_noise_alpha ignore_bias_buffers router_aux_loss_coef"
         " generation_kwargs cache_implementation use_transformers_continuous_batching use_transformers_paged"
         " transformers_continuous_batching_config use_bias_correction_kl use_adaptive_entropy entropy_coef_min"
-        " entropy_coef_max entropy_coef_delta entropy_target",
+        " entropy_coef_max entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha"
+        " ref_model_sync_steps",
     # the model and the optimizer
     "write model.path": "model.model_path model_path",
     "write algorithm.reference_path, with algorithm.beta > 0": "teacher_model_name_or_path ref_model",

@@ -1,11 +1,9 @@
 """checkpoints/step-000010/: everything that a killed run needs to go on.
 
-A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the
-weights of the reference policy where it moves during the run (`reference.safetensors`), the log up to its step
-(`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and has the size and XXH3 of
-each file. It is filled beside, under a name that starts with a
-dot, and renamed when all of it is on the disk (checkpoint_writer.py): a folder with the right name is whole, or was
-damaged later, which the marks tell.
+A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the log up to
+its step (`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and has the size and
+XXH3 of each file. It is filled beside, under a name that starts with a dot, and renamed when all of it is on the disk
+(checkpoint_writer.py): a folder with the right name is whole, or was damaged later, which the marks tell.
 
 A thread writes it while the run goes on, from copies of all that the next step changes, where there is room. The
 training thread only makes the copies, and waits where a checkpoint is due before the last one is written. The thread's
@@ -34,21 +32,12 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.optimizer import trainable
-from mm_grpo.learner.snapshot import Snapshot
-from mm_grpo.learner.state import (
-    frozen_digest,
-    load_reference,
-    load_state,
-    load_weights,
-    reference_file,
-    state_file,
-)
+from mm_grpo.learner.state import Snapshot, frozen_digest, load_state, load_weights, state_file
 from mm_grpo.rollout.background import Background
 from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.manifest import (
     FORMAT,
-    REFERENCE,
     Checkpoint,
     checkpoints_in,
     inspect_checkpoint,
@@ -81,7 +70,7 @@ class Checkpoints:
         self.folder, self.log, self.learner, self.config = paths.checkpoints, paths.metrics, learner, config
         self.ranks, self._call = learner.ranks, call
         self._thread = Background(1, "mm_grpo checkpoint")
-        self._copies = {"state": Snapshot(), "reference": Snapshot()}
+        self._copies = Snapshot()
         self._writing: tuple[int, futures.Future[Path]] | None = None
 
     def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> Path:
@@ -134,8 +123,7 @@ class Checkpoints:
             if (error := future.exception()) is not None:
                 logger.warning("%s", error)
         self._thread.close()
-        for copies in self._copies.values():
-            copies.clear()
+        self._copies.clear()
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None when there is none at all.
@@ -168,8 +156,6 @@ class Checkpoints:
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
             own = files[self.ranks.rank] if len(files) == self.ranks.world else None
             load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
-            if manifest["reference"] is not None and self.learner.moving is not None:
-                load_reference(self.learner.moving, checkpoint.path / REFERENCE)
 
     def sentence(self, every: int) -> str:
         """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
@@ -216,13 +202,10 @@ class Checkpoints:
         copied: bool,
     ) -> CheckpointContents:
         """What this process writes of the checkpoint; copied, it stays what it is when the weights change."""
-        optimizer, moving = self.learner.optimizer, self.learner.moving
+        optimizer = self.learner.optimizer
         state = state_file(optimizer)
-        # the reference is neither the base model nor this one without its adapters
-        reference = reference_file(moving) if moving is not None and self.ranks.first else None
         if copied:
-            state = state.copied(self._copies["state"])
-            reference = reference and reference.copied(self._copies["reference"])
+            state = state.copied(self._copies)
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -233,7 +216,7 @@ class Checkpoints:
         }
         log = self.log.read_bytes() if self.ranks.first and self.log.is_file() else None
         keep = self.config.run.keep_checkpoints
-        return CheckpointContents(step, manifest, state, reference, log, keep, spared)
+        return CheckpointContents(step, manifest, state, log, keep, spared)
 
     def _end(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and say that it is whole."""
@@ -266,10 +249,7 @@ class Checkpoints:
     @cached_property
     def _in_background(self) -> bool:
         """Whether a thread writes: where the host has room for the copies. Collective."""
-        files = [state_file(self.learner.optimizer)]
-        if self.learner.moving is not None and self.ranks.first:
-            files.append(reference_file(self.learner.moving))
-        size = 4 * sum(tensor.numel() for file in files for tensor in file.tensors.values())
+        size = 4 * sum(tensor.numel() for tensor in state_file(self.learner.optimizer).tensors.values())
         host, free = platform.node(), free_memory()
         sizes = self.ranks.all_gather((host, size), "a checkpoint")
         needed = sum(size for where, size in sizes if where == host)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.state import StateFile, mark_of
-from mm_grpo.run.manifest import LOG, MANIFEST, REFERENCE, checkpoints_in, step_of
+from mm_grpo.run.manifest import LOG, MANIFEST, checkpoints_in, step_of
 from mm_grpo.run.paths import left_in
 from mm_grpo.timing import span
 
@@ -29,13 +29,12 @@ class CheckpointContents:
     """What this process writes of the checkpoint of a step.
 
     `manifest` is what the manifest holds but for files, `log` metrics.jsonl; of the processes the first
-    writes these and `reference`. Of older checkpoints the newest `keep` stay, and that of the step `spared`.
+    writes these. Of older checkpoints the newest `keep` stay, and that of the step `spared`.
     """
 
     step: int
     manifest: Mapping[str, Any]
     state: StateFile
-    reference: StateFile | None
     log: bytes | None
     keep: int
     spared: int | None
@@ -83,13 +82,12 @@ def write_checkpoint(
                     "process made there; name one that all hosts share"
                 )
             name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
-            entry, kept = contents.state.write(beside / name).as_dict(), contents.reference
-            reference = None if kept is None else kept.write(beside / REFERENCE).as_dict()
+            entry = contents.state.write(beside / name)
         entries = ranks.all_gather(entry, "a checkpoint")
         with together():
             require_open()
             if ranks.first:
-                _finish(beside, path, contents, {"reference": reference, "files": entries})
+                _finish(beside, path, contents, entries)
                 _remove_old(folder, contents)
     except BaseException:
         if ranks.first:
@@ -98,11 +96,13 @@ def write_checkpoint(
     return path
 
 
-def _finish(beside: Path, path: Path, contents: CheckpointContents, files: Mapping[str, Any]) -> None:
-    manifest = {**contents.manifest, **files, "log": None}
+def _finish(
+    beside: Path, path: Path, contents: CheckpointContents, files: Sequence[Mapping[str, Any]]
+) -> None:
+    manifest = {**contents.manifest, "files": files, "log": None}
     if contents.log is not None:
         atomic_write(beside / LOG, contents.log)
-        manifest["log"] = mark_of(beside / LOG).as_dict()
+        manifest["log"] = mark_of(beside / LOG)
     atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     _sync(beside)
     remove(path)  # the step is taken again, so this one was not whole

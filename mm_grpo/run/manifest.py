@@ -17,7 +17,6 @@ from mm_grpo.run.paths import STEP_NAME
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-REFERENCE = "reference.safetensors"
 LOG = "metrics.jsonl"
 FileEntry = Mapping[str, Any]
 """A `learner.state.FileMark` as the manifest has it."""
@@ -60,7 +59,7 @@ def inspect_checkpoint(
             return manifest, f"{path.name} has format {found}, and this version reads {FORMAT}"
         if (step := manifest["step"]) != step_of(path):
             return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
-        marks = [*manifest["files"], manifest["reference"], manifest["log"]]
+        marks = [*manifest["files"], manifest["log"]]
         for mark in share([mark for mark in marks if mark is not None]):
             file = path / mark["name"]
             # its size first: a digest of what has no end has none

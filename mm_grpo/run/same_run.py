@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config import CreditConfig, GRPOConfig
+from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import Section, section_of
 from mm_grpo.data.dataset import Dataset, fingerprint
 from mm_grpo.errors import ConfigError
@@ -65,10 +65,10 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
 
     walk(config, redact(config.model_dump()), "")
     flat |= config.resolved_fields
-    # by the pack goes which rows are dropped where that is the narrower limit, and which have a control or a twin
-    longest, credit, twin = config.data.max_prompt_length, config.algorithm.credit, config.algorithm.twin_view
+    # by the pack goes which rows are dropped where that is the narrower limit, and which have a twin
+    longest = config.data.max_prompt_length
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
-    if drops or twin is not None or (isinstance(credit, CreditConfig) and credit.control == "other_image"):
+    if drops or config.algorithm.twin_view is not None:
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
     if config.data.pass_rate is not None:  # it says what a success is
         flat["run.headline"] = config.run.headline

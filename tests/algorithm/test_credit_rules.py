@@ -61,5 +61,5 @@ def test_options_reach_their_rule() -> None:
         ("vppo", {"vppo_top_share": 1.0}, [1.0, 1.0]),
     ]
     for rule, options, weights in cases:
-        config = AlgorithmConfig.model_validate({"credit": {"rule": rule}, "loss_options": options})
+        config = AlgorithmConfig.model_validate({"credit": rule, "loss_options": options})
         assert RULES[rule]([of(0.0, 2.0)], [1.0], config)[0].tolist() == weights

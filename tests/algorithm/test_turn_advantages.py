@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.algorithm.advantages import grpo
 from mm_grpo.algorithm.turn_advantages import discounted_returns, turn_advantages
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.errors import ConfigError
@@ -42,30 +41,12 @@ def test_turns_are_compared_with_the_same_turn_of_the_others() -> None:
     assert found[1] == pytest.approx((-2 / scale, 0.0)) and found[2] == pytest.approx((3 / scale,))
 
 
-def test_with_one_reward_at_the_end_and_no_discount_first_turns_have_the_advantage_of_the_completion() -> (
-    None
-):
-    totals = [[1.0, 0.0, 3.0], [2.0, None, 5.0]]
-    turns = [2, 1, 3]
-    rewards = [
-        [[None] * (k - 1) + [total] for total, k in zip(group, turns, strict=True)] for group in totals
-    ]
-    for by_turn, plain in zip(turn_advantages(rewards, config(1.0)), grpo(totals), strict=True):
-        assert tuple(own[0] for own in by_turn) == plain
-        assert [len(own) for own in by_turn] == turns
-
-
 def test_a_turn_without_a_reward_or_without_company_has_none() -> None:
     """Of second turns one has no reward, of third ones there is one."""
     (found,) = turn_advantages([[[1.0, None], [2.0, 4.0, 8.0], [None]]], config(1.0))
     assert found[0][1] == 0.0 and found[1][1:] == (0.0, 0.0) and found[2] == (0.0,)
     half = (14 - 1) / 2  # returns 1 and 14
     assert found[0][0] == pytest.approx(-half / (13 / math.sqrt(2) + 1e-4)) and found[1][0] == -found[0][0]
-
-
-def test_equal_rewards_make_exact_zeros_whatever_the_discount() -> None:
-    found = turn_advantages([[[0.1, 0.1, 0.3]] * 3], config(0.3))
-    assert found == [(((0.0,) * 3),) * 3]
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,6 @@ def line_of(**sections: Any) -> str:
         ("kl_in_reward", {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1}, "maxrl"),
         ("kl_in_reward", {"kl_in_reward": True}, "beta"),
         ("kl_estimator", {"kl_estimator": "k1", "beta": 0.04}, "kl_in_reward"),
-        ("sync_ref_model", {"sync_ref_model": True}, "beta"),
-        ("sync_ref_model", {"reference_path": "t", "beta": 0.1, "sync_ref_model": True}, "reference_path"),
         ("delta", {"delta": 1.25, "epsilon_high": 0.28}, "epsilon_high, which is 1.28"),
         ("delta", {"delta": 4.0, "loss_type": "sapo"}, "loss_type"),
         (
@@ -71,7 +69,6 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
 @pytest.mark.parametrize(
     ("field", "sections", "other"),
     [
-        ("algorithm.sync_ref_model", {"algorithm": {"sync_ref_model": True, "beta": 0.1}, "model": LORA}, "model.lora"),
         ("optim.offload_optimizer", {"optim": {"zero_stage": 0, "offload_optimizer": True}}, "optim.zero_stage"),
         ("rollout.staleness_order", {"rollout": {"staleness_order": "eager"}}, "rollout.max_staleness"),
         ("model.lora.vision", {"model": {"lora": {"vision": True}, "freeze_vision": True}}, "model.freeze_vision"),

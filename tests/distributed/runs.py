@@ -28,7 +28,7 @@ MIXTURE: dict[str, Any] = {
         {"name": "length", "as": "brief", "max_length": 2, "when": {"task": "count"}},
     ],
     "rollout": {"prompts_per_step": 6, "num_generations": 4, "max_completion_length": 6},
-    "algorithm": {"credit": {}},
+    "algorithm": {"credit": "pgpo"},
 }
 
 

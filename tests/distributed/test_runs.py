@@ -28,13 +28,13 @@ from helpers.run_folders import (
 from safetensors.torch import load_file
 
 STEPS = 4
-# attempts, a KL in the reward from a reference that moves, an isolated reward that begins while others are sampled
+# attempts, a KL in the reward, an isolated reward that begins while others are sampled
 REFILLED: dict[str, Any] = {
     "rewards": [{"name": "length", "max_length": 4, "isolated": True}],
     "rollout": {"num_generations": 2, "max_attempts": 3},
     "algorithm": {
         "beta": 0.1, "kl_in_reward": True, "kl_estimator": "k1", "top_entropy_quantile": 0.8,
-        "advantage_estimator": "rloo", "sync_ref_model": True, "ref_model_sync_steps": 2,
+        "advantage_estimator": "rloo",
     },
     "run": {"max_steps": STEPS},
 }  # fmt: skip

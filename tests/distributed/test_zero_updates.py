@@ -19,7 +19,7 @@ import pytest
 import torch
 import updates
 from helpers import processes
-from helpers.families import TABLE, is_rounding
+from helpers.families import is_rounding
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.health.checks import update_happens
@@ -66,20 +66,16 @@ def matrix() -> list[Case]:
     ]
     perceived = {"perception_coef": 0.3, "loss_options": {"perception_entropy_coef": 0.1}}
     cases.append(case("perception", set="apart", algorithm=perceived))
-    cases.append(case("credit", set="uneven", algorithm={"credit": {}}))
+    cases.append(case("credit", set="uneven", algorithm={"credit": "pgpo"}))
     crops = {"twin_view": {"view": "crop", "coef": 500.0}}  # as large as the advantages
     cases.append(case("twins", set="apart", algorithm=crops, sharp=True))
-    cases.append(case("twins-lora", set="uneven", algorithm=crops, sharp=True, lora=4))
-    of_turns = {"turn_gamma": 0.9, "credit": {"rule": "vppo", "control": "masked"}}
+    of_turns = {"turn_gamma": 0.9, "credit": "vppo"}
     cases.append(case("credit-turns", set="apart", turns=True, algorithm=of_turns))
     cases.append(case("offloaded-adamw", optimizer="adamw", optim={"offload_optimizer": True}))
-    cases.append(case("frozen", freeze_vision=True))
-    cases.append(case("checkpointed", optim={"gradient_checkpointing": True}))
     cases.append(case("turns", turns=True, algorithm={"turn_gamma": 0.9}))
     cases.append(case("lora", lora=4, algorithm={"beta": 0.1}))
     if find_spec("bitsandbytes") is not None:
         four_bits = {"lora": 4, "quantization": "nf4", "algorithm": {"beta": 0.1}}
-        cases.append(case("qlora", **four_bits))
         cases.append(case("qlora-offloaded", optim={"offload_optimizer": True}, **four_bits))
     return cases
 
@@ -204,8 +200,6 @@ def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: An
         metrics = results[name][0]["metrics"]
         counts = [metrics[f"learner/{what}"] for what in ("packs", "prompts_run", "images_encoded")]
         assert counts == [packs, 4, 4]
-    # both groups with advantages were dealt to one process, and each of the two ran one
-    assert results["odd"][0]["metrics"]["learner/balance"] > 0.6
 
 
 @pytest.mark.long
@@ -214,18 +208,16 @@ def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [1, 4])
-def test_one_and_four_processes_make_the_update_of_one(world: int, launched: Any, alone: Any) -> None:
+def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    one = ("sgd-2", "adamw-2", "turns", "credit", "clipped-2", "iterated-2", "offloaded", "lora")
-    dealt = one if world == 1 else ("sgd-2-many", "uneven", "few", "hole", "first")
-    check_all([c for c in cases_of(*dealt) if world == 1 or not is_long(c)], world, launched, alone)
+    dealt = cases_of("sgd-2-many", "uneven", "few", "hole", "first")
+    check_all([c for c in dealt if not is_long(c)], 4, launched, alone)
 
 
 @pytest.mark.long
 def test_other_families_on_two_processes(models: dict[str, Path], launched: Any, alone: Any) -> None:
     """Those whose modules are others than Qwen2.5-VL's and SmolVLM's, in one start of the processes."""
-    families = [f for f in TABLE if f not in ("qwen2_5_vl", "qwen2_vl", "idefics3")]
+    families = ["qwen3_5", "gemma3", "internvl"]
     cases = tuple(case(f, set="apart", model=str(models[f])) for f in families)
     results = launched("qwen2_5_vl", 2, cases)
     for each in cases:

@@ -123,8 +123,6 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.mul_(3 if "self_attn" in name and weight.dim() > 1 else 1)
-    if case.get("freeze_vision"):
-        model.model.visual.requires_grad_(False)
     if "lora" in case:  # other random numbers on every process: the first one's count
         torch.manual_seed(ranks.rank)
         lora = LoRAConfig(rank=case["lora"])
@@ -142,9 +140,9 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
     config = config_of(path, case)
     if (packs := case.get("packs")) != "one":  # "many" are as small as they can be
         tokens = (max(len(g.prompt.token_ids) for g in groups) + 8) * (1 if packs == "many" else 2)
-        # a pack holds each row with the masked images too, and with longer ones of another row or view
+        # a pack holds each row with the masked images too, and longer ones of another view
         terms = config.algorithm
-        tokens *= 2 if terms.perception_coef or terms.credit or terms.twin_view else 1
+        tokens *= 2 if terms.perception_coef or terms.twin_view else 1
         config = config.with_values({"optim.max_tokens_per_pack": tokens})
     adamw = optimizer.adamw
     if case.get("optimizer") == "sgd":

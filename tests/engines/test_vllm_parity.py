@@ -54,8 +54,10 @@ class Both:
         group = Group(0, self.prompt, done, (1.0, 0.0, 1.0, 0.0), (1.0, -1.0, 1.0, -1.0))
         canary = self.sync.canary([group])
         report = self.learner.update([group])
-        assert report.max_gap < self.limit
-        return self.sync.update(version, canary, noise=report.max_gap)
+        assert report.metrics["sampling/sampling_logp_difference/max"] < self.limit
+        return self.sync.update(
+            version, canary, noise=report.metrics["sampling/sampling_logp_difference/max"]
+        )
 
 
 def test_a_sound_engine_follows_every_update(one: Any) -> None:

@@ -12,14 +12,10 @@ import torch
 from helpers import tiny
 from helpers.steps import config_for, make_groups
 
-from mm_grpo.algorithm.losses import LOSSES
-from mm_grpo.config import AlgorithmConfig
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.linear_attention import prepare_linear_layers
 from mm_grpo.learner.logprobs import chunk_bytes_of, token_logprobs
-from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.model import load_model, resolve_device
-from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.learner.transformers_patches import torch_rule
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.weights import digest, digests
@@ -55,23 +51,6 @@ def test_log_probs_are_those_of_products_in_float32_within_the_memory_that_is_co
         float((logp[:64].detach() - want).abs().max()) < 1e-3
     )  # products in bfloat16 are 0.25 off, at logits of 60
     assert h.grad is not None and w.grad is not None and not w.grad[banned].any()
-
-
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_the_loss_of_a_pack_does_not_wait(loss_type: str) -> None:
-    index = torch.arange(3, device="cuda").repeat_interleave(4)
-    logp, entropy = (torch.rand(12, device="cuda", requires_grad=True) for _ in range(2))
-    other = torch.rand(12, device="cuda")
-    inputs = LossInputs(*(torch.rand(3, device="cuda", dtype=torch.float64) for _ in range(2)), 12)
-    config = AlgorithmConfig(
-        beta=0.1, entropy_coef=0.1, loss_type=loss_type, importance_sampling_mode="sequence_mask"
-    )
-    statistics = LossStatistics()
-    with no_waits():
-        pack_loss(
-            config, inputs, PackTokens(index, logp, entropy, other, other, other), statistics
-        ).backward()
-    assert statistics.read()["tokens"] == 12
 
 
 def test_digests_are_a_cpus_and_come_at_once() -> None:

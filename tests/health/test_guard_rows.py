@@ -62,11 +62,7 @@ def entropy(nats: float | None, reward: float | None = 0.4) -> dict[str, Any]:
     return {"completions/mean_logprob": None if nats is None else -nats, "reward": reward}
 
 
-def tools(calls: float, failing: float = 0.0) -> dict[str, Any]:
-    return {"tools/call_frequency": calls, "tools/failure_frequency": failing, "tools/failures/raised": 1}
-
-
-CUT, NEARLY = {"completions/clipped_ratio": 1.0}, {"completions/clipped_ratio": 0.95}
+CUT = {"completions/clipped_ratio": 1.0}
 LEFT_OUT = {"algorithm": {"mask_truncated_completions": True}}
 EMPTY = {
     "frac_reward_none": 1.0, "advantages/frac_zero": 1.0, "rewards/exact_match/mean": None,
@@ -80,8 +76,7 @@ GATED = [
 BOTH = ["exact_match", {"name": "length", "max_length": 9}]
 DROPPED, SOME = {"sampling/masked_ratio": 1.0}, {"sampling/masked_ratio": 0.9}
 PHANTOM = {"advantages/phantom_share": 0.5}
-OFF_POLICY = {"sampling/off_policy_ratio": 0.9}
-STILL, WARM_UP = {"kl": 0.0}, {"kl": 0.0, "learner/update_norm": 0.0}
+STILL = {"kl": 0.0}
 START = [(1, entropy(0.5)), (1, entropy(0.3)), (3, entropy(0.4))]  # 0.4 on average
 
 
@@ -119,116 +114,47 @@ LOST = "sight_lost"
 CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
     "200 healthy steps": ([(200, OK)], "", [], {}),
     "constant rewards, 640 and 1280 completions": ([(30, flat())], "zero_std", [(10, "warn"), (20, "stop")], {}),
-    "constant rewards, 25 completions a step": (
-        [(45, flat())], "zero_std", [(20, "warn"), (40, "stop")],
-        {"rollout": {"prompts_per_step": 5, "num_generations": 5}},
-    ),
     "constant rewards, 24 completions a step": (
         [(45, flat())], "zero_std", [(21, "warn"), (42, "stop")], {"rollout": {"prompts_per_step": 3}},
     ),
-    "constant in each group alone": (
-        [(5, flat(0.0)), (20, flat(1.0))], "zero_std", [(20, "stop")], {"rollout": {"prompts_per_step": 64}},
-    ),
     "spread that ends": ([(1, OK), (30, flat())], "zero_std", [(11, "warn")], {}),
-    "spread that ends, near the best reward": ([(1, OK), (40, flat(0.9))], "", [], {}),
     "spread that ends, just below it": ([(1, OK), (40, flat(0.89))], "zero_std", [(11, "warn")], {}),
-    "a higher total than before": (
-        [(1, {"reward_max": 3.0}), (40, flat(0.9))], "zero_std", [(11, "warn")], {},
-    ),
-    "one group in sixteen": ([(40, {"advantages/frac_zero": 15 / 16})], "", [], {}),
     "spread comes back": ([(9, flat()), (1, OK)] * 4, "", [], {}),
     "no reward, 80 prompts and 104": ([(14, EMPTY)], "no_reward", [(10, "warn"), (13, "stop")], {}),
-    "no reward in 100 prompts": (
-        [(21, EMPTY)], "no_reward", [(10, "warn"), (20, "stop")], {"rollout": {"prompts_per_step": 5}},
-    ),
-    "no reward in all rows": ([(12, {**EMPTY, "epoch": 1.0})], "no_reward", [(10, "stop")], {}),
     "rewards that end": ([(1, OK), (40, EMPTY)], "no_reward", [(11, "warn")], {}),
-    "rewards of a few": ([(40, {"frac_reward_none": 0.99})], "", [], {}),
     "one that never applied, in 504 prompts": ([(70, OK)], "no_reward", [(63, "warn")], {"rewards": BOTH}),
-    "one that never applied, in 500 prompts": (
-        [(101, OK)], "no_reward", [(100, "warn")], {"rewards": BOTH, "rollout": {"prompts_per_step": 5}},
-    ),
-    "one that never applied, in all rows": ([(30, {"epoch": 1.0})], "no_reward", [(20, "warn")], {"rewards": BOTH}),
     "one that applied once": (
         [(5, OK), (1, {"rewards/length/mean": 0.0}), (70, OK)], "", [], {"rewards": BOTH},
     ),
     "one behind a gate, one without weight": ([(100, OK)], "", [], {"rewards": GATED}),
     "all are cut": ([(40, CUT)], "clipped_lengths", [(10, "warn")], {}),
-    "nearly all are cut, and left out": ([(40, NEARLY)], "clipped_lengths", [(10, "warn")], LEFT_OUT),
     "all are cut, and left out": ([(40, CUT)], "clipped_lengths", [(10, "warn"), (20, "stop")], LEFT_OUT),
-    "many are cut": ([(40, {"completions/clipped_ratio": 0.94})], "", [], {}),
-    "cut for nine steps": ([(9, CUT), (1, OK)] * 4, "", [], {}),
     "the entropy collapses": ([*START, (12, entropy(0.019))], "entropy_collapse", [(15, "warn")], {}),
-    "it is low": ([*START, (40, entropy(0.021))], "", [], {}),
-    "it is low from the start": ([(40, entropy(0.015))], "", [], {}),
-    "it falls, and 0.05 nats are choices": ([(5, entropy(2.0)), (40, entropy(0.05))], "", [], {}),
     "sure and right": ([*START, (40, entropy(0.001, reward=0.95))], "", [], {}),
-    "not measured between": (
-        [*START, (5, entropy(0.019)), (9, entropy(None)), (5, entropy(0.019))], "entropy_collapse", [(24, "warn")], {},
-    ),
-    "no reward between": (
-        [*START, (9, {**EMPTY, **entropy(0.019, None)}), (3, entropy(0.019))], "entropy_collapse", [(15, "warn")], {},
-    ),
     "the correction drops nearly all": ([(40, SOME)], "masked_share", [(10, "warn")], {}),
     "it drops all": ([(40, DROPPED)], "masked_share", [(10, "warn"), (20, "stop")], {}),
-    "it drops some": ([(40, {"sampling/masked_ratio": 0.89, "sampling/off_policy_ratio": 0.89})], "", [], {}),
-    "it drops all for nine steps": ([(9, DROPPED), (1, {"sampling/masked_ratio": 0.0})] * 4, "", [], {}),
-    "the off-policy mask drops nearly all": ([(40, OFF_POLICY)], "masked_share", [(10, "warn")], {}),
+    "it drops some": ([(40, {"sampling/masked_ratio": 0.89})], "", [], {}),
     "a KL of 0 after an update": ([(15, STILL)], "zero_kl", [(11, "warn")], {}),
-    "a KL of 0 in the warm-up": ([(30, WARM_UP), (15, STILL)], "zero_kl", [(41, "warn")], {}),
-    "a tiny KL between": ([(9, STILL), (1, {"kl": 1e-12})] * 4, "", [], {}),
-    "no KL between": ([(6, STILL), (9, {"kl": None}), (6, STILL)], "zero_kl", [(20, "warn")], {}),
     "without beta": ([(40, STILL)], "", [], {"algorithm": {"beta": 0.0}}),
     "a KL in the reward": ([(40, STILL)], "", [], {"algorithm": {"kl_in_reward": True}}),
-    "a reference that follows": (
-        [(40, STILL)], "zero_kl", [(11, "warn")], {"algorithm": {"sync_ref_model": True}},
-    ),
-    "a reference that is set to the policy": (
-        [(40, STILL)], "", [], {"algorithm": {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0}},
-    ),
-    "every call fails": ([(6, tools(2.0, 1.0))], "tools_failing", [(5, "warn")], {}),
-    "a call works": ([(4, tools(2.0, 1.0)), (1, tools(2.0, 0.99))] * 4, "", [], {}),
-    "steps without calls between": (
-        [(4, tools(2.0, 1.0)), (9, tools(0.0)), (1, tools(2.0, 1.0))], "tools_failing", [(14, "warn")], {},
-    ),
-    "no call": ([(40, tools(0.0))], "tools_unused", [(10, "warn")], {}),
-    "no call, without beta": (
-        [(40, tools(0.0))], "tools_unused", [(10, "warn")], {"algorithm": {"beta": 0.0}},
-    ),
-    "a call in ten": ([(9, tools(0.0)), (1, tools(0.1))] * 4, "", [], {}),
     "other rewards alone differ": ([(40, PHANTOM)], "phantom_advantage", [(30, "warn")], {}),
     "they do until the format is learned": ([(29, PHANTOM), (60, {"advantages/phantom_share": 0.4})], "", [], {}),
-    "they do, 16 completions a step": (
-        [(60, PHANTOM)], "phantom_advantage", [(52, "warn")], {"rollout": {"prompts_per_step": 2}},
-    ),
-    "steps without advantages between": (
-        [(25, PHANTOM), (9, OK), (5, PHANTOM)], "phantom_advantage", [(39, "warn")], {},
-    ),
     "the demo sees": (DEMO, "", [], {}),
-    "swapped images": (SWAPPED, LOST, [(6, "warn")], {}),
     "swapped images, measured at every tenth step": (
         [step for one in SWAPPED for step in ((9, OK), one)], LOST, [(60, "warn")], {},
     ),
-    "it sees": (sight(*BEGAN, *[(0.9, 4.0)] * 6), "", [], {}),
-    "sight fell to 15 %": (sight(*BEGAN, *[(0.9, 0.7)] * 6), LOST, [(6, "warn")], {}),
-    "to 26 %": (sight(*BEGAN, *[(0.9, 1.2)] * 6), "", [], {}),
     "to 18 % a completion, and not a token": (
         [*sight(*[(0.3, 5.0)] * 3), *sight(*[(0.9, 0.9)] * 3, per_token=2.5)], "", [], {},
     ),
     # two errors of a window of three are 2 / sqrt(3) of one: 0.01 +- 0.07 is near zero, 0.01 +- 0.12 may not be
     "near zero, surely": (sight(*BLIND, stderr=0.06), LOST, [(6, "warn")], {}),
-    "near zero, or noise": (sight(*BLIND, stderr=0.1), "", [], {}),
     # a fifth of 4.7 - 0.6 is 0.82, and what is left 0.15 +- 0.6; one of 4.7 - 0.8 is 0.78, less than 0.15 + 0.8
-    "it fell, surely": (sight(*BEGAN, *[(0.9, 0.15)] * 6, stderr=0.5), LOST, [(6, "warn")], {}),
     "it fell, or noise": (sight(*BEGAN, *[(0.9, 0.15)] * 6, stderr=0.7), "", [], {}),
     "no rise": (sight(*BEGAN, *[(0.35, 0.0)] * 6), "", [], {}),
-    "the reward falls": (sight(*[(0.9, 4.7)] * 3, *[(0.3, 0.0)] * 6), "", [], {}),
     "a rise without sight": (sight(*BLIND), LOST, [(6, "warn")], {}),
-    "a rise by 0.15 of the range": (sight(*BLIND, high=2.0), "", [], {}),
     "a rise that 16 completions make by chance": (
         sight(*BLIND), "", [], {"rollout": {"prompts_per_step": 2}},
     ),
-    "no range": (sight(*[(0.5, 0.0)] * 6, high=0.5, low=0.5), "", [], {}),
 }  # fmt: skip
 
 
@@ -251,11 +177,9 @@ def test_the_config_names_every_guard_and_no_other() -> None:
     [
         ({"learner/updates": 0, "learner/overflows": 1}, "model.dtype"),
         ({"learner/updates": 2, "learning_rate": 0.0}, "learning rate was 0 in all 4 updates"),
-        ({"learner/updates": 1}, "algorithm.epsilon"),
         ({"learner/updates": 0, **EMPTY}, "data.columns"),
         ({"learner/updates": 0, "advantages/frac_zero": 1.0}, "mm-grpo check"),
-        ({"learner/updates": 0, **CUT}, "rollout.max_completion_length"),
-        ({"learner/updates": 0}, "advantages/frac_zero"),
+        ({"learner/updates": 1}, "clip_ratio/region_mean"),
     ],
 )
 def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
@@ -271,24 +195,13 @@ def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
     watching.on_train_end(3)
 
 
-def test_what_held_in_some_steps_is_not_the_cause() -> None:
-    watching, still = guards(), {"learner/update_norm": 0.0, "learner/updates": 0}
-    for step, row in enumerate(rows((1, {**still, **CUT}), (1, still)), start=1):
-        watching.on_log(step, row)
-    with pytest.raises(GuardStop, match="guard no_update: ") as stopped:
-        watching.on_train_end(2)
-    assert "rollout.max_completion_length" not in str(stopped.value)
-
-
 @pytest.mark.parametrize(
     ("steps", "found"),
     [
         ([(9, flat())], []),
         ([(10, flat())], [(10, "zero_std", "stop")]),
-        ([(10, flat()), (1, OK)], []),
         ([(9, EMPTY)], [(9, "no_reward", "warn")]),
         ([(10, EMPTY)], [(10, "no_reward", "warn"), (10, "no_reward", "stop")]),
-        ([(9, EMPTY), (1, OK)], []),
     ],
 )
 def test_a_run_ends_without_success_where_no_reward_told_completions_apart(

@@ -121,14 +121,10 @@ def test_a_gap_past_the_limit_is_named_with_its_values() -> None:
 @pytest.mark.parametrize(
     ("gap", "moved", "stopped"),
     [
-        (SampledGap(1e-3, 0.1, 1.5), 0.0, False),  # of the learner's own weights: the limit alone
-        (SampledGap(1.1e-3, 0.1, 1.0), 0.0, True),
+        (SampledGap(1e-3, 0.1), 0.0, False),  # of the learner's own weights: the limit alone
+        (SampledGap(1.1e-3, 0.1), 0.0, True),
         (SampledGap(0.99, 2.0), 0.1, False),
         (SampledGap(1.01, 2.0), 0.1, True),
-        (SampledGap(0.2, 2.0, 1.5, 7.9), 0.1, False),
-        (SampledGap(0.2, 2.0, 1.09, 20.0), 0.1, False),
-        (SampledGap(0.2, 2.0, 1.11, 8.1), 0.1, True),
-        (SampledGap(0.2, 2.0, 0.89, -8.1), 0.1, True),
         (SampledGap(9.0, 9.0), math.inf, False),  # what the learner moved is not known
     ],
 )

@@ -68,7 +68,7 @@ learner/twin_view.py < learner/test_twin_view.py
 learner/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
-learner/controls.py < learner/test_sight.py learner/test_credit.py learner/test_conversations.py
+learner/sight.py < learner/test_sight.py
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
     * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
@@ -86,7 +86,7 @@ learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test
     * schedule | self.updates += 1 ==> self.updates += stepped
     * dtype of sums | if master is not param:  # as soon as ==> if False:  # as soon as
     wrong group | {"params": plain, "weight_decay": 0.0} ==> {"params": plain, "weight_decay": config.weight_decay}
-learner/prompt_states.py < learner/test_prompt_states.py learner/test_image_features.py
+learner/prompt_states.py < learner/test_prompt_states.py
     * dtype of sums | grad.float() if total is None ==> grad if total is None
 learner/logprobs.py < learner/test_logprobs.py
     * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]
@@ -150,7 +150,6 @@ parity/sync.py < parity
     threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
 health/checks.py < health/test_guards.py
     * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
-    dropped side | abs(gap.ratio - 1) > RATIO_BIAS ==> gap.ratio - 1 > RATIO_BIAS
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py

@@ -14,7 +14,7 @@ from helpers.passes import backward_of, forward_of
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.learner.pack import Item, Pack, layout, pictured_of, plan
+from mm_grpo.learner.pack import Item, Pack, pictured_of, plan
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools
 from mm_grpo.rollout.conversation import Conversation
@@ -29,7 +29,7 @@ def some(items: list[Item]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [*((family, False) for family in tiny.ALL), ("qwen3_vl", True), (tiny.HYBRID, True)],
+    [("qwen2_5_vl", False), ("internvl", False), (tiny.HYBRID, True)],
 )
 def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
@@ -64,14 +64,12 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
         assert got.grad is not None, name
         gap = (got.grad - want.grad).norm() / want.grad.norm().clamp(min=1e-8)
         assert gap <= 1e-5, (name, gap)
-    # an image of a prompt is encoded once, and one of an observation that several packs share once more
-    pictured = [{id(one): one for row in rows for one in pictured_of(row)} for rows in packs]
-    prompts = {id(i.prompt) for i in items}
-    distinct = {number: one for pack in pictured for number, one in pack.items()}
-    shared = [n for n in distinct if n not in prompts and sum(n in pack for pack in pictured) > 1]
-    assert shared
-    want_images = sum(processor.family.count(distinct[n].vision) for n in [*distinct, *shared])
-    assert work.images == want_images
+    # an image of a prompt is encoded once, and one of an observation once in each pack
+    prompts = {id(i.prompt): i.prompt for i in items}
+    seen = [{id(one): one for row in rows for one in pictured_of(row)} for rows in packs]
+    observed = [one for pack in seen for number, one in pack.items() if number not in prompts]
+    count = processor.family.count
+    assert work.images == sum(count(one.vision) for one in [*prompts.values(), *observed])
 
 
 @pytest.mark.parametrize("family", tiny.ALL)
@@ -98,27 +96,3 @@ def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
     assert torch.equal(made.prompt.position_ids, whole.position_ids)
     assert made.prompt.vision.keys() == whole.vision.keys()
     assert all(torch.equal(tensor, whole.vision[key]) for key, tensor in made.prompt.vision.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", tiny.HYBRID])
-def test_in_bfloat16_packs_round_no_more_than_the_plain_forward(family: str, models: dict[str, Any]) -> None:
-    """Both against the plain forward in fp32, over weights that bfloat16 holds."""
-    model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.bfloat16).train()
-    processor = load_processor(str(models[family]))
-    exact = copy.deepcopy(model).float()
-    plainly = copy.deepcopy(model)
-    conversations, groups = cases(processor, seed=4)
-    module = forward_of(model, processor)
-    items, worst = items_of(conversations, groups), {"packs": 0.0, "plain": 0.0}
-    with torch.no_grad():
-        truth = [plain(exact, processor, c) for c in conversations]
-        for c, want in zip(conversations, truth, strict=True):
-            worst["plain"] = max(
-                worst["plain"], float((plain(plainly, processor, c).float() - want).abs().max())
-            )
-        for rows in plan(items, max_tokens=some(items)):
-            logp, _ = module(layout(rows, processor.media_token_ids))
-            want = torch.cat([truth[i.index] for row in rows for i in row])
-            worst["packs"] = max(worst["packs"], float((logp.float() - want).abs().max()))
-    assert 0 < worst["packs"] <= 1.5 * worst["plain"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
-from helpers.conversations import SIZES, conversation, items_of, plain
 from helpers.families import is_rounding
 from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
 from torch import Tensor
@@ -20,7 +17,6 @@ from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.controls import with_images
 from mm_grpo.learner.perception import masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
@@ -73,9 +69,9 @@ def oracle(
         seen = [forward(model, *done[key][:2]) for key in acting]
         unseen = [forward(model, controls[slot], controls[slot].completions[k]) for slot, k in acting]
     found = list(map(dependency, seen, unseen))
-    made = RULES[credit.rule](found, [float(s.mean()) for s in found], algorithm)
+    made = RULES[credit](found, [float(s.mean()) for s in found], algorithm)
     weights = dict(zip(acting, made, strict=True))
-    for own in ([key for key in acting if key[0] == slot] for slot in controls if credit.keep_mass):
+    for own in ([key for key in acting if key[0] == slot] for slot in controls):
         sizes = [torch.full_like(weights[key], done[key][2]) for key in own]
         weights |= zip(own, keep_mass([weights[key] for key in own], sizes), strict=True)
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in done.values()])
@@ -89,79 +85,48 @@ def oracle(
     return grads, [*weights.values()]
 
 
-def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 1e-5) -> None:
+def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 3e-5) -> None:
+    """Weights scale small differences of log-probs, and with them their rounding."""
     for name, want in theirs.items():
         assert float((ours[name] - want).norm()) <= limit * float(want.norm()) or is_rounding(name), name
 
 
-def lent(path: Any, groups: list[Group]) -> dict[int, Group]:
-    """Row 0 takes the image of 2 twice, 2 the first of 3, 3 those of 0."""
-    processor, prompts = load_processor(str(path)), [g.prompt for g in groups]
+def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int, Group]:
+    """The groups with images after their masked prompts, by slot."""
+    processor = load_processor(str(path))
     return {
-        slot: replace(
-            groups[slot], prompt=with_images(processor, prompts[slot], prompts[other].engine_prompt.images)
-        )
-        for slot, other in ((0, 2), (2, 3), (3, 0))
+        g.slot: replace(g, prompt=masked_prompt(processor, g.prompt, ratio, g.completions[0].seed))
+        for g in groups
+        if g.prompt.vision
     }
 
 
 @pytest.mark.parametrize(
-    ("family", "packs", "algorithm"),
+    ("packs", "algorithm"),
     [
-        ("qwen2_5_vl", 4096, {"credit": {}}),
-        ("qwen2_5_vl", 70, {"credit": {}, "loss_type": "grpo"}),
-        ("qwen2_5_vl", 4096, {"credit": {"rule": "vppo"}}),
-        ("qwen3_vl", 70, {"credit": {"rule": "vppo", "keep_mass": False}, "loss_options": {"vppo_beta_min": 0.2}}),
-        (
-            "qwen2_5_vl", 70,
-            {"credit": {"control": "masked", "rule": "vppo"}, "loss_options": {"perception_mask_ratio": 0.5}},
-        ),
+        (4096, {"credit": "pgpo", "loss_options": {"perception_mask_ratio": 0.9}}),
+        (70, {"credit": "vppo", "loss_type": "grpo", "loss_options": {"perception_mask_ratio": 0.5}}),
     ],
-)  # fmt: skip
+)
 def test_the_gradient_is_that_of_plain_autograd(
-    family: str, packs: int, algorithm: dict[str, Any], models: dict[str, Any]
+    packs: int, algorithm: dict[str, Any], models: dict[str, Any]
 ) -> None:
-    path = models[family]
+    path = models["qwen2_5_vl"]
     changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
     config = config_for(path, **changes)
     forward = _forward_of(path, config)
     groups = rows_of(path, forward)
-    controls = lent(path, groups)
-    if config.algorithm.credit and config.algorithm.credit.control == "masked":
-        for slot in controls:
-            seed = groups[slot].completions[0].seed
-            prompt = masked_prompt(load_processor(str(path)), groups[slot].prompt, 0.5, seed)
-            controls[slot] = replace(groups[slot], prompt=prompt)
+    controls = after_masked(path, groups, config.algorithm.option("perception_mask_ratio"))
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
     theirs, weights = oracle(path, groups, controls, config.algorithm, forward)
     assert_alike(ours, theirs)
     every = torch.cat(weights)
     assert float((every - 1).abs().max()) > 0.3  # the weights are a visible part of it
     metrics = report.metrics
-    assert metrics["credit/measured"] == 1 and metrics["time/credit"] > 0
+    assert metrics["time/credit"] > 0
     assert metrics["credit/above_1"] == pytest.approx(float((every > 1 + 1e-6).double().mean()))
     top = every.topk(-(-len(every) // 4)).values
     assert metrics["credit/top_quartile"] == pytest.approx(float(top.mean()), rel=1e-4)
-
-
-def test_in_bfloat16_the_gradient_rounds_no_more_than_plain_autograd(models: dict[str, Any]) -> None:
-    """Both against autograd in fp32. Weights, hidden states and logits round to 8 bits in both, in other orders: up to
-    half as far again as plain autograd is rounding."""
-    path = models["qwen2_5_vl"]
-    config = config_for(path, algorithm={"credit": {}})
-    forward = _forward_of(path, config)
-    groups = rows_of(path, forward)
-    controls = lent(path, groups)
-    truth, weights = oracle(path, groups, controls, config.algorithm, forward)
-    plain, _ = oracle(path, groups, controls, config.algorithm, forward, torch.bfloat16)
-    sampled = [_sampled(g, sharp(path).bfloat16(), forward) for g in groups]
-    ours, report = gradients_of(learner_of(path, sharp(path).bfloat16(), algorithm={"credit": {}}), sampled)
-    off = []
-    for grads in (ours, plain):
-        gaps = [(grads[n].float() - want).square().sum() for n, want in truth.items()]
-        off.append(float(sum(gaps) / sum(want.square().sum() for want in truth.values())) ** 0.5)
-    assert 0 < off[0] <= 1.5 * off[1]
-    assert float((torch.cat(weights) - 1).abs().max()) > 0.3 and report.metrics["credit/measured"] == 1
 
 
 def _forward_of(path: Any, config: GRPOConfig) -> Forward:
@@ -169,55 +134,18 @@ def _forward_of(path: Any, config: GRPOConfig) -> Forward:
     return lambda model, group, c: plain_logp(model, config, media, group, c)[0]
 
 
-def test_conversations_keep_the_images_of_their_observations(models: dict[str, Any]) -> None:
-    """Turns with pictures between them, after prompts with two images, one and none."""
-    path = models["qwen2_5_vl"]
-    processor: Any = load_processor(str(path))
-    shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(SIZES)]
-    images = [(tiny.picture(1), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
-    starts = [processor.prompt(tiny.sample(str(g), "what is it", own)) for g, own in enumerate(images)]
-    swapped = [with_images(processor, starts[k], starts[1 - k].engine_prompt.images) for k in (0, 1)]
-    made: dict[str, Any] = {}
-
-    def groups_of(prompts: list[Any], name: str) -> list[Group]:
-        rng, found = random.Random(4), []
-        for slot, start in enumerate(prompts):
-            talks = [conversation(start, processor, rng, shown, turns) for turns in (1, 3, 2)]
-            items = items_of(talks, [slot] * 3)
-            done = [
-                Completion(i.token_ids, (), f"{name} {slot} {i.index}", "stop", 0, tail=i.tail) for i in items
-            ]
-            made.update((c.text, talk) for c, talk in zip(done, talks, strict=True))
-            found.append(Group(slot, start, tuple(done), (0.0,) * 3, (1.0, -0.7, 0.4)))
-        return found
-
-    def forward(model: Any, group: Group, c: Completion) -> Tensor:
-        return plain(model, processor, made[c.text])
-
-    model = sharp(path)
-    groups = [_sampled(g, model, forward) for g in groups_of(starts, "own")]
-    controls = dict(enumerate(groups_of(swapped, "other")))
-    changes: Any = {"algorithm": {"credit": {}}, "rollout": {"temperature": 1.0, "max_completion_length": 64}}
-    ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
-    theirs, weights = oracle(path, groups, controls, config_for(path, **changes).algorithm, forward)
-    assert_alike(ours, theirs)
-    assert float((torch.cat(weights) - 1).abs().max()) > 0.3 and report.metrics["credit/measured"] == 1
-
-
 def test_only_rows_that_can_change_are_run_once_more(models: dict[str, Any]) -> None:
-    """Slot 2 has no advantages and 1 no images: a pass of the controls of 0 and 3, each prompt once."""
+    """Slot 2 has no advantages and 1 no images: a pass after the masked prompts of 0 and 3, each once."""
     path = models["qwen2_5_vl"]
     groups = rows_of(path, _forward_of(path, config_for(path)))
     groups[2] = replace(groups[2], advantages=(0.0,) * 3)
-    runs = [learner_of(path, sharp(path), algorithm=a).update(groups).metrics for a in ({}, {"credit": {}})]
-    # 3 has one completion of advantage 0; row 2 still lends its image
-    controls = lent(path, groups)
-    more = sum(len(controls[s].prompt.token_ids) for s in (0, 3)) + 3 + 6 + 2 + 2 + 2
+    runs = [
+        learner_of(path, sharp(path), algorithm=a).update(groups).metrics for a in ({}, {"credit": "pgpo"})
+    ]
+    # 3 has one completion of advantage 0
+    more = sum(len(groups[s].prompt.token_ids) for s in (0, 3)) + 3 + 6 + 2 + 2 + 2
     for name, count in (("tokens", more), ("images_encoded", 4)):
         assert runs[1][f"learner/{name}"] == runs[0][f"learner/{name}"] + count
-    still = [replace(g, advantages=(0.0,) * 3) for g in groups]
-    metrics = learner_of(path, algorithm={"credit": {}}).update(still).metrics
-    assert metrics["learner/tokens"] == metrics["credit/measured"] == 0
 
 
 def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str, Any]) -> None:
@@ -226,13 +154,12 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
     forward = _forward_of(path, config_for(path))
     groups, odd = rows_of(path, forward), rows_of(path, lambda *given: 7 * forward(*given))
     found = []
-    for given, staleness in ((groups, 0), (groups, 1), (odd, 1), (odd, 0)):
-        algorithm = {"credit": {}, "importance_sampling_mode": "none"}
+    for given, staleness in ((groups, 0), (odd, 1), (odd, 0)):
+        algorithm = {"credit": "pgpo", "importance_sampling_mode": "none"}
         changes: Any = {"algorithm": algorithm, "rollout": {"max_staleness": staleness}}
         found.append(gradients_of(learner_of(path, sharp(path), **changes), given))
-    for grads, _ in found[1:3]:
-        assert_alike(grads, found[0][0])
-    first, *_, last = (report.metrics["credit/top_quartile"] for _, report in found)
+    assert_alike(found[1][0], found[0][0])
+    first, _, last = (report.metrics["credit/top_quartile"] for _, report in found)
     assert last != pytest.approx(first, rel=1e-3)
 
 
@@ -241,18 +168,11 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
     [
         ("loss_type", {"loss_type": "gmpo"}),
         ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
-        ("credit.rule", {"credit": {"rule": "prpo"}}),
+        ("credit", {"credit": "prpo"}),
         ("loss_options.vppo_beta_min", {"loss_options": {"vppo_beta_min": 0.5}}),
         ("loss_options.pgpo_tau", {"loss_options": {"pgpo_tau": 1.5}}),
-        ("loss_options.perception_mask_ratio", {"loss_options": {"perception_mask_ratio": 0.5}}),
     ],
 )
 def test_what_credit_is_refused_with(field: str, changes: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"algorithm.{field}")):
-        config_for("x", algorithm={"credit": {}, **changes})
-
-
-def test_a_step_of_one_row_has_no_other_image() -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.prompts_per_step"):
-        config_for("x", algorithm={"credit": {}}, rollout={"prompts_per_step": 1})
-    config_for("x", algorithm={"credit": {"control": "masked"}}, rollout={"prompts_per_step": 1})
+        config_for("x", algorithm={"credit": "pgpo", **changes})

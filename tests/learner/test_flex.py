@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import flex
-from mm_grpo.learner.attention import Masks, is_tried
+from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
@@ -63,14 +63,14 @@ ROWS = st.lists(st.lists(GROUP_LENGTHS, min_size=1, max_size=3), min_size=1, max
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(ROWS)
 def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[list[int]]]) -> None:
     segments = segments_of(rows)
     assert torch.equal(pairs(flex.block_mask(segments)), attention_mask(padded(segments)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(ROWS, st.integers(1, 7))
 def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
     rows: list[list[list[int]]], chosen: int
@@ -101,17 +101,8 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
     assert (blocks == 1).all()  # nobody looks at what is asked there
 
 
-def test_blocks_that_nobody_sees_are_skipped() -> None:
-    # a prompt of 2 blocks and 4 completions of 2: each completion block sees the prompt and its own
-    mask = flex.block_mask(segments_of([[256, 256, 256, 256, 256]]))
-    run = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
-    assert run.tolist() == [1, 2] + 4 * [3, 4]  # of up to 10
-    assert mask.kv_num_blocks[0, 0].tolist() == [1] * 10  # the diagonal alone has pairs to decide
-    assert mask.full_kv_num_blocks[0, 0].tolist() == [0, 1] + 4 * [2, 3]
-
-
 def test_blocks_of_other_groups_are_skipped() -> None:
-    # as above with one completion, then a group of a prompt of 1 block and completions of 1 and 2
+    # a prompt of 2 blocks and a completion of 2, then a group of a prompt of 1 block and completions of 1 and 2
     mask = flex.block_mask(segments_of([[[256, 256], [128, 128, 256]]]))
     run = mask.kv_num_blocks[0, 0] + mask.full_kv_num_blocks[0, 0]
     assert run.tolist() == [1, 2, 3, 4, 1, 2, 2, 3]
@@ -141,37 +132,34 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpointing", "many"), [(False, False), (True, True)], ids=["plain", "checkpointed, many packs"]
-)
-def test_updates_are_those_of_blocks_and_dense_masks(
-    checkpointing: bool, many: bool, models: dict[str, Any], emulation: list[int]
-) -> None:
+def test_updates_are_those_of_blocks_and_dense_masks(models: dict[str, Any], emulation: list[int]) -> None:
     """Recomputed layers see the same segments: a lost mask would change every gradient.
 
-    Of many packs those of `eager` run the prompts again, the others go on from them."""
+    Of many packs those of `dense` run the prompts again, the others go on from them."""
     path = models["qwen3_vl"]  # the text layers of all families call the same kernel
     processor = load_processor(str(path))
     groups = make_groups(processor)
-    tokens = max(len(g.prompt.token_ids) for g in groups) + 8 if many else 16384
+    tokens = max(len(g.prompt.token_ids) for g in groups) + 8
     updates = {}
-    for attn in ("flex_attention", "sdpa", "eager"):
+    for attn in ("flex_attention", "sdpa", "dense"):
         config = config_for(
             path,
-            model={"path": str(path), "attn": attn},
+            model={"path": str(path), "attn": "sdpa" if attn == "dense" else attn},
             algorithm={"entropy_coef": 0.1},
-            optim={"gradient_checkpointing": checkpointing, "max_tokens_per_pack": tokens},
+            optim={"gradient_checkpointing": True, "max_tokens_per_pack": tokens},
         )
         emulation.clear()
         model = load_model(config.model, processor.family)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         learner = Learner(model, processor, config, 10)
+        if attn == "dense":
+            learner.module.masks.blocks = learner.module.masks.apart = False
         assert learner.module.masks.multiple == (128 if attn == "flex_attention" else 1)
         metrics = learner.update(groups).metrics
-        assert (metrics["learner/prompts_run"] == 4) == (not many or attn != "eager")
+        assert (metrics["learner/prompts_run"] == 4) == (attn != "dense")
         updates[attn] = {n: p.detach() - before[n] for n, p in model.named_parameters()}
         assert bool(emulation) == (attn == "flex_attention")
-    for name, want in updates["eager"].items():
+    for name, want in updates["dense"].items():
         assert want.norm() > 0, name
         for attn in ("flex_attention", "sdpa"):
             assert float((updates[attn][name] - want).norm()) <= 1e-4 * float(want.norm()), (attn, name)
@@ -183,7 +171,6 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> CompileCounter:
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "_EXHAUSTED", threading.Event())
     torch._dynamo.reset()
     flex._compiled.cache_clear()
     flex.fault.cache_clear()
@@ -221,12 +208,8 @@ def check(segments: Tensor, needs: tuple[bool, ...], grads: bool, scaling: float
 # widths below and above a block; as many rows, blocks and heads as one another; one row and several
 PACKS = [
     [[1, 1]],
-    [[60, 20, 30]],
-    [[140, 30, 20]],
     [[300, 30, 20, 50]],
-    [[30, 5], [20, 9]],
     [[300, 200], [100, 9], [90, 30, 40], [200, 7]],
-    [[600, 9]] * 2,
     [[140, 9]] * 4,
     [[[140, 9], [60, 30, 200], [3, 1]]],
 ]
@@ -245,31 +228,6 @@ def test_nothing_is_compiled_but_what_was_compared(compiled: CompileCounter) -> 
         check(wide, (True, True, True), True, 0.25)
         check(segments, (True, True, True), number % 2 == 0, None)
     assert compiled.frame_count == 4
-
-
-@pytest.mark.slow
-def test_another_scale_is_a_variant_of_its_own(compiled: CompileCounter) -> None:
-    torch.manual_seed(0)
-    segments = segments_of([[140, 30, 20]])
-    for scaling, count in ((None, 1), (16**-0.5, 1), (0.1, 2), (0.3, 2)):
-        check(segments, (True, True, True), True, scaling)
-        assert compiled.frame_count == count, scaling
-
-
-def test_past_the_limit_of_graphs_the_next_packs_go_block_by_block(
-    models: dict[str, Any], compiled: CompileCounter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch would raise an error, or run what it was given uncompiled; the pack at work gets the right numbers."""
-    monkeypatch.setattr("mm_grpo.learner.attention.fault", lambda *shape: None)
-    masks = Masks(load(models["qwen2_vl"]), "flex_attention")
-    segments = segments_of([[140, 30, 20]])
-    monkeypatch.setattr(flex, "GRAPHS", 1)
-    check(segments, (True, True, True), True, None)
-    assert not flex.exhausted() and "flex" in masks.of(segments) and masks.multiple == 128
-    check(segments, (True, True, True), False, None)
-    assert flex.exhausted() and compiled.frame_count == flex.graphs() == 1
-    assert "prefix" in masks.of(segments) and masks.multiple == 1
-    check(segments, (True, True, True), True, None)  # recomputed layers of a pack that had a block mask
 
 
 def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) -> None:
@@ -295,13 +253,12 @@ def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("many", [False, True])
-def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compiled: CompileCounter) -> None:
-    """With adapters, whose first layer has no gradient of the keys, recomputed layers and a reference; in one pack or
-    with prompts that are run apart."""
+def test_a_step_compiles_nothing_more(models: dict[str, Any], compiled: CompileCounter) -> None:
+    """With adapters, whose first layer has no gradient of the keys, recomputed layers, a reference, and prompts that
+    are run apart."""
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path))
-    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8 if many else 1024
+    tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8
     config = config_for(
         path,
         model={
@@ -314,9 +271,7 @@ def test_a_step_compiles_nothing_more(many: bool, models: dict[str, Any], compil
     )
     learner = Learner(load_model(config.model, processor.family), processor, config, 10)
     assert compiled.frame_count == 4
-    for groups in (make_groups(processor), make_groups(processor)[:1]):
-        report = learner.update(groups)
-        assert report.updates[0].update_norm > 0 and report.metrics["learner/flex_graphs"] == 4
+    assert learner.update(make_groups(processor)).updates[0].update_norm > 0
     assert compiled.frame_count == 4
 
 
@@ -368,17 +323,3 @@ def test_it_needs_a_gpu(models: dict[str, Path]) -> None:
     assert Masks(model, "auto").multiple == 1
     with pytest.raises(ConfigError, match=r"does not work on cpu: .*; write auto or sdpa"):
         Masks(model, "flex_attention")
-
-
-@pytest.mark.parametrize(
-    ("attn", "device", "dtype", "tried"),
-    [
-        ("auto", "cuda", torch.bfloat16, True),
-        ("auto", "cuda", torch.float32, False),
-        ("auto", "cpu", torch.bfloat16, False),
-        ("sdpa", "cuda", torch.bfloat16, False),
-        ("flex_attention", "cuda", torch.float32, True),
-    ],
-)
-def test_where_it_is_tried(attn: str, device: str, dtype: torch.dtype, tried: bool) -> None:
-    assert is_tried(attn, torch.device(device), dtype) == tried

@@ -17,7 +17,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import use_checkpointing
-from mm_grpo.learner.optimizer import Optimizer, adamw, schedule
+from mm_grpo.learner.optimizer import Optimizer, schedule
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
@@ -64,24 +64,17 @@ def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: lis
 
 
 CASES: list[dict[str, Any]] = [
-    {"algorithm": {"loss_type": "grpo"}},
     {"algorithm": {"loss_type": "grpo", "entropy_coef": 0.05}},
-    {"algorithm": {"loss_type": "dapo"}},
     {"algorithm": {"loss_type": "dr_grpo", "mask_truncated_completions": True}},
-    {"algorithm": {"loss_type": "bnpo", "entropy_coef": 0.02}},
     {"algorithm": {"beta": 0.3, "num_iterations": 2}, "optim": {"updates_per_step": 2}},
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "max_tokens"), [*((case, 60) for case in CASES), (CASES[-1], 16384)], ids=str
-)
-def test_the_update_equals_that_of_a_plain_loop(
-    case: dict[str, Any], max_tokens: int, models: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_update_equals_that_of_a_plain_loop(case: dict[str, Any], models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
-    optim = {**case.get("optim", {}), "max_tokens_per_pack": max_tokens}
+    optim = {**case.get("optim", {}), "max_tokens_per_pack": 60}
     config = config_for(path, **{**case, "optim": optim})
     processor = load_processor(str(path))
     groups = make_groups(processor)
@@ -97,7 +90,7 @@ def test_the_update_equals_that_of_a_plain_loop(
         assert want.norm() > 0, name
         assert (got - want).norm() <= 1e-4 * want.norm(), name
     assert all(update_happens(u) is None for u in report.updates)
-    assert report.metrics["learner/packs"] > 1 or max_tokens > 60
+    assert report.metrics["learner/packs"] > 1
 
 
 def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[str, Any]) -> None:
@@ -145,7 +138,7 @@ def test_means_are_over_every_token_and_absent_where_none_was_run(models: dict[s
 def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -> None:
     """With a rate of 0 every iteration has the same loss."""
     losses = []
-    for iterations in (1, 3):
+    for iterations in (1, 2):
         learner = learner_of(
             models["qwen2_vl"],
             algorithm={"num_iterations": iterations, "entropy_coef": 0.1},
@@ -212,10 +205,9 @@ def test_gradients_of_bfloat16_packs_are_summed_in_float32() -> None:
     assert optimizer.apply(live_tokens=1).grad_norm == 1 + 2.0**-8
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_alone_decay(dtype: torch.dtype) -> None:
+def test_matrices_alone_decay() -> None:
     config = config_for("x", optim={"learning_rate": 0.5, "weight_decay": 0.5}).optim
-    module = torch.nn.Linear(1, 1).to(dtype)
+    module = torch.nn.Linear(1, 1).bfloat16()
     torch.nn.init.ones_(module.weight)
     torch.nn.init.ones_(module.bias)
     optimizer = Optimizer(module, config, 500)
@@ -224,13 +216,12 @@ def test_matrices_alone_decay(dtype: torch.dtype) -> None:
     assert (module.weight.item(), module.bias.item()) == (0.75, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_second_optimizer_of_one_model_gets_its_gradients(dtype: torch.dtype) -> None:
+def test_a_second_optimizer_of_one_model_gets_its_gradients() -> None:
     config = config_for("x", optim={"learning_rate": 0.1, "max_grad_norm": 0.0}).optim
-    module = torch.nn.Linear(2, 1, bias=False).to(dtype)
+    module = torch.nn.Linear(2, 1, bias=False).bfloat16()
     for _ in range(3):  # one after the other, as trainers of one process are
         optimizer = Optimizer(module, config, 10)
-        optimizer.backward(module(torch.tensor([[3.0, 4.0]], dtype=dtype)).sum(), last=True)
+        optimizer.backward(module(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16)).sum(), last=True)
         record = optimizer.apply(live_tokens=1)
         assert record.grad_norm == pytest.approx(5.0) and record.update_norm > 0.1
 
@@ -284,12 +275,9 @@ def test_schedules_by_hand(kind: str, rates: list[float]) -> None:
 
 
 @pytest.mark.parametrize("change", [{"token_ids": (), "logprobs": ()}, {"logprobs": (-1.0,)}, None])
-@pytest.mark.parametrize("algorithm", [{}, {"beta": 0.1}])
-def test_groups_that_no_engine_makes_are_one_message(
-    models: dict[str, Any], change: Any, algorithm: dict[str, Any]
-) -> None:
+def test_groups_that_no_engine_makes_are_one_message(models: dict[str, Any], change: Any) -> None:
     """No token, a log-prob too few, and no advantages yet."""
-    learner = learner_of(models["qwen2_vl"], algorithm=algorithm)
+    learner = learner_of(models["qwen2_vl"])
     first, _, third, _ = make_groups(learner.processor)
     spoilt = replace(third, advantages=())
     if change is not None:
@@ -306,7 +294,6 @@ def test_groups_that_no_engine_makes_are_one_message(
         (None, "cuda", True, True),
         (None, "cpu", True, False),
         (None, "cuda", False, False),  # null asks for nothing that the model does not have
-        (False, "cuda", True, False),
         (True, "cpu", True, True),
     ],
 )
@@ -319,13 +306,3 @@ def test_gradient_checkpointing_is_on_where_a_gpu_is(
         config=SimpleNamespace(to_dict=dict), gradient_checkpointing_enable=turned.append,
     )  # fmt: skip
     assert use_checkpointing(model, asked) is done and bool(turned) is done
-
-
-@pytest.mark.parametrize(("device", "fused"), [("cuda", True), ("cpu", None)])
-def test_adamw_is_fused_on_a_gpu(device: str, fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unfused it makes temporary copies as large as the masters."""
-    made: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **options: made.append(options))
-    params: list[Any] = [SimpleNamespace(device=torch.device(device), ndim=2)]
-    adamw(params, config_for("x").optim)
-    assert made[0].get("fused") is fused

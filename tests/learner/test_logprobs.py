@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -47,14 +46,6 @@ def test_values_and_gradients_equal_the_plain_computation(chunk_bytes: int, temp
     assert results[0][3] is not None and not results[0][3][banned].any()
 
 
-def test_uniform_logits_by_hand() -> None:
-    # zero states: 8 - 2 = 6 legal entries, each 1/6
-    logp, entropy = token_logprobs(torch.zeros(1, 4), torch.randn(8, 4), torch.tensor([2]), banned=[0, 1])
-    log6 = torch.tensor(6.0).log()
-    assert float(logp) == pytest.approx(-float(log6), abs=1e-6)
-    assert float(entropy) == pytest.approx(float(log6), abs=1e-6)
-
-
 def test_a_frozen_head_gets_no_gradient_and_a_frozen_body_none() -> None:
     h, w = torch.randn(3, 4, requires_grad=True), torch.randn(9, 4)
     token_logprobs(h, w, torch.tensor([1, 2, 3]))[0].sum().backward()
@@ -88,13 +79,11 @@ class Live(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab", [2000, 16000])
-def test_memory_is_one_chunk_beside_gradients_and_states(vocab: int, dtype: torch.dtype) -> None:
-    """All logits would take 4 to 33 MB; one chunk and what is as large as the states come to less than 1."""
+def test_memory_is_one_chunk_beside_gradients_and_states() -> None:
+    """All logits would take 16 MB; one chunk and what is as large as the states come to less than 1."""
     rows, width, chunk = 512, 8, 1 << 19
-    h = torch.randn(rows, width).to(dtype).requires_grad_()
-    w = torch.randn(vocab, width).to(dtype).requires_grad_()
+    h = torch.randn(rows, width).bfloat16().requires_grad_()
+    w = torch.randn(8000, width).bfloat16().requires_grad_()
     targets = torch.arange(rows)
     with Live(h, w) as live:
         logp, entropy = token_logprobs(h, w, targets, chunk_bytes=chunk)
@@ -103,19 +92,6 @@ def test_memory_is_one_chunk_beside_gradients_and_states(vocab: int, dtype: torc
     assert w.grad is not None
     most = live.most - w.grad.numel() * w.grad.element_size()
     assert 0.3 * chunk < most <= chunk + states
-
-
-def test_a_kept_graph_gives_the_same_gradients_twice() -> None:
-    """One tile is all there is here; backward uses it up, and a second one has to make it anew."""
-    torch.manual_seed(1)
-    h, w = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
-    logp, entropy = token_logprobs(h, w, torch.tensor([1, 2, 3, 8, 0]), banned=[4])
-    total = (logp * entropy).sum()
-    first = torch.autograd.grad(total, (h, w), retain_graph=True)
-    second = torch.autograd.grad(total, (h, w))
-    for a, b in zip(first, second, strict=True):
-        assert a.abs().max() > 0.01
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_stretch_of_the_vocabulary_may_be_banned_as_a_whole() -> None:
@@ -167,44 +143,3 @@ def test_gradients_of_many_tiles_are_summed_in_float32(
         assert want is not None and got is not None
         off = float((got - want).norm() / want.norm())
         assert off < (1e-5 if dtype == torch.float32 else 5e-3)
-
-
-class Products(torch.utils._python_dispatch.TorchDispatchMode):
-    """Shapes and dtypes of the matrix products that are made under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[torch.Size, torch.dtype]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        if func._overloadpacket is torch.ops.aten.mm:
-            self.made.append((out.shape, out.dtype))
-        return out
-
-
-def test_a_gpu_makes_few_large_products_in_float32_and_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 3B's head and 12,288 tokens as tensors without data, which take a GPU's way: to read one would be an error."""
-    copies: list[Any] = []
-    make = torch.tensor
-    monkeypatch.setattr(
-        torch, "tensor", lambda *args, **options: copies.append(args) or make(*args, **options)
-    )
-    h, w = (
-        torch.empty(n, 2048, device="meta", dtype=torch.bfloat16).requires_grad_() for n in (12288, 151936)
-    )
-    with Products() as products:
-        logp, entropy = token_logprobs(
-            h, w, torch.empty(12288, dtype=torch.long, device="meta"), banned=[151655, 7, 9]
-        )
-        (logp.sum() + entropy.sum()).backward()
-    assert {dtype for _, dtype in products.made} == {torch.float32}
-    tiles = [shape for shape, _ in products.made if shape[1] > 2048]
-    assert len(tiles) == 2 * 3 * 14  # forward and again in backward: rows by columns
-    assert len(copies) <= 1
-    rows, columns = max(tiles)
-    held = (
-        4 * columns * (2 * rows + 2 * 2048)
-    )  # logits, their exponentials; the head's gradient and what is added
-    assert 0.9 * 512 * 2**20 < held <= 512 * 2**20 == logprobs.chunk_bytes_of(gpu=True)
-    assert logprobs.chunk_bytes_of(gpu=False) == 64 * 2**20

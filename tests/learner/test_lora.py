@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_config
-from helpers.families import TABLE, groups_of
+from helpers.families import groups_of
 from helpers.small_runs import ROWS, rows_of, vowels
 from helpers.steps import config_for, make_groups
 from safetensors.torch import load_file
@@ -42,11 +42,10 @@ def learner_for(path: Path, policy: Any, **changes: Any) -> Learner:
     return Learner(policy, load_processor(str(path)), config_for(path, **changes), 200)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_only_the_factors_train_and_the_start_is_the_base_model(dtype: str, models: dict[str, Path]) -> None:
+def test_only_the_factors_train_and_the_start_is_the_base_model(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    model = policy(path, dtype=dtype)
-    plain = load_model(ModelConfig(path=str(path), device="cpu", dtype=dtype), FAMILY)
+    model = policy(path, dtype="bfloat16")
+    plain = load_model(ModelConfig(path=str(path), device="cpu", dtype="bfloat16"), FAMILY)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     trainable = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trainable and all(".lora_" in n and ".language_model." in n for n in trainable)
@@ -83,35 +82,17 @@ def test_updates_move_the_factors_alone_and_merges_are_the_adapted_model(
         assert one == pytest.approx(other, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_as_sent_are_those_of_the_merge(dtype: str, models: dict[str, Path]) -> None:
+def test_scores_as_sent_are_those_of_the_merge(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    learner = learner_for(path, policy(path, dtype=dtype), model={"dtype": dtype})
+    learner = learner_for(path, policy(path, dtype="bfloat16"), model={"dtype": "bfloat16"})
     groups = make_groups(learner.processor)
     learner.update(groups)
-    merged = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    merged = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
     merged.load_state_dict(dict(learner.named_tensors()))
     prompt, ids = groups[0].prompt, [c.token_ids for c in groups[0].completions]
     sent = learner.score(prompt, ids, as_sent=True)
-    assert sent == learner_for(path, merged, model={"dtype": dtype}).score(prompt, ids)
+    assert sent == learner_for(path, merged, model={"dtype": "bfloat16"}).score(prompt, ids)
     assert sent != learner.score(prompt, ids)
-
-
-def test_many_syncs_in_bfloat16_leave_the_base_to_the_bit(models: dict[str, Path]) -> None:
-    path = models["qwen2_5_vl"]
-    model = policy(path, dtype="bfloat16")
-    before, learner = base_of(model), learner_for(path, model, model={"dtype": "bfloat16"})
-    groups = make_groups(learner.processor)
-    for _ in range(3):
-        learner.update(groups)
-        merged = dict(learner.named_tensors())
-    assert all(torch.equal(before[n], p) for n, p in base_of(model).items())
-    layer = model.model.language_model.layers[0].self_attn.q_proj
-    delta = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float() * 2.0  # 8 / 4
-    base = before["model.language_model.layers.0.self_attn.q_proj.base_layer.weight"]
-    assert delta.abs().max() > 1e-4
-    want = (base.float() + delta).to(torch.bfloat16)
-    assert torch.equal(merged["model.language_model.layers.0.self_attn.q_proj.weight"], want)
 
 
 @pytest.mark.parametrize(
@@ -133,17 +114,19 @@ def test_what_a_merge_loses_by_hand(dtype: str, change: float, lost: float, mode
             elif ".lora_B" in name:
                 parameter.fill_(change / (4 * 2.0))  # a rank of 4 and a scale of 8 / 4
     assert merge_lost(model) == pytest.approx(lost, abs=1e-4)
-    assert merge_lost(model, layers=1) == pytest.approx(lost, abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
-    dtype: str, models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
 
     path = models["qwen2_5_vl"]
-    model = {"dtype": dtype, "device": "cpu", "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
+    model = {
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+    }
     config = small_config(path, tmp_path / "run", model=model, optim={"learning_rate": None})
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
     with caplog.at_level(logging.WARNING, "mm_grpo"):
@@ -152,11 +135,11 @@ def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
     assert [row["learning_rate"] for row in rows] == [1e-4] * 3
     lost = [row["lora/merge_lost"] for row in rows]
     assert lost[-1] == merge_lost(trainer.model)
-    assert (min(lost) > 0.1 and max(lost) < 1) if dtype == "bfloat16" else max(lost) < 1e-2
+    assert min(lost) > 0.1 and max(lost) < 1
     said = [r.message for r in caplog.records if "loses" in r.message]
-    assert len(said) == (dtype == "bfloat16") and all("of what its adapters learned" in each for each in said)
+    assert len(said) == 1 and "of what its adapters learned" in said[0]
 
-    base = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    base = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():
         start = base(input_ids=ids).logits
@@ -223,7 +206,7 @@ def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]
     assert not has_adapters(model)
 
 
-@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_adapters_on_the_vision_tower_train_and_merge(family: str, models: dict[str, Path]) -> None:
     path, lora = models[family], LoRAConfig(rank=2, target_modules=["q_proj"], vision=True)
     processor = load_processor(str(path))

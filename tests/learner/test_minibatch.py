@@ -16,12 +16,10 @@ from mm_grpo.config import AlgorithmConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.minibatch import (
-    group_cost,
     has_dense_objective,
     make_minibatches,
     split_by_completion,
     to_pack_order,
-    update_of,
 )
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
@@ -97,18 +95,6 @@ def test_penalty_and_bonus_keep_completions_without_advantage(fields: dict[str, 
     assert has_dense_objective(config_for("x", algorithm=fields).algorithm) is dense
     ((_, live, _, _),) = minibatches(algorithm=fields)
     assert (2 in live) is dense
-
-
-def test_the_update_and_the_cost_of_a_group_by_hand() -> None:
-    config = config_for("x", optim={"updates_per_step": 2})
-    assert [update_of(slot, config) for slot in range(4)] == [0, 0, 1, 1]
-    # the prompt once and its live completions; nothing where none is live
-    assert [group_cost(g, config) for g in GROUPS] == [(0, 3 + 10), (0, 0), (1, 3 + 5)]
-    half = replace(GROUPS[2], advantages=(0.0, -0.5))
-    assert group_cost(half, config) == (1, 3 + 1)
-    # the prompt again for each completion
-    alone = [group_cost(g, config, shared=False) for g in GROUPS]
-    assert alone == [(0, 2 * 3 + 10), (0, 0), (1, 2 * 3 + 5)]
 
 
 def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:

@@ -20,14 +20,14 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import Parts, build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.model import adopt_model, check_saveable, load_model, resolve_device, use_checkpointing
+from mm_grpo.learner.model import check_saveable, load_model, resolve_device
+from mm_grpo.learner.transformers_patches import PREFIX_ATTENTION
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 
 FAMILY = QwenVLFamily()
 Q = "model.language_model.layers.0.self_attn.q_proj.weight"
 Q_FILE = Q.replace("language_model.", "")  # as it is named on the disk
-DTYPES = (torch.float32, torch.bfloat16)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -72,11 +72,6 @@ def one_line(caught: pytest.ExceptionInfo[ConfigError]) -> str:
 # loaded --------------------------------------------------------------------------------------
 
 
-def to_pickle(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
 def poison(value: float) -> Callable[[Path], Any]:
     return lambda folder: weights(folder, lambda tensors: tensors[Q_FILE][1].fill_(value))
 
@@ -85,14 +80,13 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda f: weights(f, lambda t: t.pop(Q_FILE)), rf"{Q} is missing, and would be drawn at random"),
     "shape": (
         lambda f: weights(f, lambda t: t.update({Q_FILE: torch.zeros(3, 5)})),
-        rf"{Q} has shape \[3, 5\] there and \[64, 64\] in the model",
+        rf"{Q} has another shape there",
     ),
     "left over": (
         lambda f: weights(f, lambda t: t.update({"model.language_model.layers.9.x.weight": torch.zeros(1)})),
-        r"the model has no model\.language_model\.layers\.9\.x\.weight",
+        r"model\.language_model\.layers\.9\.x\.weight is none of the model's",
     ),
     "NaN": (poison(float("nan")), rf"{Q} holds NaN or infinite numbers"),
-    "pickle": (to_pickle, r"its weights are pickles \(pytorch_model\.bin\)"),
     "config of another shape": (
         lambda f: edit(f / "config.json", text_config={"hidden_size": "big"}),
         "no model config can be read there .*hidden_size",
@@ -100,15 +94,6 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
     "quantised": (
         lambda f: edit(f / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
         r"its weights are quantised \(bitsandbytes\)",
-    ),
-    "sliding window": (
-        lambda f: edit(
-            f / "config.json",
-            text_config=json.loads((f / "config.json").read_text())["text_config"]
-            | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 8,
-               "use_sliding_window": True},
-        ),
-        "its layers have sliding_attention",
     ),
 }  # fmt: skip
 
@@ -122,19 +107,16 @@ def test_a_folder_that_cannot_be_trained_exactly_is_refused_in_one_line(fault: s
     assert "model.path" in one_line(caught)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(
-    dtype: torch.dtype, folder: Path
-) -> None:
+def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in stored
-    model = load(folder, dtype=str(dtype).removeprefix("torch."))
+    model = load(folder, dtype="bfloat16")
     on_disk = {
         n.replace("model.visual", "visual").replace("language_model.", ""): p
         for n, p in model.named_parameters()
     }
     assert model.training and on_disk.keys() == stored.keys()
-    assert all(torch.equal(p, stored[n].to(dtype)) for n, p in on_disk.items())
+    assert all(torch.equal(p, stored[n].bfloat16()) for n, p in on_disk.items())
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
@@ -158,17 +140,6 @@ def test_code_that_a_model_brings_along_runs_where_it_is_trusted_and_nobody_is_a
     with pytest.raises(ConfigError, match="no processor for model type 'own'"):  # past it: the code ran
         load(folder, trust_remote_code=True)
     assert asked == []
-
-
-def test_unread_code_of_a_known_type_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    edit(folder / "config.json", auto_map={"AutoConfig": "own.Own"})
-    with caplog.at_level(logging.WARNING, "mm_grpo"):
-        load(folder)
-    assert [
-        r.message
-        for r in caplog.records
-        if "code of its own (auto_map: AutoConfig), which is not run" in r.message
-    ]
 
 
 # saving --------------------------------------------------------------------------------------
@@ -197,12 +168,9 @@ def test_what_cannot_be_saved_is_refused_before_training(models: dict[str, Path]
 # passed in -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adapters_are_trained_in_a_model_that_is_passed_in(
-    dtype: torch.dtype, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_adapters_are_trained_in_a_model_that_is_passed_in(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
-    model = plain(path, dtype)
+    model = plain(path, torch.bfloat16)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     config = small_config(path, tmp_path / "run", model={"lora": {"rank": 2}}, run={"max_steps": 2})
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels], model=model)
@@ -216,61 +184,17 @@ def test_adapters_are_trained_in_a_model_that_is_passed_in(
     assert any(bool(p.any()) for n, p in trained.items() if ".lora_B" in n)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_frozen_tower_attention_and_checkpointing_are_applied(
-    dtype: torch.dtype, models: dict[str, Path]
-) -> None:
+def test_a_frozen_tower_attention_and_checkpointing_are_applied(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    model = plain(path, dtype, attn_implementation="eager").eval()
-    parts = parts_of(
-        path, model, model={"freeze_vision": True, "attn": "sdpa"}, optim={"gradient_checkpointing": True}
-    )
+    model = plain(path, torch.bfloat16, attn_implementation="eager").eval()
+    parts = parts_of(path, model, model={"freeze_vision": True}, optim={"gradient_checkpointing": True})
     assert model.training and model.is_gradient_checkpointing and parts.model is model
     assert not any(p.requires_grad for p in model.model.visual.parameters())
     assert all(p.requires_grad for p in model.model.language_model.parameters())
-    assert parts.learner.module.masks.blocks  # not eager: packs run by blocks
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    parts = parts_of(path, model, model={"attn": "eager"})  # again, by another config
-    assert not model.is_gradient_checkpointing and parts.learner.module.masks.eager
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_recomputed_layers_keep_random_states_where_something_is_random(
-    dropout: float, models: dict[str, Path]
-) -> None:
-    model = plain(models["qwen2_5_vl"])
-    model.config.vision_config.attention_dropout = dropout
-    use_checkpointing(model, True)
-    for layer in (model.model.language_model.layers[0], model.model.visual.blocks[0]):
-        assert layer._gradient_checkpointing_func.keywords["preserve_rng_state"] == bool(dropout)
-
-
-@pytest.mark.parametrize(("device", "wanted"), [("cpu", None), ("cuda:1", torch.device("cuda:1"))])
-def test_a_model_is_built_on_its_gpu(
-    device: str, wanted: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No GPU here: what torch and transformers are asked for is noted."""
-    asked = list[Any]()
-
-    def from_pretrained(path: str, **options: Any) -> Any:
-        asked.append(options["device_map"])
-        raise OSError("noted")
-
-    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    with pytest.raises(ConfigError, match=r"model\.path"):
-        load_model(ModelConfig(path=str(folder), device=device), FAMILY)
-    assert asked == [wanted]
-
-
-def test_a_model_that_is_passed_in_stays_where_it_is(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine with a GPU a model on the CPU is trained there, where model.device is auto."""
-    monkeypatch.setattr("mm_grpo.learner.model.resolve_device", lambda name: torch.device("meta"))
-    parts = parts_of(models["qwen2_vl"], plain(models["qwen2_vl"]), model={"device": "auto"})
-    assert {p.device.type for p in parts.model.parameters()} == {"cpu"}
+    assert model.config.get_text_config()._attn_implementation == PREFIX_ATTENTION
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    parts_of(path, model)  # again, by another config
+    assert not model.is_gradient_checkpointing
 
 
 def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:
@@ -332,21 +256,9 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(fault: str, models: di
 def test_another_model_than_the_path_is_refused(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
     with pytest.raises(
-        ConfigError,
-        match=r"model_type is 'qwen2_5_vl' there and 'qwen3_vl' in the model; the processor is made from model\.path",
+        ConfigError, match=r"is a qwen2_5_vl, .* a qwen3_vl; the processor is made from model\.path"
     ):
         parts_of(path, plain(models["qwen3_vl"]))
-    config = small_config(path, model={"device": "cpu"}).model
-    model = plain(path)
-    adopt_model(
-        model, config, FAMILY, from_path="engine"
-    )  # nothing but what a model's build does not depend on differs
-    model.config.text_config.rms_norm_eps = 1e-4
-    with pytest.raises(
-        ConfigError, match=r"text_config\.rms_norm_eps is 1e-05 there and 0\.0001 in the model; the engine"
-    ):
-        adopt_model(model, config, FAMILY, from_path="engine")
-    adopt_model(model, config, FAMILY, from_path="processor")
 
 
 def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,12 +116,6 @@ def test_a_prompt_alone_has_its_last_place_and_no_targets() -> None:
     assert (pack.sources.tolist(), pack.targets.tolist(), pack.prefixes) == ([2], [], ())
 
 
-def test_rows_of_unequal_length_are_padded_and_indexed() -> None:
-    pack = layout([items(2, 2), items(1, 1, group=1, first=1)], frozenset())
-    assert pack.segments.tolist() == [[0, 0, 1, 1], [0, 1, -1, -1]]
-    assert pack.sources.tolist() == [1, 2, 4]
-
-
 def test_a_media_token_in_a_completion_stops_with_its_row_and_place() -> None:
     bad = Item(0, 0, prompt(2, "train:7"), (50, 99))
     with pytest.raises(GuardStop, match=r"train:7: the completion holds media token 99 at place 1"):

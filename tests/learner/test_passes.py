@@ -15,7 +15,7 @@ from helpers.steps import LENGTHS, learner_of, load, make_groups, plain_logp
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner import optimizer
-from mm_grpo.learner.image_features import SharedFeatures
+from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import LogProbs, Minibatch, make_items
 from mm_grpo.learner.pack import layout
@@ -45,7 +45,7 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return {"learning_rate": 1000.0}
 
 
-@pytest.mark.parametrize("family", [*tiny.FAMILIES, tiny.HYBRID])
+@pytest.mark.parametrize("family", ["qwen3_vl", tiny.HYBRID])
 def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
     family: str, models: dict[str, Any]
 ) -> None:
@@ -65,12 +65,11 @@ def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
             assert float((values - new).abs().max()) <= 1e-6 * max(1.0, float(new.abs().max()))
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_the_old_policys_pass_may_be_left_out_where_the_policy_has_not_moved(
     loss_type: str, models: dict[str, Any], sgd: dict[str, float]
 ) -> None:
-    bound = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
-    changes: dict[str, Any] = {"algorithm": {"loss_type": loss_type, **bound}, "optim": sgd}
+    changes: dict[str, Any] = {"algorithm": {"loss_type": loss_type}, "optim": sgd}
     learner = learner_of(models["qwen2_vl"], **changes)
     groups = make_groups(learner.processor)
     skipped, _ = update_of(learner, groups)
@@ -102,7 +101,7 @@ def test_leaving_out_groups_without_advantage_changes_no_update(
     assert_same(pruned, whole, 2e-6 if one else 1e-4)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_vl"])
 def test_features_of_a_frozen_tower_are_made_once_and_change_nothing(
     family: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +132,7 @@ def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) ->
     processor, model = load_processor(str(path)), load(path)
     groups = make_groups(processor)
     two, one = groups[0].prompt, groups[2].prompt
-    features = SharedFeatures(model.requires_grad_(False), processor.family)
+    features = ImageFeatures(model.requires_grad_(False), processor.family, keep=True)
     features.of([one])
     found = features.of([two, one, two])
     assert features.encoded == 3

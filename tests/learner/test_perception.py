@@ -18,10 +18,9 @@ from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import DataConfig, GRPOConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.minibatch import group_cost
 from mm_grpo.learner.perception import masked_prompt, require_images
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Group, Prompt
+from mm_grpo.types import Group
 
 OPTIONS = {"perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
 TERM = {"perception_coef": 0.3, "loss_options": OPTIONS}
@@ -56,7 +55,7 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
 
 @pytest.mark.parametrize(
     ("family", "packs", "loss_type"),
-    [("qwen2_5_vl", 4096, "dapo"), ("qwen2_5_vl", 200, "grpo"), ("qwen3_vl", 200, "dapo")],
+    [("qwen2_5_vl", 4096, "dapo"), ("qwen3_vl", 200, "grpo")],
 )
 def test_the_gradient_is_that_of_plain_autograd(
     family: str, packs: int, loss_type: str, models: dict[str, Any]
@@ -89,7 +88,6 @@ def test_groups_without_advantage_are_run_where_they_have_images(models: dict[st
     rows = [g for g in groups if g.prompt.vision]
     tokens = sum(2 * (len(g.prompt.token_ids) + sum(c.run_length for c in g.completions)) for g in rows)
     assert report.metrics["learner/tokens"] == tokens
-    assert sum(group_cost(g, config_for(path, algorithm=TERM))[1] for g in level) == tokens
     assert any(bool(g.any()) for g in grads.values())
 
 
@@ -116,15 +114,6 @@ def test_squares_of_14_pixels_become_black_with_the_chance_that_was_asked_for() 
     assert np.array_equal(found, again) and not np.array_equal(found, other)
     assert not np.array(masked_image(white, 1.0, torch.Generator().manual_seed(1))).any()
     assert np.array(white).all()
-
-
-def test_a_masked_prompt_has_the_tokens_and_positions_of_the_first(models: dict[str, Any]) -> None:
-    processor = load_processor(str(models["qwen2_5_vl"]))
-    prompt: Prompt = make_groups(processor)[0].prompt
-    masked = masked_prompt(processor, prompt, 0.6, seed=3)
-    assert masked.token_ids == prompt.token_ids and torch.equal(masked.position_ids, prompt.position_ids)
-    assert masked.vision["pixel_values"].shape == prompt.vision["pixel_values"].shape
-    assert not torch.equal(masked.vision["pixel_values"], prompt.vision["pixel_values"])
 
 
 def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:

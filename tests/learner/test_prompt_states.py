@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
-from helpers.families import TABLE, answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
+from helpers.families import answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
 from helpers.passes import backward_of, counted, forward_of, orders_of
 from helpers.steps import config_for, load, make_groups
 from torch import Tensor
@@ -122,10 +122,10 @@ def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("family", "case"),
     [
-        *(("qwen3_vl", case) for case in ("trained", "frozen", "adapters, checkpointed")),
+        ("qwen3_vl", "trained"),
+        ("qwen3_vl", "frozen"),
         ("qwen3_5", "trained, checkpointed"),
-        ("qwen3_5", "adapters"),
-        ("gemma3", "trained, checkpointed"),
+        ("gemma3", "adapters, checkpointed"),
     ],
 )
 def test_groups_over_packs_give_what_transformers_forward_gives(
@@ -158,7 +158,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
             assert float((got - torch.cat(want)).detach().abs().max()) <= 1e-5
         return weighted(pack, logp, entropy)
 
-    for planned in (over(items, 2), over(items, 4), scattered(items)):
+    for planned in (over(items, 4), scattered(items)):
         model.zero_grad()
         with counted(model) as seen:
             work = backward_of(module, planned, media, loss)
@@ -169,7 +169,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
         assert module.prompts is None and module.features is None
 
 
-@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3", "smolvlm"])
 def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
     family: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_learner_runs_prompts_and_images_once_in_every_pass(models: dict[str, 
     """The old policy's pass, the reference's, two updates and two iterations, over packs of any size."""
     path = models["qwen2_5_vl"]
     processor, found = load_processor(str(path)), []
-    for tokens in (4096, 120, 70):
+    for tokens in (4096, 70):
         config = config_for(
             path,
             algorithm={"beta": 0.2, "num_iterations": 2},
@@ -233,8 +233,8 @@ def test_a_learner_runs_prompts_and_images_once_in_every_pass(models: dict[str, 
         metrics = learner.update(make_groups(processor)).metrics
         found.append([metrics[f"learner/{n}"] for n in ("prompts_run", "images_encoded", "packs")])
     # four prompts with five images in four passes: reference, and two iterations; the old pass of two prompts
-    assert [each[:2] for each in found] == [[14, 18]] * 3
-    assert found[0][2] < found[1][2] < found[2][2]
+    assert [each[:2] for each in found] == [[14, 18]] * 2
+    assert found[0][2] < found[1][2]
 
 
 @pytest.mark.parametrize("tower_alone", [False, True])
@@ -290,25 +290,3 @@ def test_two_groups_of_one_row_are_two_and_share_nothing(models: dict[str, Path]
     other = [replace(item, index=item.index + 50, group=7) for item in one]
     assert spread_prompts([[[*one, *other]]]) == [] == spread_prompts([[one], [other]])
     assert spread_prompts([[[*one[:3], *other]], [one[3:]]]) == [one[0].prompt]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
-def test_in_bfloat16_nothing_is_lost(family: str, models: dict[str, Path]) -> None:
-    """Gradients are as far from those of fp32 as where every pack runs the prompt itself."""
-    path = models[family]
-    processor = load_processor(str(path))
-    items = items_of(processor)
-    exact = load(path).bfloat16().float()  # the same weights
-    plainly(exact, processor, items)
-    want = torch.cat([g.flatten().float() for g in gradients(exact).values()])
-
-    def distance(apart: bool) -> float:
-        module = forward_of(load(path).bfloat16(), processor)
-        module.masks.apart = apart
-        work = backward_of(module, over(items, 4), processor.media_token_ids, weighted)
-        assert work.prompts == (3 if apart else 3 * 4)
-        found = torch.cat([g.flatten().float() for g in gradients(module.model).values()])
-        return float((found - want).norm() / want.norm())
-
-    assert 0 < distance(True) <= 1.1 * distance(False) < 0.2

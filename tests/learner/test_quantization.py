@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import TABLE
 from helpers.run_folders import metrics_of
 from helpers.small_runs import ROWS, vowels
 from helpers.small_runs import config_for as run_config
@@ -19,7 +18,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.config import LoRAConfig, ModelConfig
 from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import checked_merge, merged_tensors
+from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.learner.model import adopt_model, load_model
 from mm_grpo.parity.gaps import check_start, compare
 from mm_grpo.processors.base import load_processor
@@ -35,7 +34,6 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The numbers of the paper's appendix E."""
-DTYPES = ("float32", "bfloat16")
 ADAPTERS = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -72,7 +70,7 @@ def dense_twin(path: Path, model: Any) -> Any:
     return twin
 
 
-@pytest.mark.parametrize("family", TABLE)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
 def test_the_language_models_linear_layers_are_quantised_and_nothing_else(
     family: str, models: dict[str, Path]
 ) -> None:
@@ -93,15 +91,11 @@ def test_the_language_models_linear_layers_are_quantised_and_nothing_else(
         assert torch.equal(merged[name], wanted)
         # half of the widest distance between two numbers, of the block's largest
         assert name not in found or (wanted - weight).abs().max() < 0.16 * weight.abs().max()
-    assert sum(1 for _ in checked_merge(model, merged.items())) == len(merged)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_updates_are_those_of_the_dequantised_model_and_move_adapters_alone(
-    dtype: str, models: dict[str, Path]
-) -> None:
+def test_updates_are_those_of_the_dequantised_model_and_move_adapters_alone(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
-    model = policy(path, dtype)
+    model = policy(path, "bfloat16")
     twin = dense_twin(path, model)
     options: dict[str, Any] = {"algorithm": {"beta": 0.1}, "optim": {"gradient_checkpointing": True}}
     ours, theirs = learner_for(path, model, **options), learner_for(path, twin, **options)
@@ -115,47 +109,42 @@ def test_updates_are_those_of_the_dequantised_model_and_move_adapters_alone(
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".lora_" in name) == (not torch.equal(parameter, before[name]))
         if parameter.requires_grad:
-            assert torch.allclose(
-                parameter, twin.get_parameter(name), atol=1e-5 if dtype == "float32" else 1e-3
-            )
+            assert torch.allclose(parameter, twin.get_parameter(name), atol=1e-3)
     ids = [c.token_ids for c in groups[0].completions]
     for sent in (False, True):
         scores = [learner.score(groups[0].prompt, ids, as_sent=sent) for learner in (ours, theirs)]
         for one, other in zip(*scores, strict=True):
-            assert one == pytest.approx(other, abs=1e-5 if dtype == "float32" else 2e-2)
+            assert one == pytest.approx(other, abs=2e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_with_the_files_weights_is_refused_and_one_that_is_sent_the_base_agrees(
-    dtype: str, models: dict[str, Path]
+    models: dict[str, Path],
 ) -> None:
     path = models["qwen2_5_vl"]
-    learner = learner_for(path, policy(path, dtype))
-    own: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=getattr(torch, dtype))
+    learner = learner_for(path, policy(path))
+    own: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     engine = TransformersEngine(own, learner.processor)
     prompt = make_groups(learner.processor)[0].prompt
 
     def gap() -> float:
         return compare(engine, learner, prompt, [], scored=[range(20, 52)]).score.mean
 
-    far, rounding = gap(), {"float32": 1e-5, "bfloat16": 1e-2}[dtype]
-    if dtype == "float32":  # the limit of bfloat16 is that of deep models
-        with pytest.raises(GuardStop):
-            check_start(engine, learner, learner.config, prompt, range(4), 0)
+    far = gap()
+    with pytest.raises(GuardStop):
+        check_start(engine, learner, learner.config, prompt, range(4), 0)
     for version in range(2):
         WeightLedger().send(engine, learner.named_tensors(), version)
         check_start(engine, learner, learner.config, prompt, range(4), version)
-        assert gap() <= rounding < far / 3
+        assert gap() <= 1e-5 < far / 3
         learner.update(make_groups(learner.processor))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_killed_run_goes_on_to_the_bit_and_saves_a_whole_model(
-    dtype: str, models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
     def trainer(name: str, steps: int, resume: bool = False) -> GRPOTrainer:
-        section = {"dtype": dtype, "device": "cpu", "lora": ADAPTERS, "quantization": "nf4"}
+        section = {"dtype": "bfloat16", "device": "cpu", "lora": ADAPTERS, "quantization": "nf4"}
         run = {"max_steps": steps, "save_every": 1, "report": False}
         config = run_config(models["qwen2_5_vl"], tmp_path / name, model=section, run=run)
         return GRPOTrainer(config, train=ROWS, rewards=[vowels], resume=resume)
@@ -169,12 +158,10 @@ def test_a_killed_run_goes_on_to_the_bit_and_saves_a_whole_model(
     assert rows == metrics_of(tmp_path / "straight") and len(rows) == 3
     for (name, one), other in zip(straight.model.named_parameters(), cut.model.parameters(), strict=True):
         assert torch.equal(one, other), name
-    limit = 1e-5 if dtype == "float32" else 0.1
+    limit = 0.1
     assert all(row["sampling/sampling_logp_difference/mean"] <= limit for row in rows)
 
-    saved: Any = AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "cut" / "model", dtype=getattr(torch, dtype)
-    )
+    saved: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "cut" / "model", dtype=torch.bfloat16)
     assert not hasattr(saved.config, "quantization_config")
     wanted = dict(merged_tensors(cut.model))
     assert all(torch.equal(wanted[n], p) for n, p in saved.named_parameters())

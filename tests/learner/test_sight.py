@@ -12,12 +12,11 @@ from helpers.steps import learner_of, make_groups, plain_logp
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.controls import Row, pairs_of, with_images
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.sight import GroupSight, measure, pieces_of
+from mm_grpo.learner.sight import GroupSight, measure, pairs_of, pieces_of
 from mm_grpo.parity.images import sight_metrics
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Group, Tail
+from mm_grpo.types import Completion, Group, Tail
 
 PACK = 4096
 
@@ -104,65 +103,29 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
         groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))
     )
 
-    def talking(group: Group) -> Group:
-        first = group.prompt.next_position
-        tails = [
-            Tail(
-                c.token_ids,
-                (True,) * len(c.token_ids),
-                torch.arange(first, first + len(c.token_ids)).expand(3, -1),
-            )
-            for c in group.completions
-        ]
-        return replace(
-            group,
-            completions=tuple(replace(c, tail=t) for c, t in zip(group.completions, tails, strict=True)),
-        )
+    def talking(group: Group, c: Completion) -> Completion:
+        first, count = group.prompt.next_position, len(c.token_ids)
+        positions = torch.arange(first, first + count).expand(3, -1)
+        return replace(c, tail=Tail(c.token_ids, (True,) * count, positions))
 
-    plain = measure(groups, learner, PACK, Ranks())
-    turns = measure([talking(g) for g in groups], learner, PACK, Ranks())
-    assert (
-        groups[2].prompt.next_position
-        != with_images(
-            learner.processor, groups[2].prompt, groups[3].prompt.engine_prompt.images
-        ).next_position
-    )
-    for one, other in zip(plain, turns, strict=True):
+    turns = [replace(g, completions=tuple(talking(g, c) for c in g.completions)) for g in groups]
+    plain, found = (measure(given, learner, PACK, Ranks()) for given in (groups, turns))
+    for one, other in zip(plain, found, strict=True):
         for a, b in zip(one.tokens, other.tokens, strict=True):
             assert a == pytest.approx(b, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("rows", "count", "pairs"),
+    ("rows", "pairs"),
     [
-        ({}, 4, []),
-        ({3: Row(("a",))}, 4, []),
-        ({0: Row(("a",)), 1: Row(("b",)), 2: Row(("c",))}, 4, [(0, 1), (1, 2), (2, 0)]),
-        ({0: Row(("a", "b")), 1: Row(("a", "c")), 2: Row(("b", "a"))}, 4, [(0, 2), (1, 2), (2, 0)]),
-        ({0: Row(("a", "b", "a")), 1: Row(("b", "a"))}, 4, [(0, 1), (1, 0)]),
-        ({i: Row((str(i),)) for i in range(10)}, 4, [(0, 1), (2, 3), (5, 6), (7, 8)]),
-        (
-            {0: Row(("a",), "x"), 1: Row(("b",), "x"), 2: Row(("c",), "y"), 3: Row(("d",))},
-            None, [(0, 2), (1, 2), (2, 0), (3, 0)],
-        ),
-        ({0: Row(("a",), "x"), 1: Row(("a",), "y"), 2: Row(("b",), "x")}, None, [(0, 2), (1, 2), (2, 1)]),
-        ({0: Row(("a",), wants=False), 1: Row(("b",)), 2: Row(("c",))}, None, [(1, 2), (2, 0)]),
+        ({3: ("a",)}, []),
+        ({0: ("a", "b"), 1: ("a", "c"), 2: ("b", "a")}, [(0, 2), (1, 2), (2, 0)]),
+        ({0: ("a", "b", "a"), 1: ("b", "a")}, [(0, 1), (1, 0)]),
+        ({i: (str(i),) for i in range(10)}, [(0, 1), (2, 3), (5, 6), (7, 8)]),
     ],
-)  # fmt: skip
-def test_which_rows_lend_their_images(rows: Any, count: int | None, pairs: list[tuple[int, int]]) -> None:
-    assert pairs_of(rows, count) == pairs
-
-
-def test_the_right_answer_of_a_row_decides_who_lends(models: dict[str, Any]) -> None:
-    """Row 0 would be given the images of 2, which has its answer; 3 has another."""
-    learner = learner_of(models["qwen2_5_vl"])
-    groups = make_groups(learner.processor)
-    answers = {0: {"answer": "a"}, 2: {"solution": "a", "answer": "z"}, 3: {"solution": "b"}}
-    for slot, columns in answers.items():
-        prompt = groups[slot].prompt
-        told = replace(prompt, sample=replace(prompt.sample, columns=columns))
-        groups[slot] = replace(groups[slot], prompt=told)
-    assert [one.other for one in measure(groups, learner, PACK, Ranks())] == ["r:3", "r:3", "r:0"]
+)
+def test_which_rows_lend_their_images(rows: Any, pairs: list[tuple[int, int]]) -> None:
+    assert pairs_of(rows) == pairs
 
 
 def test_the_standard_error_is_that_of_groups() -> None:

@@ -15,7 +15,6 @@ from helpers.steps import config_for, distribution, gradients_of, load, make_gro
 from PIL import Image
 from torch import Tensor
 
-from mm_grpo import GRPOTrainer
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
@@ -94,15 +93,15 @@ def oracle(
     return grads, float(total.detach()), sum(kls) / len(kls), len(kls) / int(lengths.sum())
 
 
-def sharp(path: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The tiny model, whose answers depend on their images by a nat, in weights that 16 bits hold."""
+def sharp(path: Any) -> Any:
+    """The tiny model, whose answers depend on their images by a nat."""
     model = load(path)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(8)
         for name, weight in model.named_parameters():
             if "self_attn" in name and weight.dim() > 1:
                 weight.mul_(2)
-    return model.bfloat16().to(dtype)
+    return model
 
 
 def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
@@ -113,10 +112,8 @@ def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
 @pytest.mark.parametrize(
     ("family", "packs", "algorithm"),
     [
-        ("qwen2_5_vl", 4096, {"twin_view": MORE}),
-        ("qwen2_5_vl", 70, {"twin_view": MORE, "loss_type": "grpo"}),
+        ("qwen2_5_vl", 4096, {"twin_view": MORE, "loss_type": "grpo"}),
         ("qwen3_vl", 70, {"twin_view": CROP}),
-        ("qwen2_5_vl", 4096, {"twin_view": CROP, "loss_type": "grpo"}),
     ],
 )
 def test_the_gradient_is_that_of_plain_autograd(
@@ -143,30 +140,7 @@ def test_the_gradient_is_that_of_plain_autograd(
     assert metrics["learner/images_encoded"] == 5 + sum(len(g.prompt.sample.images) for g in twins.values())
 
 
-def far(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """The distance of two gradients, relative to the second."""
-    both = [(found[n].float() - want.float(), want.float()) for n, want in truth.items()]
-    return float(sum(d.square().sum() for d, _ in both) / sum(w.square().sum() for _, w in both)) ** 0.5
-
-
-def test_in_bfloat16_the_gradient_rounds_no_more_than_plain_autograd(models: dict[str, Any]) -> None:
-    """Both against autograd in fp32 over the same weights, in the same place of the vocabulary's tiles.
-
-    Both round hidden states and logits to 8 bits, in other orders: so far apart as one of them is from the truth, and
-    half of that again, is rounding; a wrong sign or factor of the term is 100 times as far.
-    """
-    path = models["qwen2_5_vl"]
-    groups, algorithm = rows_of(path), {"twin_view": MORE}
-    learner = learner_of(path, sharp(path, torch.bfloat16), algorithm=algorithm)
-    ours, report = gradients_of(learner, groups)
-    truth, _, kl, _ = oracle(sharp(path), path, groups, learner.config)
-    plain, *_ = oracle(sharp(path, torch.bfloat16), path, groups, learner.config)
-    assert 0 < far(ours, truth) <= 1.5 * far(plain, truth) < 0.2
-    assert report.metrics["twin_view/kl"] == pytest.approx(kl, rel=0.05)
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
-def test_kl_by_hand_in_one_tile_and_in_many(chunk_bytes: int) -> None:
+def test_kl_by_hand_in_many_tiles() -> None:
     """Three entries, of which the last is banned: the teacher has 3/4 and 1/4, the student a half of each."""
     head = torch.tensor([[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]], requires_grad=True)
     hidden = torch.tensor([[2.0, 2.0], [-1.0, -1.0]], requires_grad=True)
@@ -177,7 +151,7 @@ def test_kl_by_hand_in_one_tile_and_in_many(chunk_bytes: int) -> None:
         torch.tensor([0, 1]),
         temperature=2.0,
         banned=[2],
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=1,
         teacher=teacher,
     )
     assert logp.tolist() == pytest.approx([-math.log(2)] * 2)
@@ -255,7 +229,6 @@ def test_a_crop_is_the_box_in_the_files_pixels() -> None:
     ("field", "changes"),
     [
         ("twin_view.coef", {"algorithm": {"twin_view": MORE | {"coef": 0}}}),
-        ("twin_view.view", {"algorithm": {"twin_view": {"view": "zoom"}}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": CROP | {"max_pixels": 100}}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE}, "data": {"max_pixels": LIMIT}}),
         ("twin_view.max_pixels", {"algorithm": {"twin_view": MORE | {"max_pixels": None}}}),
@@ -279,13 +252,3 @@ def test_a_set_without_what_the_view_needs_is_refused() -> None:
             require_images(
                 Dataset(given, DataConfig()), "twin_view", several_turns=several_turns, column=column
             )
-
-
-def test_a_processor_that_is_passed_in_sees_no_more(models: dict[str, Any], tmp_path: Any) -> None:
-    path = models["qwen2_5_vl"]
-    config = config_for(
-        path, data={"max_pixels": SEEN}, algorithm={"twin_view": MORE}, run={"dir": str(tmp_path)}
-    )
-    rows = [{"prompt": f"say {i}", "answer": "a", "images": [tiny.picture(i)]} for i in range(8)]
-    with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
-        GRPOTrainer(config, train=rows, processor=load_processor(str(path)), rewards=["exact_match"])

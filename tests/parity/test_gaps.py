@@ -72,7 +72,9 @@ class Both:
         canary = self.sync.canary(groups)
         assert canary is not None and canary.prompt is self.pictured
         report = self.learner.update(groups)
-        return self.sync.update(version, canary, noise=report.max_gap)
+        return self.sync.update(
+            version, canary, noise=report.metrics["sampling/sampling_logp_difference/max"]
+        )
 
 
 def made(tokens: Sequence[int], seed: int, version: int = 0) -> Completion:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, Pack, by_group, plan
-from mm_grpo.processors.base import Layout, load_processor
+from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.types import Prompt
@@ -107,22 +107,6 @@ def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(family: str, mode
             gaps += [abs(a - b) for a, b in zip(ours, engine.score(prompt, answer), strict=True)]
     assert 0 < max(gaps) < 0.1
     assert learner.update(groups_of(processor)).metrics["learner/update_norm"] > 0
-
-
-@pytest.mark.parametrize("shape", get_args(Layout))
-@pytest.mark.parametrize("family", ["gemma3", "internvl"])
-def test_eager_attention_is_the_same(family: str, shape: str, models: dict[str, Path]) -> None:
-    processor: Any = load_processor(str(models[family]))
-    processor.layout = shape
-    config = config_for(models[family], model={"attn": "eager"})
-    learner = Learner(load(models[family], attn_implementation="eager"), processor, config, 10)
-    plain = load(models[family])
-    for number, prompt in enumerate(prompts_of("mixed", processor)):
-        answers = answers_of(processor, number)
-        for answer, ours in zip(answers, learner.score(prompt, answers, as_sampled=True), strict=True):
-            with torch.no_grad():
-                want, _ = plain_logprobs(plain, processor, prompt, answer, config.rollout.temperature)
-            assert ours == pytest.approx(want.tolist(), abs=1e-5)
 
 
 def test_flex_attention_is_refused_where_masks_are_more_than_segments(models: dict[str, Path]) -> None:
@@ -260,7 +244,7 @@ def test_the_update_equals_that_of_a_plain_loop(
         assert report.metrics["learner/tokens"] == 4 * prompts + answers
     else:
         assert report.metrics["learner/tokens"] < 3 * prompts + answers
-    assert report.metrics["learner/images_encoded"] <= 2 * 4  # a group in several packs takes two runs
+        assert report.metrics["learner/images_encoded"] == 4
 
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     tokens = sum(len(c.token_ids) for _, c, _ in pairs)

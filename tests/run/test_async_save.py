@@ -25,8 +25,6 @@ from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.environment import free_memory
 from mm_grpo.run.paths import RunPaths
 
-MOVING = {"beta": 0.2, "sync_ref_model": True, "ref_model_mixup_alpha": 0.3}
-
 
 class Disk:
     """A disk that takes nothing until `open`, and then `seconds` for each file; `threads` are those that wrote."""
@@ -57,15 +55,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-@pytest.mark.parametrize(("dtype", "algorithm"), [(torch.float32, MOVING), (torch.bfloat16, {})])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checkpoint_is_of_its_step_although_training_goes_on(
-    algorithm: dict[str, Any],
     dtype: torch.dtype,
     models: dict[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    learner = build(models["qwen2_vl"], dtype, algorithm=algorithm)
+    learner = build(models["qwen2_vl"], dtype)
     folders = {name: tmp_path / name for name in ("waiting", "background")}
     for folder in folders.values():
         folder.mkdir()
@@ -73,7 +70,6 @@ def test_a_checkpoint_is_of_its_step_although_training_goes_on(
     kept = checkpoints_of(learner, folders["background"])
     for step in (1, 2):  # the second into the memory of the first
         learner.update(groups_of(learner, step))
-        learner.refresh_reference()
         with monkeypatch.context() as full:
             full.setattr(checkpoint, "free_memory", lambda: 0)
             waiting = checkpoints_of(learner, folders["waiting"])
@@ -86,7 +82,6 @@ def test_a_checkpoint_is_of_its_step_although_training_goes_on(
             assert disk.asked.wait(PATIENCE)
             random.random(), torch.rand(())
             learner.update(groups_of(learner, step + 1))
-            learner.refresh_reference()
             with (folders["background"] / "metrics.jsonl").open("a") as log:
                 log.write("later")
             disk.open()
@@ -99,7 +94,6 @@ def test_a_checkpoint_is_of_its_step_although_training_goes_on(
     written = files_of(folders["background"])
     assert written == files_of(folders["waiting"])
     names = {"manifest.json", "metrics.jsonl", "state-00000-of-00001.safetensors"}
-    names |= {"reference.safetensors"} if algorithm else set()
     assert {name.rpartition("/")[2] for name in written} == names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +108,6 @@ def group_with_rewards(group: Group) -> Group:
 @pytest.mark.parametrize(
     ("fault", "dtype"),
     [
-        ("merge", "bfloat16"),
         ("score", "float32"),
         ("score", "bfloat16"),
         ("file", "bfloat16"),
@@ -120,11 +119,7 @@ def test_what_is_not_the_trained_model_is_not_kept(
 ) -> None:
     run = runs("lora")
     trained = trained_in(run, dtype)
-    honest, honest_merge = export.write_model, export.merged_tensors
-
-    def merged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in honest_merge(model):
-            yield name, tensor * 1.5 if name.endswith("layers.1.mlp.down_proj.weight") else tensor
+    honest = export.write_model
 
     def changed(trained: Any, folder: Path, **options: Any) -> None:
         honest(trained, folder, **options)
@@ -145,11 +140,8 @@ def test_what_is_not_the_trained_model_is_not_kept(
 
     if fault == "score":
         monkeypatch.setattr(proof, "score", elsewhere)
-    if fault == "merge":
-        monkeypatch.setattr(export, "merged_tensors", merged)
     monkeypatch.setattr(export, "write_model", changed)
     words = {
-        "merge": "merge is wrong: .*down_proj.weight",
         "score": "is not the trained model",
         "file": "q_proj.weight differs",
         "processor": "saved processor",
