@@ -190,7 +190,7 @@ class GRPOTrainer:
             reference_logprobs=self.learner.reference_logprobs,
         )  # fmt: skip
         self._pass_rates = plan.order if isinstance(plan.order, PassRateOrder) else None
-        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks, lambda: self.sync.version)
+        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks)
 
     def train(self) -> dict[str, Any]:
         """Run to `max_steps`; returns what `summary.json` holds.
@@ -228,7 +228,7 @@ class GRPOTrainer:
     def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
         """Answer every evaluation set with the current weights, by name; the first set is the headline. Collective."""
         self.callbacks.refuse_collective("evaluate", self.ranks.world)
-        self.pipeline.settle()
+        self.pipeline.drain()
         return self.evaluations.answer((self.prompt_builder, self.sampler, self.scorer, self.ranks), step)
 
     def save(self, path: str | Path) -> None:
@@ -319,7 +319,7 @@ class GRPOTrainer:
                     guards.apply("update_happens", update_happens(record), step)
                 guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
 
-            self.pipeline.drain(step)
+            self.pipeline.drain()
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
                 own = report.gaps.get(self.sync.version)
                 synced = self.sync.update(step, canary, noise=0.0 if own is None else own.max)
@@ -474,7 +474,7 @@ class GRPOTrainer:
         if step == 0:
             self._phase("evaluating before the first step")
         clock = time.perf_counter()
-        self.pipeline.settle()
+        self.pipeline.drain()
         parts = (self.prompt_builder, self.sampler, self.scorer, self.ranks)
         metrics = self.evaluations.run(step, parts, self.folder, self.progress.evaluating)
         self.progress.print(self.evaluations.sentence(step))

@@ -20,7 +20,7 @@ early, and those of the others when all have sampled. Where no reward can begin 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -82,8 +82,7 @@ class Rollout:
     `images` are those of the step's prompts, over all processes, and `decoded` how many were decoded for them.
     On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
     `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
-    `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled. `stale`
-    counts the groups that were dropped for their age (`pipeline.Eager`), over all processes.
+    `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled.
     """
 
     step: int
@@ -93,7 +92,6 @@ class Rollout:
     dropped: int = 0
     images: int = 0
     decoded: int = 0
-    stale: int = 0
     zero_std_slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
@@ -148,33 +146,30 @@ class Collector:
 
         Raises DataError when at the first attempt no process has a prompt left.
         """
-        with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
-            made = self.make_prompts(rollout)
-        self.count_prompts(rollout, counts_of(made))
-        return made
-
-    def make_prompts(self, rollout: Rollout) -> StepPrompts:
-        """The same without asking the other processes anything."""
         step, attempt = rollout.step, rollout.attempts
-        following: list[int] = []
-        if attempt == 0:
-            rows = self.own_rows(step)
-            following = list(self.own_rows(step + 1).values())
-        else:
-            most = self.config.rollout.max_attempts
-            slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
-            places = {slot: rollout.own[slot].place or (step, slot) for slot in slots}
-            rows = {slot: self.order.spare(of, attempt, at, most) for slot, (of, at) in places.items()}
-        return self.prompt_builder.prompts(self.dataset, rows, following)
-
-    def count_prompts(self, rollout: Rollout, own: Mapping[str, int]) -> None:
-        """Count the prompts of all processes (`counts_of`). DataError when at the first attempt there is none."""
+        with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
+            following: list[int] = []
+            if attempt == 0:
+                rows = self.own_rows(step)
+                following = list(self.own_rows(step + 1).values())
+            else:
+                slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
+                rows = {slot: self._row(step, slot, attempt) for slot in slots}
+            made = self.prompt_builder.prompts(self.dataset, rows, following)
+        images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
+        own = {
+            "prompts": len(made.prompts),
+            "dropped": made.dropped,
+            "images": images,
+            "decoded": made.decoded,
+        }
         counts = self.ranks.sum(own, "prompts")
         rollout.dropped += int(counts["dropped"])
         rollout.images += int(counts["images"])
         rollout.decoded += int(counts["decoded"])
-        if rollout.attempts == 0:
-            self.prompt_builder.require_some(rollout.step, int(counts["prompts"]), rollout.dropped)
+        if attempt == 0:
+            self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
+        return made
 
     def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
         """The prompts of (step, slot, attempt), which were made before and are not too long."""
@@ -290,12 +285,6 @@ class Collector:
             )
             for group, of_group in zip(groups, references, strict=True)
         ]
-
-
-def counts_of(made: StepPrompts) -> dict[str, int]:
-    """Counts of prompts made, rows dropped, images shown and images decoded."""
-    images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
-    return {"prompts": len(made.prompts), "dropped": made.dropped, "images": images, "decoded": made.decoded}
 
 
 # what training and evaluation share ----------------------------------------------------------

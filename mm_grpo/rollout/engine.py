@@ -115,8 +115,6 @@ class RolloutEngine(ABC):
 
     remote = False
     """True where it holds its weights outside this process: several threads may call it at once."""
-    updates_in_flight = False
-    """True where an update may land while requests run: completions say which tokens are from which version."""
 
     @property
     def sentence(self) -> str:
@@ -272,15 +270,9 @@ def requests_for(
     ]
 
 
-def require_answers(
-    requests: Sequence[Request], completions: Sequence[Completion], version: int | tuple[int, int]
-) -> None:
-    """GuardStop unless each request was answered with its seed, under weights number `version`.
-
-    Between an oldest and a newest `version` an answer may have several, of spans of its tokens in ascending order.
-    """
+def require_answers(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> None:
+    """GuardStop unless each request was answered with its seed, and all of it under weights number `version`."""
     require_count(requests, completions)
-    oldest, newest = (version, version) if isinstance(version, int) else version
     for request, completion in zip(requests, completions, strict=True):
         what, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
         if completion.seed != request.seed:
@@ -293,18 +285,10 @@ def require_answers(
                 f"{what} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
                 f"{request.sampling.max_tokens} tokens, and a log-prob for each"
             )
-        starts = [start for start, _ in completion.weight_versions]
-        versions = [number for _, number in completion.weight_versions]
-        whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < tokens
-        if not whole or versions != sorted(versions):
-            raise GuardStop(
-                f"{what} came back with the version spans {list(completion.weight_versions)}: they must begin at token "
-                "0, and both tokens and versions must rise"
-            )
-        if versions[0] < oldest or versions[-1] > newest:
+        if completion.weight_versions != ((0, version),):
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
-                f"{what} was sampled under weight version {listed}, and the learner is at version {newest}: the engine "
+                f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the engine "
                 "did not take a weight update"
             )
 

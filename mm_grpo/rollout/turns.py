@@ -220,21 +220,14 @@ class TurnLoop:
 
     def _completion(self, one: _Running, reward: float | None) -> Completion:
         """Return what the model sampled in a conversation as one completion."""
-        answers, starts = one.conversation.answers, [0]
-        for answer in answers:
-            starts.append(starts[-1] + len(answer.token_ids))
-        spans = (
-            (start + at, version)
-            for start, answer in zip(starts, answers, strict=False)
-            for at, version in answer.weight_versions
-        )
+        answers = one.conversation.answers
         return Completion(
             token_ids=tuple(token for answer in answers for token in answer.token_ids),
             logprobs=tuple(logp for answer in answers for logp in answer.logprobs),
             text=answers[-1].text,
             finish_reason=one.finished or "length",
             seed=one.request.seed,
-            weight_versions=tuple(spans),
+            weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
             tail=one.conversation.tail(),
             turns=tuple(one.turns),
             environment=one.episode.environment,

@@ -173,26 +173,6 @@ def test_a_turn_under_older_weights_stops_the_run(
         one.run()
 
 
-def test_versions_of_later_turns_begin_where_their_tokens_do(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56) if turn < 2 else "done")
-    generate, turns = one.engine.generate, iter(range(9))
-
-    def changing(requests: Any) -> list[Completion]:
-        spans = ((0, turn := next(turns)), (2, turn + 1))
-        return [replace(c, weight_versions=spans) for c in generate(requests)]
-
-    monkeypatch.setattr(one.engine, "generate", changing)
-    monkeypatch.setattr(one.loop, "version", lambda: (0, 9))  # updates may land while it samples
-    for answer in one.run():
-        lengths = answer.turn_lengths
-        assert len(lengths) == 3 and min(lengths) > 2
-        assert answer.weight_versions == tuple(
-            (sum(lengths[:turn]) + at, turn + later) for turn in range(3) for at, later in ((0, 0), (2, 1))
-        )
-
-
 def test_images_are_limited(models: dict[str, Path]) -> None:
     one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56), max_images_per_episode=1)
     told = [t for t in one.run()[0].turns if t.role == "tool"]

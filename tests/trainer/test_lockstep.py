@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
 ) -> None:
     evaluated: list[set[int]] = []
     for name, delay in (("slow", 0.005), ("fast", 0.0)):
-        use_server(monkeypatch, updates_in_flight=False, delay=delay)
+        use_server(monkeypatch, delay=delay)
         changes: dict[str, Any] = {"run": {"max_steps": STEPS, "eval_every": 2, "save_model": True}}
         trainer = trainer_of(models["qwen2_vl"], tmp_path / name, rollout={"max_staleness": 2}, **changes)
         generate = trainer.engine.generate
@@ -64,17 +63,15 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
         rows = rollouts_of(tmp_path / "fast", step)
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {version}]]"}
         assert [r["seed"] for r in rows] == [s for slot in range(4) for s in plan.group(step, slot)]
-        metrics = rows_of(tmp_path / "fast")[step]
-        assert metrics["staleness/mean"] == metrics["staleness/max"] == step - 1 - version
-        assert (metrics["staleness/mixed"], metrics["staleness/dropped"]) == (0, 0)
-        ratio = metrics["sampling/importance_sampling_ratio/mean"]  # the correction is on by default
+        # the correction is on by default
+        ratio = rows_of(tmp_path / "fast")[step]["sampling/importance_sampling_ratio/mean"]
         assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
 
 
 def test_sampling_goes_on_while_the_learner_works(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
+    use_server(monkeypatch)
     trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
     update, generate = trainer.learner.update, trainer.engine.generate
     learning, sampled = ([threading.Event() for _ in range(5)] for _ in range(2))
@@ -105,7 +102,7 @@ def test_sampling_goes_on_while_the_learner_works(
 def test_the_learner_does_not_wait_for_the_score_before_an_update(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
+    use_server(monkeypatch)
     trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
     update, score = trainer.learner.update, trainer.engine.score
     learning = [threading.Event() for _ in range(6)]
@@ -131,7 +128,7 @@ def test_the_learner_does_not_wait_for_the_score_before_an_update(
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
+    use_server(monkeypatch)
     rollout = {"max_staleness": 2, "max_attempts": 2}
     changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}
     changes["run"] = {
@@ -175,7 +172,7 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environments are those of one loop of turns: an evaluation waits until the steps ahead are done with them."""
-    use_server(monkeypatch, updates_in_flight=False, delay=0.002)
+    use_server(monkeypatch, delay=0.002)
     found: list[float | None] = []
 
     class Evaluates:
@@ -246,18 +243,9 @@ def test_an_engine_in_this_process_is_refused(models: dict[str, Path], tmp_path:
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize(
-    ("rollout", "algorithm", "field"),
-    [
-        ({"max_staleness": 1}, {"kl_in_reward": True, "beta": 0.1}, "kl_in_reward"),
-        ({"max_staleness": 1, "staleness_order": "eager", "environment": "zoom"}, {}, "rollout.environment"),
-    ],
-)
-def test_what_cannot_be_sampled_ahead_is_refused(
-    tmp_path: Path, rollout: Any, algorithm: Any, field: str
-) -> None:
-    with pytest.raises(ConfigError, match=field):
-        config_for("m", tmp_path, rollout=rollout, algorithm=algorithm)
+def test_kl_in_rewards_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kl_in_reward"):
+        config_for("m", tmp_path, rollout={"max_staleness": 1}, algorithm={"kl_in_reward": True, "beta": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -306,28 +294,23 @@ class Liar:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "lie", "order"),
-    [
-        ("float32", "all -1", "lockstep"),
-        ("float32", "wrong from the second", "lockstep"),
-        ("bfloat16", "", "eager"),
-        ("bfloat16", "of another prompt", "lockstep"),
-    ],
+    ("dtype", "lie"),
+    [("float32", "all -1"), ("float32", "wrong from the second"), ("bfloat16", "of another prompt")],
 )
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
-    dtype: str, lie: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=order == "eager")
+    use_server(monkeypatch)
     trainer = trainer_of(
         SHAPES,
         tmp_path / "r",
         model={"dtype": dtype},
-        rollout={"max_staleness": 1, "staleness_order": order, "max_completion_length": 8},
-        optim={"learning_rate": 1e-6 if lie else 1e-4},
-        run={"max_steps": 20 if lie else 4},
+        rollout={"max_staleness": 1, "max_completion_length": 8},
+        optim={"learning_rate": 1e-6},
+        run={"max_steps": 20},
     )
     generate = trainer.engine.generate
     liar = Liar(generate, lie, 8)
     monkeypatch.setattr(trainer.engine, "generate", lambda r: (liar if trainer.sync.version else generate)(r))
-    with pytest.raises(GuardStop, match="logp_gap") if lie else nullcontext():
+    with pytest.raises(GuardStop, match="logp_gap"):
         trainer.train()
