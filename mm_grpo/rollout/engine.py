@@ -288,8 +288,8 @@ def require_answers(requests: Sequence[Request], completions: Sequence[Completio
         if completion.weight_versions != ((0, version),):
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
-                f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the engine "
-                "did not take a weight update"
+                f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the "
+                "engine did not take a weight update"
             )
 
 

@@ -8,7 +8,7 @@ noise depends on its seed alone, never on its batch mates.
 
 A row that ended may be kept and gone on from: what was appended to it is run behind the keys and values that are there.
 Where those are not enough (layers of linear attention have no states of earlier tokens, images that look ahead are
-masked as a whole, memory) the whole prompt is run again.
+masked as a whole) the whole prompt is run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
 from mm_grpo.rollout.engine import RequestStream, RolloutEngine, answered
-from mm_grpo.rollout.packed_linear import packed
 from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, FinishReason, Pictured
@@ -40,14 +39,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512
 """Rows decoded together. More rows cost memory for their caches, fewer cost speed."""
-KEPT_BYTES = 2 << 30
-"""Keys and values that are kept of rows that have ended, for requests that follow them."""
-MOST_HELD = 8
-"""Steps for which requests that go on from kept rows may wait for each other, so that few prefills run them."""
 PREFILL_TOKENS = 1 << 14
 """Tokens of prompts, padding included, that are run together; one prompt at least."""
-PACKED_PASSES = 16
-"""Passes of one token for each row that pay for packed weights: on CPUs packing them costs what 2 to 20 passes gain."""
 
 
 class TransformersEngine(RolloutEngine):
@@ -81,7 +74,7 @@ class TransformersEngine(RolloutEngine):
 
     def stream(self) -> TransformersStream:
         """Requests that are answered one by one, as they end; what ended can be gone on from."""
-        return TransformersStream(self, KEPT_BYTES)
+        return TransformersStream(self, keeps=True)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
@@ -166,31 +159,25 @@ class _Kept:
     def begins(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids[: len(self.token_ids)] == self.token_ids
 
-    @property
-    def bytes(self) -> int:
-        return sum(2 * keys.numel() * keys.element_size() for keys, _ in self.tail)
-
 
 class TransformersStream(RequestStream):
     """The stream over the model of `engine`, which is in evaluation mode until `close`.
 
-    Rows that end are kept for requests that follow them, `kept_bytes` of keys and values at most.
+    `keeps` says that rows that end are kept for requests that follow them.
     """
 
-    def __init__(self, engine: TransformersEngine, kept_bytes: int = 0) -> None:
+    def __init__(self, engine: TransformersEngine, *, keeps: bool = False) -> None:
         self.engine, self.model, self.family = engine, engine.model, engine.family
         config = self.model.config.get_text_config()
         self.cache = DecodeCache(config)
         self.windows = bool(getattr(config, "sliding_window", None))
         linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
-        self.kept_bytes = 0 if linear or self.family.looks_ahead else kept_bytes
+        self.keeps = keeps and not linear and not self.family.looks_ahead
         self.kept: dict[int, _Kept] = {}
         self.rows: list[_Row] = []
         self.waiting: deque[tuple[int, Request, Follows | None]] = deque()
         self.hidden: Tensor | None = None
-        self.passes = 0
-        self._count = self._held = 0
-        self._packed = False
+        self._count = 0
         self._stack = ExitStack()
         self._stack.enter_context(engine.evaluating())
 
@@ -205,16 +192,15 @@ class TransformersStream(RequestStream):
 
     def step(self) -> list[tuple[int, Completion]]:
         with torch.no_grad():
-            if not self._holds():
-                self._admit()
+            self._admit()
             if not self.rows:
                 return []
             ended = self._draw()
             finished = [(self.rows[i].number, self._completion(self.rows[i])) for i in ended]
-            for i in ended if self.kept_bytes else ():
+            for i in ended if self.keeps else ():
                 self._keep(i)
-            order = self.cache.remove(ended)
-            self.rows = [self.rows[i] for i in order]
+            self.cache.remove(ended)
+            self.rows = [row for i, row in enumerate(self.rows) if i not in ended]
             if self.rows:
                 self._run()
             else:
@@ -224,7 +210,7 @@ class TransformersStream(RequestStream):
     def release(self, number: int) -> None:
         kept = self.kept.pop(number, None)
         if kept is not None:
-            self.cache.release(kept.prefix)
+            self.cache.release([kept.prefix])
 
     def close(self) -> None:
         self.waiting.clear()
@@ -233,13 +219,6 @@ class TransformersStream(RequestStream):
         self._stack.close()
 
     # rows that join --------------------------------------------------------------------------
-
-    def _holds(self) -> bool:
-        """True when those that wait are too few for a prefill of their own beside the rows that run."""
-        few = 0 < len(self.waiting) * 4 < len(self.rows)
-        holds = few and self._held < MOST_HELD and all(follows for _, _, follows in self.waiting)
-        self._held = self._held + 1 if holds else 0
-        return holds
 
     def _admit(self) -> None:
         """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
@@ -354,12 +333,6 @@ class TransformersStream(RequestStream):
 
     def _run(self) -> None:
         """Run the last token of each row."""
-        left = max(row.request.sampling.max_tokens - len(row.tokens) for row in self.rows)
-        if not self._packed and self.passes + left >= PACKED_PASSES:
-            self._packed = True
-            layers = packed(self.family.language_model(self.model), self.family.head(self.model))
-            self._stack.enter_context(layers)
-        self.passes += 1
         device = self.model.device
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
         at = torch.tensor([[row.position + len(row.tokens) - 1] for row in self.rows], device=device)
@@ -369,13 +342,11 @@ class TransformersStream(RequestStream):
         self.hidden = states[:, -1]
 
     def _keep(self, number: int) -> None:
-        """Keep a row's keys and values, and drop the oldest beyond the bound."""
+        """Keep a row's keys and values."""
         row, cached = self.rows[number], self.cache.rows[number]
         sequence = (*row.request.prompt.token_ids, *row.tokens[:-1])  # the last token was drawn, and not run
         cached.prefix.uses += 1
         self.kept[row.number] = _Kept(sequence, cached.prefix, self.cache.tail_of(number))
-        while sum(kept.bytes for kept in self.kept.values()) > self.kept_bytes:
-            self.release(next(iter(self.kept)))
 
     def _completion(self, row: _Row) -> Completion:
         stopped = row.tokens[-1] in self.engine.processor.stop_token_ids

@@ -102,7 +102,6 @@ class FakeServer(FakeRemoteEngine):
         with self.lock:
             self.sampling += 1
             stream = TransformersStream(self)
-            stream._stack.close()  # a score meanwhile would be of weights that are laid out anew, or not
             numbers = [stream.add_request(self._distort(request)) for request in requests]
         try:
             found: dict[int, Completion] = {}
