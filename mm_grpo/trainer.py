@@ -351,8 +351,7 @@ class GRPOTrainer:
             self.profile.start()
             step = done
             for step in range(done + 1, last + 1):
-                if due := step == last or (every > 0 and step % every == 0):
-                    self.evaluations.begin(self.prompt_builder, self.ranks)
+                due = step == last or (every > 0 and step % every == 0)
                 metrics = self._step(step)
                 metrics |= self._evaluate(step) if due else {}
                 self._call("on_step_end", step=step, metrics=metrics)
@@ -386,7 +385,6 @@ class GRPOTrainer:
                     self.guards.replay(iter_metrics(run.paths.metrics))
         if self._pass_rates is not None:
             self._pass_rates.restore(kept)
-        self.collector.begin(done + 1)
         return done, kept
 
     @contextmanager
@@ -419,8 +417,6 @@ class GRPOTrainer:
 
     def _before_steps(self, done: int, kept: Mapping[str, Any]) -> None:
         """Compare engine and learner, evaluate or take up what was found, and fill the pipeline."""
-        if not kept:
-            self.evaluations.begin(self.prompt_builder, self.ranks)
         if self.config.run.guards.get("logp_gap") != "off":
             self._phase("checking that engine and learner agree on the first prompt")
             with self.ranks.fail_together("the parity check"):

@@ -193,10 +193,6 @@ class Collector:
         rows = self.order.rows(step) if step <= self.max_steps else []
         return dict(self.ranks.shard(list(enumerate(rows))))
 
-    def begin(self, step: int) -> None:
-        """Make the prompts of a step in the background."""
-        self.prompt_builder.prefetcher.ahead(self.dataset, self.own_rows(step).values())
-
     def completions(self, rollout: Rollout, asked: StepPrompts) -> list[Group]:
         """G completions of each prompt, each from its own seed.
 
