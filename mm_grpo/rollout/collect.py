@@ -14,8 +14,7 @@ adds no gradient and counts in denominators. Metrics of rewards and completions 
 alone, which is how the policy does on the data; what is learned from is a selection.
 
 The engine hands each completion back when it is done (`RequestStream`), and those rewards that can begin with it do
-(rewards/streaming_rewards.py). Only the first process scores, so of several processes its own completions are scored
-early, and those of the others when all have sampled. Where no reward can begin early the engine is asked for all.
+(rewards/streaming_rewards.py). Where none can, and of several processes, the engine is asked for all of them.
 """
 
 from __future__ import annotations
@@ -54,27 +53,6 @@ ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], li
 """Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The scores of one batch on their way. `rows` are the places of this process's completions among those of all.
-
-    `early` is None on the other processes, and where other calls were on their way.
-    """
-
-    early: StreamedCalls | None
-    rows: Sequence[int]
-
-    def add(self, place: int, request: Request, completion: Completion) -> None:
-        """Begin with the completion of the request at that place of this process's."""
-        if self.early is not None:
-            self.early.add(self.rows[place], request.prompt, completion)
-
-    def abandon(self) -> None:
-        """Give up what was begun."""
-        if self.early is not None:
-            self.early.abandon()
-
-
 @dataclass
 class Rollout:
     """One step's groups while they are made. `own` are this process's, by slot; the last attempt's of each slot.
@@ -95,7 +73,7 @@ class Rollout:
     zero_std_slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    scoring: Scoring | None = None
+    scoring: StreamedCalls | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -314,20 +292,17 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
 
 
 def score_groups(
-    scorer: Scorer, groups: Sequence[Group], step: int, scoring: Scoring | None = None
+    scorer: Scorer, groups: Sequence[Group], step: int, scoring: StreamedCalls | None = None
 ) -> tuple[list[Group], dict[str, float]]:
     """The groups with their rewards, of which `scoring` may have begun some, and the rewards' metrics."""
     repeated = [g.prompt for g in groups for _ in g.completions]
-    early = None if scoring is None else scoring.early
-    scores = scorer.score(repeated, [c for g in groups for c in g.completions], step, early)
+    scores = scorer.score(repeated, [c for g in groups for c in g.completions], step, scoring)
     return with_scores(groups, scores), scores.metrics
 
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
-    """The groups with their rewards, cut from scores that are flat; ValueError where the counts differ."""
-    ends = list(accumulate((len(group.completions) for group in groups), initial=0))
-    if ends[-1] != len(scores.totals):
-        raise ValueError(f"{len(scores.totals)} totals for groups of {ends[-1]} completions")
+    """The groups with their rewards, cut from scores that are flat."""
+    ends = accumulate((len(group.completions) for group in groups), initial=0)
     cuts = [slice(*bounds) for bounds in pairwise(ends)]
     return [
         replace(
@@ -396,24 +371,19 @@ def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Obj
 
 def begin_scoring(
     scorer: Scorer, asked: StepPrompts, generations: int, step: int, ranks: Ranks
-) -> Scoring | None:
-    """Get ready to score `generations` completions of each prompt, over all processes. Collective.
+) -> StreamedCalls | None:
+    """Get ready to score `generations` completions of each prompt, which are in the order of slots.
 
-    None where no reward can begin before all completions are there.
+    None where no reward can begin before all completions are there, and of several processes.
     """
-    if not scorer.streams:
+    if ranks.world > 1:
         return None
-    own = [(slot, tuple(p.sample.columns)) for slot, p in zip(asked.slots, asked.prompts, strict=True)]
-    places = sorted(place for shard in ranks.all_gather(own, "slots") for place in shard)
-    first = {slot: at * generations for at, (slot, _) in enumerate(places)}
-    rows = [first[slot] + g for slot in asked.slots for g in range(generations)]
-    columns = dict.fromkeys(name for _, names in places for name in names)
-    with ranks.fail_together("rewards"):
-        return Scoring(scorer.begin(len(places) * generations, columns, step) if ranks.first else None, rows)
+    columns = dict.fromkeys(name for prompt in asked.prompts for name in prompt.sample.columns)
+    return scorer.begin(len(asked.prompts) * generations, columns, step)
 
 
 def sample(
-    engine: Sampler, requests: Sequence[Request], scoring: Scoring | None, version: int | None = None
+    engine: Sampler, requests: Sequence[Request], scoring: StreamedCalls | None, version: int | None = None
 ) -> list[Completion]:
     """One completion per request, in order, each handed to `scoring` when it is done.
 
@@ -424,9 +394,7 @@ def sample(
     else:
 
         def done(place: int, completion: Completion) -> None:
-            if version is not None:
-                require_answers([requests[place]], [completion], version)
-            scoring.add(place, requests[place], completion)
+            scoring.add(place, requests[place].prompt, completion)
 
         try:
             with stream_of(cast("RolloutEngine", engine)) as stream:

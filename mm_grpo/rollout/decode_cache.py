@@ -249,17 +249,10 @@ class DecodeCache:
 
     def _rows_of_prefixes(self) -> tuple[Tensor, Tensor, int]:
         """The prompt of each row, its number among the rows of that prompt, and the most rows of a prompt."""
-        device, rows_of = (
-            self.attended[0].tail[0].device,
-            {id(prefix): list[int]() for prefix in self.prefixes},
-        )
-        for number, row in enumerate(self.rows):
-            rows_of[id(row.prefix)].append(number)
-        found = torch.zeros(2, len(self.rows), dtype=torch.long)
-        for entry, numbers in enumerate(rows_of.values()):
-            found[0, numbers], found[1, numbers] = entry, torch.arange(len(numbers))
-        entries, places = found.to(device)
-        return entries, places, max(map(len, rows_of.values()))
+        entries = torch.tensor([self.prefixes.index(row.prefix) for row in self.rows])
+        places = (entries[:, None] == entries).tril(-1).sum(1)
+        device = self.attended[0].tail[0].device
+        return entries.to(device), places.to(device), int(places.max()) + 1
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, Self
 
 from mm_grpo.errors import EngineError, GuardStop
@@ -85,7 +84,7 @@ class RequestStream(ABC):
         """
 
     def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add the requests of one prompt, which nothing will follow; returns their numbers."""
+        """Add requests that nothing will follow; returns their numbers."""
         return [self.add_request(request) for request in requests]
 
     @abstractmethod
@@ -215,9 +214,7 @@ class BatchStream(RequestStream):
         asked, self.waiting = self.waiting, []
         if not asked:
             return []
-        requests = [request for _, request in asked]
-        completions = self.generate(requests)
-        require_count(requests, completions)
+        completions = self.generate([request for _, request in asked])
         return [(number, completion) for (number, _), completion in zip(asked, completions, strict=True)]
 
     def close(self) -> None:
@@ -243,11 +240,7 @@ def answered(
 
     `done` gets each answer when it is there, with the place of its request; nothing may follow them then.
     """
-    if done is None:
-        numbers = [stream.add_request(request) for request in requests]
-    else:
-        groups = [list(own) for _, own in groupby(requests, lambda request: id(request.prompt))]
-        numbers = [number for group in groups for number in stream.add_group(group)]
+    numbers = stream.add_group(requests)
     places = {number: place for place, number in enumerate(numbers)}
     found: dict[int, Completion] = {}
     while stream.unfinished:
@@ -272,7 +265,8 @@ def requests_for(
 
 def require_answers(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> None:
     """GuardStop unless each request was answered with its seed, and all of it under weights number `version`."""
-    require_count(requests, completions)
+    if len(completions) != len(requests):
+        raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
     for request, completion in zip(requests, completions, strict=True):
         what, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
         if completion.seed != request.seed:
@@ -291,12 +285,6 @@ def require_answers(requests: Sequence[Request], completions: Sequence[Completio
                 f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the "
                 "engine did not take a weight update"
             )
-
-
-def require_count(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """GuardStop unless there are as many completions as requests."""
-    if len(completions) != len(requests):
-        raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
 
 
 def versions_of(*completions: Completion) -> tuple[int, ...]:

@@ -60,9 +60,9 @@ class Synchronous:
     def landed(self, step: int) -> None:
         """Called when the weights of `step` have arrived."""
 
-    def finished(self) -> dict[int, Rollout] | None:
-        """Return the steps ahead for a checkpoint; None where nothing is ever ahead. Collective."""
-        return None
+    def finished(self) -> dict[int, Rollout]:
+        """Return the steps ahead for a checkpoint."""
+        return {}
 
     def close(self) -> None:
         """Begin nothing more."""

@@ -37,12 +37,9 @@ MADE_AGAIN = (
 Values = dict[str, Any]
 
 
-def pack_ahead(ahead: Mapping[int, Rollout] | None, ranks: Ranks) -> Values:
-    """{KEY: text} of the steps that all processes have ahead, on the first one; {} on the others. Collective.
-
-    {} where nothing is ever ahead.
-    """
-    if ahead is None:
+def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
+    """{KEY: text} of the steps that all processes have ahead, on the first one; {} on the others. Collective."""
+    if not ahead:  # nor has any other process any
         return {}
     # of several processes the first has every completion already, but for what only its owner can run
     own = [
@@ -103,17 +100,7 @@ def _rollout(
 
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
-    completions = tuple(
-        # arguments of a model's call were JSON, those of a program's own may be anything
-        replace(
-            one,
-            turns=tuple(
-                replace(t, arguments=json.loads(json.dumps(t.arguments, default=str))) for t in one.turns
-            ),
-        )
-        for one in group.completions
-    )
-    packed: Values = encode(replace(group, extra=extra, completions=completions), MADE_AGAIN)
+    packed: Values = encode(replace(group, extra=extra), MADE_AGAIN)
     return packed
 
 

@@ -19,7 +19,8 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
-from mm_grpo.rollout.collect import Scoring, begin_scoring, sample
+from mm_grpo.rewards.streaming_rewards import StreamedCalls
+from mm_grpo.rollout.collect import begin_scoring, sample
 from mm_grpo.rollout.engine import Request, RequestStream, Sampling, answered, requests_for
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.transformers_engine import TransformersStream
@@ -42,16 +43,16 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     called: list[str] = []
     ended: list[int] = []
     before: list[int] = []
-    step, add = TransformersStream.step, Scoring.add
+    step, add = TransformersStream.step, StreamedCalls.add
 
     def noted(stream: TransformersStream) -> Any:
         until(lambda: len(called) == len(ended))  # what has ended is scored before the engine goes on
         before.append(len(ended))
         return step(stream)
 
-    def added(scoring: Scoring, place: int, *rest: Any) -> None:
+    def added(calls: StreamedCalls, place: int, *rest: Any) -> None:
         ended.append(place)
-        add(scoring, place, *rest)
+        add(calls, place, *rest)
 
     async def early(completion: str) -> float:
         called.append(completion)
@@ -60,7 +61,7 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
 
     run(models["qwen2_5_vl"], tmp_path / "together", vowels)
     monkeypatch.setattr(TransformersStream, "step", noted)
-    monkeypatch.setattr(Scoring, "add", added)
+    monkeypatch.setattr(StreamedCalls, "add", added)
     run(models["qwen2_5_vl"], tmp_path / "early", early)
     assert len(called) == 2 * 12 + 3 * 3  # each completion of the steps and of the evaluations once
     assert metrics_of(tmp_path / "early") == metrics_of(tmp_path / "together")
@@ -129,39 +130,22 @@ def test_answers_are_checked_and_handed_on_as_they_come(asked: StepPrompts) -> N
     found = sample(engine, requests, scoring, version=7)
     assert [c.seed for c in found] == [10, 11, 20, 21] and engine.made.released == [103, 102, 101, 100]
     assert scoring is not None
-    scores = scorer.score([p for p in asked.prompts for _ in range(2)], found, 1, scoring.early)
+    scores = scorer.score([p for p in asked.prompts for _ in range(2)], found, 1, scoring)
     assert scores.totals == [10.0, 11.0, 20.0, 21.0] and order == ["21", "20", "11", "10"]
 
-    order.clear()
     bad: Any = FakeEngine(wrong=1)
     scoring = begin_scoring(scorer, asked, 2, 2, Ranks())
     with pytest.raises(GuardStop, match=r"seed 11 was asked for, .* used 12"):
         sample(bad, requests, scoring, version=7)
-    assert scoring is not None and scoring.early is not None and scoring.early.over
-    assert "12" not in order  # it was not scored
+    assert scoring is not None and scoring.over
     scorer.close()
 
 
-def test_rows_are_those_of_all_processes(asked: StepPrompts) -> None:
-    class Two(Ranks):
-        def all_gather(self, value: Any, what: str) -> list[Any]:
-            return [value, [(0, ("other",)), (3, ())] if what == "slots" else None]
-
+def test_several_processes_score_when_all_completions_are_there(asked: StepPrompts) -> None:
     async def reward(completion: str) -> float:
         return 1.0
 
-    def batch(completions: list[str]) -> list[float]:
-        return [0.0 for _ in completions]
-
     scorer = Scorer([reward])
-    for columns in (["box"], ["box", "other"], ["box", "other", "third"]):
-        scorer.check(columns)
-    first, second = (begin_scoring(scorer, asked, 3, 1, Two(rank, 2)) for rank in (0, 1))
-    assert first is not None and first.early is not None and second is not None and second.early is None
-    assert first.rows == second.rows == [3, 4, 5, 6, 7, 8]  # slots 0 and 3 are the other process's
-    assert first.early.batch.columns == ("box", "other") and len(first.early.batch.completions) == 12
-    first.abandon()
+    scorer.check(["box"])
+    assert begin_scoring(scorer, asked, 3, 1, Ranks(0, 2)) is None
     scorer.close()
-    plain = Scorer([batch])
-    plain.check(["box"])
-    assert begin_scoring(plain, asked, 3, 1, Two(0, 2)) is None

@@ -368,15 +368,13 @@ def other_positions(made: Prompt) -> Prompt:
     return replace(made, position_ids=made.position_ids + 1)
 
 
-@pytest.mark.parametrize(("change", "what"), [(other_tokens, "tokens"), (other_positions, "positions")])
-def test_a_prompt_that_changes_is_caught(
-    begun: Any, change: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("change", [other_tokens, other_positions])
+def test_a_prompt_that_changes_is_caught(begun: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     processor, conversation = begun
     conversation.answered(answer_of([50, 60]))
     real = processor.extended
     monkeypatch.setattr(processor, "extended", lambda *given: change(real(*given)))
-    with pytest.raises(GuardStop, match=f"changed {what} (of tokens )?that were there before it"):
+    with pytest.raises(GuardStop, match="changed tokens that were there before it"):
         conversation.observed([50], ())
 
 
