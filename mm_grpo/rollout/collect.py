@@ -389,19 +389,19 @@ def sample(
 
     Raises GuardStop where one was not sampled with its seed, or not under weights number `version`.
     """
-    if scoring is None:
-        completions = engine.generate(requests) if requests else []
-    else:
-
-        def done(place: int, completion: Completion) -> None:
-            scoring.add(place, requests[place].prompt, completion)
-
-        try:
+    try:
+        if scoring is None:
+            completions = engine.generate(requests) if requests else []
+        else:
+            begun = scoring
             with stream_of(cast("RolloutEngine", engine)) as stream:
-                completions = answered(stream, requests, done)
-        except BaseException:
+                completions = answered(
+                    stream, requests, lambda place, done: begun.add(place, requests[place].prompt, done)
+                )
+        if version is not None:
+            require_answers(requests, completions, version)
+    except BaseException:
+        if scoring is not None:
             scoring.abandon()
-            raise
-    if version is not None:
-        require_answers(requests, completions, version)
+        raise
     return completions

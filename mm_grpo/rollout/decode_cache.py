@@ -245,7 +245,8 @@ class DecodeCache:
         """[P, K, G * N, d] as rows [R, K, N, d]."""
         assert self._places is not None
         entries, places, most = self._places
-        return x.unflatten(2, (most, -1)).transpose(1, 2)[entries, places]
+        by_place: Tensor = x.view(*x.shape[:2], most, -1, x.shape[3]).transpose(1, 2)
+        return by_place[entries, places]
 
     def _rows_of_prefixes(self) -> tuple[Tensor, Tensor, int]:
         """The prompt of each row, its number among the rows of that prompt, and the most rows of a prompt."""
@@ -259,7 +260,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     """Products [A, K, M, N] of [A, K, M, d] and [A, K, d, N], summed and given in float32, as fused attention does."""
     if a.dtype == torch.float32 or a.device.type != "cuda":
         return a.float() @ b.float()
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32).unflatten(0, a.shape[:2])
+    product = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return product.view(*a.shape[:2], *product.shape[1:])
 
 
 def is_attention(layer: Any) -> bool:

@@ -33,7 +33,7 @@ def test_the_interval_of_a_mean_is_of_the_rows_means() -> None:
     assert mean([[1.0], [], [2.0, 3.0]]) == 2.0 and mean([[]]) is None
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [1, 3])
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(k: int) -> None:
     rows = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5, [0.0, 0.0, 0.0, 0.0, 1.0]]
     shares = []

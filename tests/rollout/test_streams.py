@@ -18,7 +18,7 @@ from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answ
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 class Setup:
@@ -236,6 +236,5 @@ def test_a_stream_that_fails_gives_the_model_back(setup: Setup) -> None:
             raise ZeroDivisionError
         assert setup.model.training and stream.unfinished == 0
         assert setup.model.config.get_text_config()._attn_implementation == own
-        assert not any("forward" in vars(m) for m in setup.model.modules() if isinstance(m, torch.nn.Linear))
     finally:
         setup.model.eval()

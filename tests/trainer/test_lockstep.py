@@ -172,7 +172,7 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environments are those of one loop of turns: an evaluation waits until the steps ahead are done with them."""
-    use_server(monkeypatch, delay=0.002)
+    use_server(monkeypatch)
     found: list[float | None] = []
 
     class Evaluates:
@@ -217,12 +217,11 @@ def vowel_count(completion: str) -> float:
     return float(sum(c in "aeiou" for c in completion)) + len(completion) / 100
 
 
-@pytest.mark.parametrize("fault", ["no load", "one tensor lost"])
 def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, fault)
-    with pytest.raises(GuardStop, match=r"version 1|arrive"):
+    use_server(monkeypatch, "no load")
+    with pytest.raises(GuardStop, match=r"version 1"):
         run(models["qwen2_vl"], tmp_path / "r", 2)
     assert not (tmp_path / "r/metrics.jsonl").exists()  # found in the first step
 
@@ -232,7 +231,7 @@ def test_stale_samples_do_not_look_like_a_broken_engine(
 ) -> None:
     """The policy moves far beyond what rounding explains; only samples of its own version are compared with it."""
     use_server(monkeypatch)
-    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2})
+    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2}, run={"max_steps": 3})
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows_of(tmp_path / "r")]
     assert gaps[0] < 1e-4 < 1e-2 < max(gaps)
 
@@ -254,7 +253,6 @@ def test_kl_in_rewards_is_refused(tmp_path: Path) -> None:
         (0, "auto", "none"),
         (1, "auto", "token_truncate"),
         (1, "none", "none"),
-        (0, "sequence_mask", "sequence_mask"),
     ],
 )
 def test_the_correction_is_on_where_samples_are_stale(
@@ -283,9 +281,7 @@ class Liar:
 
     def told(self, own: Completion, other: Completion) -> Completion:
         logprobs = own.logprobs
-        if self.lie == "all -1":
-            logprobs = (-1.0,) * len(logprobs)
-        elif self.lie == "wrong from the second":
+        if self.lie == "wrong from the second":
             logprobs = (logprobs[0], *(x - 3.0 for x in logprobs[1:]))
         elif self.lie == "of another prompt":
             return replace(other, seed=own.seed, weight_versions=own.weight_versions)
@@ -295,7 +291,7 @@ class Liar:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "lie"),
-    [("float32", "all -1"), ("float32", "wrong from the second"), ("bfloat16", "of another prompt")],
+    [("float32", "wrong from the second"), ("bfloat16", "of another prompt")],
 )
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
     dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
