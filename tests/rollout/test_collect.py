@@ -64,9 +64,8 @@ def test_scores_are_cut_in_order() -> None:
     assert (second.slot, second.rewards) == (7, (1.0, None, 1.5))
     assert (second.parts["right"], second.extra["note"]) == ([0.0, 5.0, 1.0], ["b", "c", None])
     masked: Any = (SimpleNamespace(masked=None), SimpleNamespace(masked="look: error"))
-    assert with_scores([replace(first, completions=masked)], replace(SCORES, totals=[1.0, 2.0]))[
-        0
-    ].rewards == (1.0, None)
+    (half,) = with_scores([replace(first, completions=masked)], replace(SCORES, totals=[1.0, 2.0]))
+    assert half.rewards == (1.0, None)
 
 
 def test_totals_are_what_sum_then_normalize_looks_at() -> None:
