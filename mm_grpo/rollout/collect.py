@@ -393,11 +393,9 @@ def sample(
         if scoring is None:
             completions = engine.generate(requests) if requests else []
         else:
-            begun = scoring
+            add = scoring.add
             with stream_of(cast("RolloutEngine", engine)) as stream:
-                completions = answered(
-                    stream, requests, lambda place, done: begun.add(place, requests[place].prompt, done)
-                )
+                completions = answered(stream, requests, lambda at, done: add(at, requests[at].prompt, done))
         if version is not None:
             require_answers(requests, completions, version)
     except BaseException:

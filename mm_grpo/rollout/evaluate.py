@@ -134,7 +134,9 @@ def answer_rows(
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     found: list[RowScores] = []
-    rows, size = range(len(dataset)), rows_together(config, ranks.world) * ranks.world
+    # each batch waits for its longest completion, so few large ones are sooner done: as many as a step samples
+    step_rows = config.rollout.prompts_per_step * config.rollout.num_generations // (ranks.world * repeats)
+    rows, size = range(len(dataset)), min(max(CHUNK, step_rows), LARGEST) * ranks.world
     for start in rows[::size]:
         if report is not None and ranks.first:
             report(start, len(dataset))
@@ -155,16 +157,6 @@ def answer_rows(
                 if keep is not None:
                     keep(scored)
     return found
-
-
-def rows_together(config: GRPOConfig, world: int) -> int:
-    """Rows that a process answers together: as many completions as it samples in a step.
-
-    Each batch waits for its longest completion, so few large ones are sooner done.
-    """
-    rollout = config.rollout
-    rows = rollout.prompts_per_step * rollout.num_generations // (world * rollout.eval.num_generations)
-    return min(max(CHUNK, rows), LARGEST)
 
 
 def summarise(
