@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import tiny
 from helpers.configs import small_config
-from transformers import AutoProcessor
 
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
@@ -122,19 +120,3 @@ def test_a_row_that_may_not_fit_a_pack_is_dropped_by_policy(
         builder, dataset = PromptBuilder(processor, config, CONTEXT), load_train(config, asked)
         assert builder.prompts(dataset, {0: 0}).dropped == (not kept)
         assert builder.evaluation.prompts(dataset, {0: 0}).dropped == 0  # nothing is learned from there
-
-
-def test_a_photograph_is_1280_tokens_unless_more_are_allowed(models: dict[str, Any], tmp_path: Path) -> None:
-    folder, size = tmp_path / "model", {"shortest_edge": 3136, "longest_edge": 12845056}  # Qwen2.5-VL's own
-    shutil.copytree(models["qwen2_5_vl"], folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    theirs = AutoProcessor.from_pretrained(folder)
-    theirs.image_processor.size = size
-    theirs.save_pretrained(folder)
-    photo = tiny.sample("r", "what", (tiny.picture(1, 4000, 3000),))
-    processor = load_processor(str(folder))
-    width, height = processor.prompt(photo).engine_prompt.images[0].size
-    assert processor.max_pixels == 1280 * 28 * 28
-    assert 1200 <= width // 28 * (height // 28) <= 1280
-    assert processor.max_prompt_tokens(photo.messages, 1, row="r") >= len(processor.prompt(photo).token_ids)
-    more = load_processor(str(folder), max_pixels=4_000_000).prompt(photo).engine_prompt.images[0]
-    assert 3_800_000 < more.width * more.height <= 4_000_000

@@ -99,31 +99,6 @@ def test_sampling_goes_on_while_the_learner_works(
     assert threads == {"mm_grpo steps ahead 1"}
 
 
-def test_the_learner_does_not_wait_for_the_score_before_an_update(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_server(monkeypatch)
-    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
-    update, score = trainer.learner.update, trainer.engine.score
-    learning = [threading.Event() for _ in range(6)]
-    seen = []
-
-    def learn(groups: Any) -> Any:
-        learning[trainer.sync.version + 1].set()
-        return update(groups)
-
-    def late(prompt: Any, ids: Any) -> Any:
-        if threading.current_thread().name.startswith("mm_grpo canary"):
-            assert learning[trainer.sync.version + 1].wait(20)
-            seen.append(trainer.sync.version)
-        return score(prompt, ids)
-
-    monkeypatch.setattr(trainer.learner, "update", learn)
-    monkeypatch.setattr(trainer.engine, "score", late)
-    trainer.train()
-    assert seen == [0, 1, 2]
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -265,33 +240,9 @@ def test_the_correction_is_on_where_samples_are_stale(
     assert config.with_correction().algorithm.importance_sampling_mode == meant
 
 
-class Liar:
-    """Answers as `generate` does, with a lie about the log-probs; requests of a check are answered well."""
-
-    def __init__(self, generate: Any, lie: str, tokens: int) -> None:
-        self.generate, self.lie, self.tokens = generate, lie, tokens
-        self.before: list[Completion] = []
-
-    def __call__(self, requests: Any) -> list[Completion]:
-        sound: list[Completion] = self.generate(requests)
-        if requests[0].sampling.max_tokens != self.tokens:
-            return sound
-        others, self.before = self.before or sound, sound
-        return [self.told(*both) for both in zip(sound, others, strict=True)]
-
-    def told(self, own: Completion, other: Completion) -> Completion:
-        logprobs = own.logprobs
-        if self.lie == "wrong from the second":
-            logprobs = (logprobs[0], *(x - 3.0 for x in logprobs[1:]))
-        elif self.lie == "of another prompt":
-            return replace(other, seed=own.seed, weight_versions=own.weight_versions)
-        return replace(own, logprobs=logprobs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "lie"),
-    [("float32", "wrong from the second"), ("bfloat16", "of another prompt")],
+    ("dtype", "lie"), [("float32", "wrong from the second"), ("bfloat16", "of another prompt")]
 )
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
     dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -305,8 +256,21 @@ def test_wrong_log_probs_of_stale_samples_stop_the_run(
         optim={"learning_rate": 1e-6},
         run={"max_steps": 20},
     )
-    generate = trainer.engine.generate
-    liar = Liar(generate, lie, 8)
-    monkeypatch.setattr(trainer.engine, "generate", lambda r: (liar if trainer.sync.version else generate)(r))
+    generate, before = trainer.engine.generate, list[Completion]()
+
+    def lying(requests: Any) -> list[Completion]:
+        sound: list[Completion] = generate(requests)
+        if (
+            not trainer.sync.version or requests[0].sampling.max_tokens != 8
+        ):  # those of a check are answered well
+            return sound
+        others = list(before or sound)
+        before[:] = sound
+        if lie == "of another prompt":
+            pairs = zip(sound, others, strict=True)
+            return [replace(o, seed=c.seed, weight_versions=c.weight_versions) for c, o in pairs]
+        return [replace(c, logprobs=(c.logprobs[0], *(x - 3.0 for x in c.logprobs[1:]))) for c in sound]
+
+    monkeypatch.setattr(trainer.engine, "generate", lying)
     with pytest.raises(GuardStop, match="logp_gap"):
         trainer.train()
