@@ -158,8 +158,8 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
         "model": {"processor": f"{calling.__file__}:Calling"},
         "rollout": {
             "max_staleness": 1,
-            "max_completion_length": 100,
-            "max_turns": 3,
+            "max_completion_length": 80,
+            "max_turns": 2,
             "environment": f"{calling.__file__}:Gallery",
             "environment_workers": 0,
         },
