@@ -209,7 +209,7 @@ class DecodeCache:
         layer = self.layers[int(module.layer_idx)]  # type: ignore[arg-type]
         rows, heads, _, size = query.shape
         scaled = query[:, :, 0] * (size**-0.5 if scaling is None else scaling)
-        q = scaled.view(rows, key.shape[1], -1, size)
+        q = scaled.reshape(rows, key.shape[1], -1, size)
         (prompt_keys, prompt_values), (keys, values) = layer.prefix, layer.tail
         scores = torch.cat(
             [self._by_row(_product(self._by_prefix(q), prompt_keys.mT)), _product(q, keys.mT)], 3
@@ -217,7 +217,7 @@ class DecodeCache:
         scores.masked_fill_(self._hidden(sliding_window, prompt_keys, keys), -torch.inf)
         shared, own = scores.softmax(3).to(value.dtype).split([prompt_keys.shape[2], keys.shape[2]], 3)
         seen = self._by_row(_product(self._by_prefix(shared), prompt_values)) + _product(own, values)
-        return seen.to(query.dtype).view(rows, 1, heads, size), None
+        return seen.to(query.dtype).reshape(rows, 1, heads, size), None
 
     def _hidden(self, window: int | None, prompts: Tensor, tails: Tensor) -> Tensor:
         """The mask [R, 1, 1, L + T] of columns that a row does not look at."""
