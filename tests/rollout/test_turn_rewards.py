@@ -126,31 +126,25 @@ def test_a_discount_without_tools_is_refused(models: dict[str, Path], tmp_path: 
         GRPOTrainer(config, train=ROWS, rewards=[by_turn])
 
 
-def misspaying(left: Any) -> type[Paying]:
-    """An environment that leaves this in `step_reward`, or raises it when it is asked."""
-
-    class Misspaying(Paying):
-        @property
-        def step_reward(self) -> Any:
-            if isinstance(left, Exception):
-                raise left
-            return left
-
-        @step_reward.setter
-        def step_reward(self, value: Any) -> None: ...
-
-    return Misspaying
-
-
-@pytest.mark.parametrize("left", ["much", math.nan, KeyError("purse")], ids=repr)
+@pytest.mark.parametrize("left", ["much", math.nan])
 def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
     """Whatever is done about tools that raise: the model has done nothing wrong."""
-    rollout = {"environment_workers": 0, "on_tool_error": "reply"}
-    toolbox = Toolbox(small_config("model", rollout=rollout), [], misspaying(left))
+
+    class Misspaying(Paying):
+        def look(self, side: int) -> Any:
+            """Look.
+
+            Args:
+                side: Pixels.
+            """
+            self.step_reward = left
+
+    toolbox = Toolbox(
+        small_config("model", rollout=SMALL["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
+    )
     try:
-        episode = toolbox.episode(sample("row"))
         with pytest.raises(ToolError, match=r"row: look .*step_reward"):
-            episode.call("look", {"side": 3})
+            toolbox.episode(sample("row")).call("look", {"side": 3})
     finally:
         toolbox.close()
 
