@@ -222,22 +222,12 @@ def test_kl_in_rewards_is_refused(tmp_path: Path) -> None:
         config_for("m", tmp_path, rollout={"max_staleness": 1}, algorithm={"kl_in_reward": True, "beta": 0.1})
 
 
-@pytest.mark.parametrize(
-    ("staleness", "mode", "meant"),
-    [
-        (0, "auto", "none"),
-        (1, "auto", "token_truncate"),
-        (1, "none", "none"),
-    ],
-)
-def test_the_correction_is_on_where_samples_are_stale(
-    tmp_path: Path, staleness: int, mode: str, meant: str
-) -> None:
-    config = config_for(
-        "m", tmp_path, rollout={"max_staleness": staleness}, algorithm={"importance_sampling_mode": mode}
-    )
-    assert config.importance_sampling_mode == meant
-    assert config.with_correction().algorithm.importance_sampling_mode == meant
+def test_the_correction_is_on_where_samples_are_stale(tmp_path: Path) -> None:
+    for staleness, mode, meant in ((0, "auto", "none"), (1, "auto", "token_truncate"), (1, "none", "none")):
+        algorithm = {"importance_sampling_mode": mode}
+        config = config_for("m", tmp_path, rollout={"max_staleness": staleness}, algorithm=algorithm)
+        assert config.importance_sampling_mode == meant
+        assert config.with_correction().algorithm.importance_sampling_mode == meant
 
 
 @pytest.mark.slow
