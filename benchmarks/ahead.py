@@ -5,7 +5,7 @@ another.
 
 The base model of the shapes recipe, whose ends of answers are made unlikely, so that every completion has about as many
 tokens as it may have. Sizes are such that sampling and learning take about as long as each other. Runs in turn:
-synchronous, lockstep and eager, the two with `max_staleness: 1`; medians of all steps but the first two.
+synchronous, and ahead with `max_staleness: 1`; medians of all steps but the first two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.cli.serve import server_settings
 from mm_grpo.rollout.served.launch import serve
 
-ORDERS = ("synchronous", "lockstep", "eager")
+ORDERS = ("synchronous", "ahead")
 SHOWN = ("step_time", "time/rollout", "time/learner", "time/sync", "time/wait")
 
 
@@ -46,7 +46,7 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
         "task": "shapes", "split": "train", "size": 400, "seed": 1, "kinds": ["colour"], "max_objects": 1,
         "image_size": args.image,
     }  # fmt: skip
-    ahead = {} if order == "synchronous" else {"max_staleness": 1, "staleness_order": order}
+    ahead = {} if order == "synchronous" else {"max_staleness": 1}
     batched = {"max_num_batched_tokens": args.batched_tokens} if args.batched_tokens else {}
     return GRPOConfig.from_dict(
         {

@@ -6,7 +6,7 @@
 Two vLLM servers are started for all runs; each run is a process of its own, and sends them its weights. In float32:
 every engine at `max_staleness: 0`, and lockstep with a server that is started together with the learner, and joins when
 it is there. In
-bfloat16: lockstep with 1 and 2, each twice, and eager. `same` is what two runs have in common, byte by byte:
+bfloat16: lockstep with 1 and 2, each twice. `same` is what two runs have in common, byte by byte:
 
     seeds          of every completion
     completions    texts and seeds
@@ -50,7 +50,6 @@ class Run:
     engine: str = "vllm_server"
     servers: int = 2
     staleness: int = 0
-    order: str = "lockstep"
     like: str = ""
     same: str = "all"
     joins: bool = False
@@ -68,7 +67,6 @@ RUNS = {
     "bfloat16": (
         Run("lockstep, 1", staleness=1),
         Run("lockstep, 1, again", staleness=1, like="lockstep, 1"),
-        Run("eager, 1", staleness=1, order="eager"),
         Run("lockstep, 2", staleness=2),
         Run("lockstep, 2, again", staleness=2, like="lockstep, 2"),
     ),
@@ -96,8 +94,6 @@ def train(run: Run, config: Path, folder: Path, servers: Sequence[ServerProcess]
     fields = [f"rollout.engine={run.engine}", f"rollout.max_staleness={run.staleness}", f"run.dir={folder}"]
     if run.servers:
         fields.append(f"rollout.server.urls=[{urls}]")
-    if run.staleness:
-        fields.append(f"rollout.staleness_order={run.order}")
     started = time.monotonic()
     log = folder.with_suffix(".log")
     with log.open("wb") as output:

@@ -73,11 +73,6 @@ def plan_run(
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
             " while the learner works"
         )
-    if rollout.staleness_order == "eager" and several_turns:  # of tools that are passed in Python too
-        raise ConfigError(
-            "rollout.staleness_order = 'eager': must be lockstep with tools and environments, whose conversations are "
-            "led one step at a time"
-        )
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
     order: PromptOrder = (
         MixtureOrder(rows.sizes, rows.weights, rows.names, *how)
@@ -383,21 +378,13 @@ def processor_of(config: GRPOConfig) -> Processor:
     return processor
 
 
-def pipeline_of(
-    collector: Collector, engine: RolloutEngine, ranks: Ranks, version: Callable[[], int]
-) -> Synchronous:
-    """What `rollout.max_staleness` and `rollout.staleness_order` ask for.
+def pipeline_of(collector: Collector, engine: RolloutEngine, ranks: Ranks) -> Synchronous:
+    """What `rollout.max_staleness` asks for. `ranks` are those of the main thread."""
+    from mm_grpo.rollout.pipeline import Lockstep, Synchronous
 
-    `ranks` are those of the main thread, `version` gives the number of the weights that the engine holds.
-    """
-    from mm_grpo.rollout.pipeline import Eager, Lockstep, Synchronous
-
-    rollout = collector.config.rollout
-    if rollout.max_staleness == 0:
+    if collector.config.rollout.max_staleness == 0:
         return Synchronous(collector, engine)
-    if rollout.staleness_order == "lockstep":
-        return Lockstep(collector, engine, ranks)
-    return Eager(collector, engine, ranks, version)
+    return Lockstep(collector, engine, ranks)
 
 
 # the engine ----------------------------------------------------------------------------------

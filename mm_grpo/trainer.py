@@ -190,7 +190,7 @@ class GRPOTrainer:
             reference_logprobs=self.learner.reference_logprobs,
         )  # fmt: skip
         self._pass_rates = plan.order if isinstance(plan.order, PassRateOrder) else None
-        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks, lambda: self.sync.version)
+        self.pipeline = pipeline_of(self.collector, self.engine, self.ranks)
 
     def train(self) -> dict[str, Any]:
         """Run to `max_steps`; returns what `summary.json` holds.
@@ -228,7 +228,7 @@ class GRPOTrainer:
     def evaluate(self, step: int = 0) -> dict[str, Evaluation]:
         """Answer every evaluation set with the current weights, by name; the first set is the headline. Collective."""
         self.callbacks.refuse_collective("evaluate", self.ranks.world)
-        self.pipeline.settle()
+        self.pipeline.drain()
         return self.evaluations.answer((self.prompt_builder, self.sampler, self.scorer, self.ranks), step)
 
     def save(self, path: str | Path) -> None:
@@ -319,7 +319,7 @@ class GRPOTrainer:
                     guards.apply("update_happens", update_happens(record), step)
                 guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
 
-            self.pipeline.drain(step)
+            self.pipeline.drain()
             with timed(times, "time/sync"), ranks.fail_together("weight sync"):
                 own = report.gaps.get(self.sync.version)
                 synced = self.sync.update(step, canary, noise=0.0 if own is None else own.max)
@@ -349,8 +349,7 @@ class GRPOTrainer:
             self.profile.start()
             step = done
             for step in range(done + 1, last + 1):
-                if due := step == last or (every > 0 and step % every == 0):
-                    self.evaluations.begin(self.prompt_builder, self.ranks)
+                due = step == last or (every > 0 and step % every == 0)
                 metrics = self._step(step)
                 metrics |= self._evaluate(step) if due else {}
                 self._call("on_step_end", step=step, metrics=metrics)
@@ -384,7 +383,6 @@ class GRPOTrainer:
                     self.guards.replay(iter_metrics(run.paths.metrics))
         if self._pass_rates is not None:
             self._pass_rates.restore(kept)
-        self.collector.begin(done + 1)
         return done, kept
 
     @contextmanager
@@ -414,8 +412,6 @@ class GRPOTrainer:
 
     def _before_steps(self, done: int, kept: Mapping[str, Any]) -> None:
         """Compare engine and learner, evaluate or take up what was found, and fill the pipeline."""
-        if not kept:
-            self.evaluations.begin(self.prompt_builder, self.ranks)
         if self.config.run.guards.get("logp_gap") != "off":
             self._phase("checking that engine and learner agree on the first prompt")
             with self.ranks.fail_together("the parity check"):
@@ -469,7 +465,7 @@ class GRPOTrainer:
         if step == 0:
             self._phase("evaluating before the first step")
         clock = time.perf_counter()
-        self.pipeline.settle()
+        self.pipeline.drain()
         parts = (self.prompt_builder, self.sampler, self.scorer, self.ranks)
         metrics = self.evaluations.run(step, parts, self.folder, self.progress.evaluating)
         self.progress.print(self.evaluations.sentence(step))

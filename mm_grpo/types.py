@@ -189,8 +189,7 @@ class Group:
     logged, and `turn_rewards[G][K]` the totals by turn of the model, () of a completion without turns. Advantages:
     `advantages`, 0 where there is no reward; with `algorithm.turn_gamma` those of first turns, that is of whole
     conversations, and `turn_advantages[G][K]` those of all turns, else (). `attempt` is above 0 when the group took
-    the place of one whose rewards were all equal. `place` is set in an eager run: the (step, slot)
-    whose row and seeds it has. In evaluation the slot is the number of the row.
+    the place of one whose rewards were all equal. In evaluation the slot is the number of the row.
     """
 
     slot: int
@@ -204,7 +203,6 @@ class Group:
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     turn_rewards: tuple[tuple[float | None, ...], ...] = ()
     turn_advantages: tuple[tuple[float, ...], ...] = ()
-    place: tuple[int, int] | None = None
 
     @property
     def has_advantage(self) -> list[bool]:

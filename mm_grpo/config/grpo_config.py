@@ -345,20 +345,15 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     if tools and config.algorithm.perception_coef > 0:
         why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"
         yield "algorithm.perception_coef", why
-    if rollout.staleness_order == "eager" and (tools or ahead == 0):
-        why = "must be lockstep with rollout.tools and rollout.environment, and without rollout.max_staleness"
-        yield "rollout.staleness_order", why
     if ahead and config.algorithm.kl_in_reward:
         why = f"must be false with rollout.max_staleness = {ahead}; it needs the learner"
         yield "algorithm.kl_in_reward", why
 
 
 def _pass_rate(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Rows that are drawn by their pass rates are drawn, and on a schedule."""
+    """Rows that are drawn by their pass rates are drawn."""
     if config.data.pass_rate is not None and not config.data.shuffle:
         yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
-    if config.data.pass_rate is not None and config.rollout.staleness_order == "eager":
-        yield "data.pass_rate", "must be null with rollout.staleness_order = eager, which repeats no order"
 
 
 def _seeds(config: GRPOConfig) -> Iterator[tuple[str, str]]:

@@ -268,8 +268,6 @@ class RolloutConfig(Section):
     max_staleness: int = Field(default=0, ge=0)
     """k: updates that a completion may be behind the learner, >= 0; above 0 steps are sampled while it works
     (docs/served.md), by an engine that holds its own weights. Default: 0."""
-    staleness_order: Literal["lockstep", "eager"] = "lockstep"
-    """When updates reach that engine; lockstep (between steps: a run repeats) or eager (at once). Default: lockstep."""
     max_attempts: int = Field(default=1, ge=1)
     """A: times that a step may sample, the first included, >= 1; above 1 groups of equal rewards are replaced by other
     rows (dynamic sampling, DAPO). Default: 1."""

@@ -16,7 +16,6 @@
     transformers_engine  the embedded engine over the learner's own model, with continuous batching
     decode_cache         keys and values of the rows that decode together, and their attention
     token_sampling       drawing tokens, each row from its own noise
-    packed_linear        products of few rows on a CPU
     vllm                 vLLM in the trainer's process
     served               vLLM servers in other processes, reached over HTTP
     engine_limits        what vLLM is started for where the config leaves it to the rows

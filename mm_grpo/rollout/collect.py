@@ -14,13 +14,12 @@ adds no gradient and counts in denominators. Metrics of rewards and completions 
 alone, which is how the policy does on the data; what is learned from is a selection.
 
 The engine hands each completion back when it is done (`RequestStream`), and those rewards that can begin with it do
-(rewards/streaming_rewards.py). Only the first process scores, so of several processes its own completions are scored
-early, and those of the others when all have sampled. Where no reward can begin early the engine is asked for all.
+(rewards/streaming_rewards.py). Where none can, and of several processes, the engine is asked for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
@@ -54,27 +53,6 @@ ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], li
 """Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The scores of one batch on their way. `rows` are the places of this process's completions among those of all.
-
-    `early` is None on the other processes, and where other calls were on their way.
-    """
-
-    early: StreamedCalls | None
-    rows: Sequence[int]
-
-    def add(self, place: int, request: Request, completion: Completion) -> None:
-        """Begin with the completion of the request at that place of this process's."""
-        if self.early is not None:
-            self.early.add(self.rows[place], request.prompt, completion)
-
-    def abandon(self) -> None:
-        """Give up what was begun."""
-        if self.early is not None:
-            self.early.abandon()
-
-
 @dataclass
 class Rollout:
     """One step's groups while they are made. `own` are this process's, by slot; the last attempt's of each slot.
@@ -82,8 +60,7 @@ class Rollout:
     `images` are those of the step's prompts, over all processes, and `decoded` how many were decoded for them.
     On the first process `sampled` are those of all processes and attempts, in the order of attempts and slots.
     `metrics` and `tokens` are complete on the first process alone; `times` are this process's seconds by phase.
-    `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled. `stale`
-    counts the groups that were dropped for their age (`pipeline.Eager`), over all processes.
+    `scoring` has the calls of rewards that began while others of the last attempt's completions were sampled.
     """
 
     step: int
@@ -93,11 +70,10 @@ class Rollout:
     dropped: int = 0
     images: int = 0
     decoded: int = 0
-    stale: int = 0
     zero_std_slots: list[int] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     times: dict[str, float] = field(default_factory=dict)
-    scoring: Scoring | None = None
+    scoring: StreamedCalls | None = None
 
     @property
     def groups(self) -> list[Group]:
@@ -148,33 +124,30 @@ class Collector:
 
         Raises DataError when at the first attempt no process has a prompt left.
         """
-        with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
-            made = self.make_prompts(rollout)
-        self.count_prompts(rollout, counts_of(made))
-        return made
-
-    def make_prompts(self, rollout: Rollout) -> StepPrompts:
-        """The same without asking the other processes anything."""
         step, attempt = rollout.step, rollout.attempts
-        following: list[int] = []
-        if attempt == 0:
-            rows = self.own_rows(step)
-            following = list(self.own_rows(step + 1).values())
-        else:
-            most = self.config.rollout.max_attempts
-            slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
-            places = {slot: rollout.own[slot].place or (step, slot) for slot in slots}
-            rows = {slot: self.order.spare(of, attempt, at, most) for slot, (of, at) in places.items()}
-        return self.prompt_builder.prompts(self.dataset, rows, following)
-
-    def count_prompts(self, rollout: Rollout, own: Mapping[str, int]) -> None:
-        """Count the prompts of all processes (`counts_of`). DataError when at the first attempt there is none."""
+        with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
+            following: list[int] = []
+            if attempt == 0:
+                rows = self.own_rows(step)
+                following = list(self.own_rows(step + 1).values())
+            else:
+                slots = [slot for slot in rollout.zero_std_slots if slot in rollout.own]
+                rows = {slot: self._row(step, slot, attempt) for slot in slots}
+            made = self.prompt_builder.prompts(self.dataset, rows, following)
+        images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
+        own = {
+            "prompts": len(made.prompts),
+            "dropped": made.dropped,
+            "images": images,
+            "decoded": made.decoded,
+        }
         counts = self.ranks.sum(own, "prompts")
         rollout.dropped += int(counts["dropped"])
         rollout.images += int(counts["images"])
         rollout.decoded += int(counts["decoded"])
-        if rollout.attempts == 0:
-            self.prompt_builder.require_some(rollout.step, int(counts["prompts"]), rollout.dropped)
+        if attempt == 0:
+            self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
+        return made
 
     def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
         """The prompts of (step, slot, attempt), which were made before and are not too long."""
@@ -197,10 +170,6 @@ class Collector:
         """The row of each of this process's slots, at the first attempt of a step; none after the last step."""
         rows = self.order.rows(step) if step <= self.max_steps else []
         return dict(self.ranks.shard(list(enumerate(rows))))
-
-    def begin(self, step: int) -> None:
-        """Make the prompts of a step in the background."""
-        self.prompt_builder.prefetcher.ahead(self.dataset, self.own_rows(step).values())
 
     def completions(self, rollout: Rollout, asked: StepPrompts) -> list[Group]:
         """G completions of each prompt, each from its own seed.
@@ -292,12 +261,6 @@ class Collector:
         ]
 
 
-def counts_of(made: StepPrompts) -> dict[str, int]:
-    """Counts of prompts made, rows dropped, images shown and images decoded."""
-    images = sum(len(prompt.sample.images) for prompt in {id(p): p for p in made.prompts}.values())
-    return {"prompts": len(made.prompts), "dropped": made.dropped, "images": images, "decoded": made.decoded}
-
-
 # what training and evaluation share ----------------------------------------------------------
 
 
@@ -329,20 +292,17 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
 
 
 def score_groups(
-    scorer: Scorer, groups: Sequence[Group], step: int, scoring: Scoring | None = None
+    scorer: Scorer, groups: Sequence[Group], step: int, scoring: StreamedCalls | None = None
 ) -> tuple[list[Group], dict[str, float]]:
     """The groups with their rewards, of which `scoring` may have begun some, and the rewards' metrics."""
     repeated = [g.prompt for g in groups for _ in g.completions]
-    early = None if scoring is None else scoring.early
-    scores = scorer.score(repeated, [c for g in groups for c in g.completions], step, early)
+    scores = scorer.score(repeated, [c for g in groups for c in g.completions], step, scoring)
     return with_scores(groups, scores), scores.metrics
 
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
-    """The groups with their rewards, cut from scores that are flat; ValueError where the counts differ."""
-    ends = list(accumulate((len(group.completions) for group in groups), initial=0))
-    if ends[-1] != len(scores.totals):
-        raise ValueError(f"{len(scores.totals)} totals for groups of {ends[-1]} completions")
+    """The groups with their rewards, cut from scores that are flat."""
+    ends = accumulate((len(group.completions) for group in groups), initial=0)
     cuts = [slice(*bounds) for bounds in pairwise(ends)]
     return [
         replace(
@@ -411,44 +371,35 @@ def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Obj
 
 def begin_scoring(
     scorer: Scorer, asked: StepPrompts, generations: int, step: int, ranks: Ranks
-) -> Scoring | None:
-    """Get ready to score `generations` completions of each prompt, over all processes. Collective.
+) -> StreamedCalls | None:
+    """Get ready to score `generations` completions of each prompt, which are in the order of slots.
 
-    None where no reward can begin before all completions are there.
+    None where no reward can begin before all completions are there, and of several processes.
     """
-    if not scorer.streams:
+    if ranks.world > 1:
         return None
-    own = [(slot, tuple(p.sample.columns)) for slot, p in zip(asked.slots, asked.prompts, strict=True)]
-    places = sorted(place for shard in ranks.all_gather(own, "slots") for place in shard)
-    first = {slot: at * generations for at, (slot, _) in enumerate(places)}
-    rows = [first[slot] + g for slot in asked.slots for g in range(generations)]
-    columns = dict.fromkeys(name for _, names in places for name in names)
-    with ranks.fail_together("rewards"):
-        return Scoring(scorer.begin(len(places) * generations, columns, step) if ranks.first else None, rows)
+    columns = dict.fromkeys(name for prompt in asked.prompts for name in prompt.sample.columns)
+    return scorer.begin(len(asked.prompts) * generations, columns, step)
 
 
 def sample(
-    engine: Sampler, requests: Sequence[Request], scoring: Scoring | None, version: int | None = None
+    engine: Sampler, requests: Sequence[Request], scoring: StreamedCalls | None, version: int | None = None
 ) -> list[Completion]:
     """One completion per request, in order, each handed to `scoring` when it is done.
 
     Raises GuardStop where one was not sampled with its seed, or not under weights number `version`.
     """
-    if scoring is None:
-        completions = engine.generate(requests) if requests else []
-    else:
-
-        def done(place: int, completion: Completion) -> None:
-            if version is not None:
-                require_answers([requests[place]], [completion], version)
-            scoring.add(place, requests[place], completion)
-
-        try:
+    try:
+        if scoring is None:
+            completions = engine.generate(requests) if requests else []
+        else:
+            add = scoring.add
             with stream_of(cast("RolloutEngine", engine)) as stream:
-                completions = answered(stream, requests, done)
-        except BaseException:
+                completions = answered(stream, requests, lambda at, done: add(at, requests[at].prompt, done))
+        if version is not None:
+            require_answers(requests, completions, version)
+    except BaseException:
+        if scoring is not None:
             scoring.abandon()
-            raise
-    if version is not None:
-        require_answers(requests, completions, version)
+        raise
     return completions

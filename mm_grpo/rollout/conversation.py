@@ -57,15 +57,11 @@ class Conversation:
         before = self.prompt
         length = len(before.token_ids)
         kept = after.token_ids[:length] == before.token_ids
+        kept = kept and bool((after.position_ids[..., :length] == before.position_ids).all())
         if not kept or (sampled is not None and after.token_ids[length:] != sampled):
             raise GuardStop(
-                f"{self.start.uid}: turn {len(self.answers)} changed tokens that were there before it; the model would "
-                "be trained on others than it sampled. Check `extended` of the processor"
-            )
-        if not (after.position_ids[..., :length] == before.position_ids).all():
-            raise GuardStop(
-                f"{self.start.uid}: turn {len(self.answers)} changed positions of tokens that were there before it, so "
-                "the prompt could not be shared. Check `extended` of the processor"
+                f"{self.start.uid}: turn {len(self.answers)} changed tokens that were there before it, or their "
+                "positions; the model would be trained on others than it sampled. Check `extended` of the processor"
             )
         self.prompt = after
         self._sampled += [sampled is not None] * (len(after.token_ids) - length)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING, Protocol, Self
 
 from mm_grpo.errors import EngineError, GuardStop
@@ -85,7 +84,7 @@ class RequestStream(ABC):
         """
 
     def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add the requests of one prompt, which nothing will follow; returns their numbers."""
+        """Add requests that nothing will follow; returns their numbers."""
         return [self.add_request(request) for request in requests]
 
     @abstractmethod
@@ -115,8 +114,6 @@ class RolloutEngine(ABC):
 
     remote = False
     """True where it holds its weights outside this process: several threads may call it at once."""
-    updates_in_flight = False
-    """True where an update may land while requests run: completions say which tokens are from which version."""
 
     @property
     def sentence(self) -> str:
@@ -217,9 +214,7 @@ class BatchStream(RequestStream):
         asked, self.waiting = self.waiting, []
         if not asked:
             return []
-        requests = [request for _, request in asked]
-        completions = self.generate(requests)
-        require_count(requests, completions)
+        completions = self.generate([request for _, request in asked])
         return [(number, completion) for (number, _), completion in zip(asked, completions, strict=True)]
 
     def close(self) -> None:
@@ -245,11 +240,7 @@ def answered(
 
     `done` gets each answer when it is there, with the place of its request; nothing may follow them then.
     """
-    if done is None:
-        numbers = [stream.add_request(request) for request in requests]
-    else:
-        groups = [list(own) for _, own in groupby(requests, lambda request: id(request.prompt))]
-        numbers = [number for group in groups for number in stream.add_group(group)]
+    numbers = stream.add_group(requests)
     places = {number: place for place, number in enumerate(numbers)}
     found: dict[int, Completion] = {}
     while stream.unfinished:
@@ -272,15 +263,10 @@ def requests_for(
     ]
 
 
-def require_answers(
-    requests: Sequence[Request], completions: Sequence[Completion], version: int | tuple[int, int]
-) -> None:
-    """GuardStop unless each request was answered with its seed, under weights number `version`.
-
-    Between an oldest and a newest `version` an answer may have several, of spans of its tokens in ascending order.
-    """
-    require_count(requests, completions)
-    oldest, newest = (version, version) if isinstance(version, int) else version
+def require_answers(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> None:
+    """GuardStop unless each request was answered with its seed, and all of it under weights number `version`."""
+    if len(completions) != len(requests):
+        raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
     for request, completion in zip(requests, completions, strict=True):
         what, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
         if completion.seed != request.seed:
@@ -293,26 +279,12 @@ def require_answers(
                 f"{what} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
                 f"{request.sampling.max_tokens} tokens, and a log-prob for each"
             )
-        starts = [start for start, _ in completion.weight_versions]
-        versions = [number for _, number in completion.weight_versions]
-        whole = starts[:1] == [0] and starts == sorted(set(starts)) and starts[-1] < tokens
-        if not whole or versions != sorted(versions):
-            raise GuardStop(
-                f"{what} came back with the version spans {list(completion.weight_versions)}: they must begin at token "
-                "0, and both tokens and versions must rise"
-            )
-        if versions[0] < oldest or versions[-1] > newest:
+        if completion.weight_versions != ((0, version),):
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
-                f"{what} was sampled under weight version {listed}, and the learner is at version {newest}: the engine "
-                "did not take a weight update"
+                f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the "
+                "engine did not take a weight update"
             )
-
-
-def require_count(requests: Sequence[Request], completions: Sequence[Completion]) -> None:
-    """GuardStop unless there are as many completions as requests."""
-    if len(completions) != len(requests):
-        raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
 
 
 def versions_of(*completions: Completion) -> tuple[int, ...]:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from mm_grpo.types import Sample
 
 ROWS = 1000
-"""Rows of a set that are looked at: of a list half by the longest text and half by the most images, else
-evenly spaced ones."""
+"""Rows of a set that are looked at: of a list the longest ones, else evenly spaced ones."""
+IMAGE = 5000
+"""Characters that an image counts as there."""
 MARGIN = 1.25
 """Factor on the longest row that was looked at, where there are others."""
 STEP = 256
@@ -60,24 +61,19 @@ def engine_limits(
     answer = max(rollout.max_completion_length, rollout.eval.max_completion_length or 0) + 1
     if given.max_model_len is not None and given.max_images is not None:
         return EngineLimits(given.max_model_len, given.max_images)
-    longest, images, looked, total = 1, 1, 0, 0
-    opened = told = most_shown = 0
-    for dataset in (part for each in datasets for part in each.parts):
-        indices = _rows_to_look_at(dataset)
-        looked, total = looked + len(indices), total + len(dataset)
-        for index in indices:
-            fields = dataset.encoded_fields(index)
-            row, count = dataset.row_name(index), len(fields.images)
-            longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
-            images = max(images, count)
-            if toolbox is not None and opened < OPENED:  # what tools and environments put into a prompt
-                opened += 1
-                longest_told, shown = _told(toolbox, processor, dataset.sample(index))
-                told, most_shown = max(told, longest_told), max(most_shown, shown)
-    longest, images = longest + told, images + most_shown
+    parts = [part for each in datasets for part in each.parts]
+    looked, total = [(part, i) for part in parts for i in _rows_to_look_at(part)], sum(map(len, parts))
+    longest = images = 1
+    for dataset, index in looked:
+        fields = dataset.encoded_fields(index)
+        row, count = dataset.row_name(index), len(fields.images)
+        longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
+        images = max(images, count)
     if toolbox is not None:
-        images += rollout.max_images_per_episode
-    if looked < total:
+        added = [_added(toolbox, processor, dataset.sample(index)) for dataset, index in looked[:OPENED]]
+        longest += max((tokens for tokens, _ in added), default=0)
+        images += max((shown for _, shown in added), default=0) + rollout.max_images_per_episode
+    if len(looked) < total:
         longest = int(longest * MARGIN)
     most = min(longest, config.data.max_prompt_length or longest)
     need = -(-(most + answer) // STEP) * STEP if total else context or UNKNOWN
@@ -86,11 +82,11 @@ def engine_limits(
         length,
         images,
         f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len) and "
-        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {looked:,} of {total:,} rows",
+        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {len(looked):,} of {total:,} rows",
     )
 
 
-def _told(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
+def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
     """The tokens and images that tools and environment add to the prompt of a row."""
     prepared = toolbox.prepare(sample)
     lengths = [len(processor.prompt(one).token_ids) for one in (sample, prepared)]
@@ -103,12 +99,8 @@ def _rows_to_look_at(dataset: Dataset) -> list[int]:
     if not dataset.in_memory:
         return list(range(0, len(dataset), -(-len(dataset) // ROWS)))
 
-    sizes = []
-    for index in range(len(dataset)):
+    def size(index: int) -> int:
         fields = dataset.fields(index)
-        sizes.append((len(str(fields.messages)), len(fields.images), index))
-    by_text = [index for _, _, index in sorted(sizes, reverse=True)[: ROWS // 2]]
-    by_images = sorted(sizes, key=lambda size: (size[1], size[0]), reverse=True)
-    taken = set(by_text)
-    others = [index for _, _, index in by_images if index not in taken]
-    return by_text + others[: ROWS - len(by_text)]
+        return len(str(fields.messages)) + IMAGE * len(fields.images)
+
+    return sorted(range(len(dataset)), key=size, reverse=True)[:ROWS]

@@ -20,7 +20,6 @@ from mm_grpo.rollout.collect import begin_scoring, gather_groups, groups_of, sam
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
 from mm_grpo.rollout.group_metrics import by_value
-from mm_grpo.rollout.prefetch import PREFETCH_BYTES, pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.timing import span
 
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.turns import Sampler
     from mm_grpo.types import Group
 
-CHUNK = 64
-"""Rows that a process answers together at first, and at least."""
+CHUNK, LARGEST = 64, 256
+"""Rows that a process answers together: at least, and at most, for their pixels are held in memory."""
 
 
 @dataclass(frozen=True)
@@ -123,37 +122,28 @@ def answer_rows(
     ranks: Ranks,
     part: tuple[int, int] = (0, 1),
     *,
-    following: Dataset | None = None,
     keep: Callable[[list[Group]], None] | None = None,
     report: Callable[[int, int], None] | None = None,
 ) -> list[RowScores]:
     """Answer and score every row of `dataset`, which is number `part[0]` of `part[1]` sets.
 
     Every process answers its share of the rows; the first one scores them all and has the result, empty elsewhere.
-    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. Chunks are of
-    CHUNK rows of each process first and grow to `rows_together`; the prompts of the next one, and the first ones of
-    `following`, which is answered next, are made while one is answered. Raises what data and rewards raise.
+    There `keep` gets the scored groups of each chunk, `report` how many of how many rows are done. Prompts of the next
+    chunk are made while one is answered. Raises what data and rewards raise.
     """
     sampling, repeats = sampling_of(config), config.rollout.eval.num_generations
     metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     found: list[RowScores] = []
-    end, size, largest = 0, CHUNK, 0
-    while end < len(dataset):
+    # each batch waits for its longest completion, so few large ones are sooner done: as many as a step samples
+    step_rows = config.rollout.prompts_per_step * config.rollout.num_generations // (ranks.world * repeats)
+    rows, size = range(len(dataset)), min(max(CHUNK, step_rows), LARGEST) * ranks.world
+    for start in rows[::size]:
         if report is not None and ranks.first:
-            report(end, len(dataset))
-        chunk = range(end, min(end + size * ranks.world, len(dataset)))
-        end = chunk.stop
+            report(start, len(dataset))
+        chunk, ahead = rows[start : start + size], rows[start + size : start + 2 * size]
         with span("time/data"), ranks.fail_together("evaluation"):
-            asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in ranks.shard(chunk)})
-        largest = max(largest, *map(pixel_bytes, asked.prompts), 0)
-        largest = ranks.max(largest, "evaluation")
-        size = min(2 * size, rows_together(config, ranks.world, largest))
-        with span("time/data"), ranks.fail_together("evaluation"):
-            if end < len(dataset):
-                ahead = range(end, min(end + size * ranks.world, len(dataset)))
-                prompt_builder.prefetcher.ahead(dataset, ranks.shard(ahead))
-            elif following is not None:
-                begin_rows(following, prompt_builder, ranks)
+            own = {i: i for i in ranks.shard(chunk)}
+            asked = prompt_builder.evaluation.prompts(dataset, own, ranks.shard(ahead))
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
         scoring = begin_scoring(scorer, asked, repeats, step, ranks)
@@ -167,25 +157,6 @@ def answer_rows(
                 if keep is not None:
                     keep(scored)
     return found
-
-
-def rows_together(config: GRPOConfig, world: int, largest: int) -> int:
-    """Most rows that a process answers together, where the largest prompt so far has `largest` bytes of pixels.
-
-    Each batch waits for its longest completion, so few large ones are sooner done: of as many completions as a process
-    samples in a step, where the pixels of their prompts fit PREFETCH_BYTES, and of CHUNK rows at least.
-    """
-    rollout = config.rollout
-    rows = rollout.prompts_per_step * rollout.num_generations // (world * rollout.eval.num_generations)
-    if largest:
-        rows = min(rows, PREFETCH_BYTES // largest)
-    return max(CHUNK, rows)
-
-
-def begin_rows(dataset: Dataset, prompt_builder: PromptBuilder, ranks: Ranks) -> None:
-    """Begin the prompts that `answer_rows` asks for first, in the background."""
-    first = range(min(CHUNK * ranks.world, len(dataset)))
-    prompt_builder.prefetcher.ahead(dataset, ranks.shard(first))
 
 
 def summarise(

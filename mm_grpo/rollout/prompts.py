@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.data.images import BadImage
 from mm_grpo.errors import ConfigError, DataError, UserError
 from mm_grpo.rewards.thinking import OPEN
-from mm_grpo.rollout.prefetch import PREFETCH_BYTES, Made, Prefetcher
+from mm_grpo.rollout.prefetch import Made, Prefetcher
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -69,25 +69,21 @@ class PromptBuilder:
         # an environment begins in the thread that goes on with it
         workers = 0 if toolbox is not None and toolbox.factory else WORKERS
         prepare = toolbox.prepare if toolbox is not None else None
-        self.prefetcher = prefetcher or Prefetcher(processor, workers, PREFETCH_BYTES, prepare)
+        self.prefetcher = prefetcher or Prefetcher(processor, workers, prepare)
         self.policy, self.bad_images = config.data.on_overlong, config.data.on_bad_image
         limits = {"data.max_prompt_length": config.data.max_prompt_length}
-        if context is not None:
-            room = context - completion_length
-            if room < 1:
+        # scoring with vLLM samples one token more
+        for name, most, more in (
+            (f"the model's context of {context}", context, 0),
+            (f"rollout.vllm.max_model_len = {max_model_len}", max_model_len, 1),
+        ):
+            room = None if most is None else most - completion_length - more
+            if room is not None and room < 1:
                 raise ConfigError(
-                    f"{length_field} = {completion_length}: the model's context is {context} tokens, which leaves a "
-                    "prompt none; lower it"
+                    f"{length_field} = {completion_length}: {name} leaves a prompt none of it; lower the first, or "
+                    "raise the second where it can be"
                 )
-            limits[f"the model's context of {context} less {length_field}"] = room
-        if max_model_len is not None:
-            room = max_model_len - completion_length - 1  # scoring samples one token more
-            if room < 1:
-                raise ConfigError(
-                    f"rollout.vllm.max_model_len = {max_model_len}: {length_field} = {completion_length} leaves a "
-                    "prompt none of it; raise the first or lower the second"
-                )
-            limits[f"rollout.vllm.max_model_len = {max_model_len} less {length_field}"] = room
+            limits[f"{name} less {length_field}"] = room
         if self.policy == "drop" and length_field == TRAINING:
             pack = config.optim.max_tokens_per_pack
             limits[f"optim.max_tokens_per_pack = {pack}, with any completion,"] = config.pack_room

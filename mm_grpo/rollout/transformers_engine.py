@@ -8,7 +8,7 @@ noise depends on its seed alone, never on its batch mates.
 
 A row that ended may be kept and gone on from: what was appended to it is run behind the keys and values that are there.
 Where those are not enough (layers of linear attention have no states of earlier tokens, images that look ahead are
-masked as a whole, memory) the whole prompt is run again.
+masked as a whole) the whole prompt is run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from torch import Tensor
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
 from mm_grpo.rollout.engine import RequestStream, RolloutEngine, answered
-from mm_grpo.rollout.packed_linear import packed
 from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, FinishReason, Pictured
@@ -40,14 +39,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 512
 """Rows decoded together. More rows cost memory for their caches, fewer cost speed."""
-KEPT_BYTES = 2 << 30
-"""Keys and values that are kept of rows that have ended, for requests that follow them."""
-MOST_HELD = 8
-"""Steps for which requests that go on from kept rows may wait for each other, so that few prefills run them."""
 PREFILL_TOKENS = 1 << 14
 """Tokens of prompts, padding included, that are run together; one prompt at least."""
-PACKED_PASSES = 16
-"""Passes of one token for each row that pay for packed weights: on CPUs packing them costs what 2 to 20 passes gain."""
 
 
 class TransformersEngine(RolloutEngine):
@@ -69,10 +62,7 @@ class TransformersEngine(RolloutEngine):
         """On a GPU with vLLM, what that would bring."""
         if self.model.device.type != "cuda" or find_spec("vllm") is None:
             return ""
-        return (
-            "rollout.engine = transformers: Python starts each operation of each token; vLLM, which is installed here, "
-            "replays them as one CUDA graph and pages its cache: rollout.engine=vllm (see `mm-grpo estimate`)"
-        )
+        return "rollout.engine = transformers; vLLM, which is installed here, is faster: rollout.engine=vllm"
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; neighbours that share a prompt share its prefill."""
@@ -81,7 +71,7 @@ class TransformersEngine(RolloutEngine):
 
     def stream(self) -> TransformersStream:
         """Requests that are answered one by one, as they end; what ended can be gone on from."""
-        return TransformersStream(self, KEPT_BYTES)
+        return TransformersStream(self, keeps=True)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
@@ -144,18 +134,6 @@ class TransformersEngine(RolloutEngine):
 
 
 @dataclass(eq=False)
-class _Row:
-    """A request that is being answered. `position` is that of its first token."""
-
-    number: int
-    request: Request
-    noise: list[float]
-    position: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class _Kept:
     """A row that ended: the tokens whose keys and values are kept, and where they are."""
 
@@ -166,31 +144,39 @@ class _Kept:
     def begins(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids[: len(self.token_ids)] == self.token_ids
 
-    @property
-    def bytes(self) -> int:
-        return sum(2 * keys.numel() * keys.element_size() for keys, _ in self.tail)
+
+@dataclass(eq=False)
+class _Row:
+    """A request, which waits or is being answered. It may go on from a row that was kept, to which text and `pictures`
+    were appended."""
+
+    number: int
+    request: Request
+    noise: list[float]
+    kept: _Kept | None = None
+    pictures: Sequence[Pictured] = ()
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
 
 class TransformersStream(RequestStream):
     """The stream over the model of `engine`, which is in evaluation mode until `close`.
 
-    Rows that end are kept for requests that follow them, `kept_bytes` of keys and values at most.
+    `keeps` says that rows that end are kept for requests that follow them.
     """
 
-    def __init__(self, engine: TransformersEngine, kept_bytes: int = 0) -> None:
+    def __init__(self, engine: TransformersEngine, *, keeps: bool = False) -> None:
         self.engine, self.model, self.family = engine, engine.model, engine.family
         config = self.model.config.get_text_config()
         self.cache = DecodeCache(config)
         self.windows = bool(getattr(config, "sliding_window", None))
         linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
-        self.kept_bytes = 0 if linear or self.family.looks_ahead else kept_bytes
+        self.keeps = keeps and not linear and not self.family.looks_ahead
         self.kept: dict[int, _Kept] = {}
         self.rows: list[_Row] = []
-        self.waiting: deque[tuple[int, Request, Follows | None]] = deque()
+        self.waiting: deque[_Row] = deque()
         self.hidden: Tensor | None = None
-        self.passes = 0
-        self._count = self._held = 0
-        self._packed = False
+        self._count = 0
         self._stack = ExitStack()
         self._stack.enter_context(engine.evaluating())
 
@@ -200,21 +186,25 @@ class TransformersStream(RequestStream):
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
         number, self._count = self._count, self._count + 1
-        self.waiting.append((number, request, follows))
+        row = _Row(number, request, uniforms(request.seed, request.sampling.max_tokens).tolist())
+        kept = None if follows is None else self.kept.get(follows.number)
+        if follows is not None and kept is not None and kept.begins(request.prompt.token_ids):
+            del self.kept[follows.number]  # its prompt is held until the request has begun
+            row.kept, row.pictures = kept, follows.pictures
+        self.waiting.append(row)
         return number
 
     def step(self) -> list[tuple[int, Completion]]:
         with torch.no_grad():
-            if not self._holds():
-                self._admit()
+            self._admit()
             if not self.rows:
                 return []
             ended = self._draw()
             finished = [(self.rows[i].number, self._completion(self.rows[i])) for i in ended]
-            for i in ended if self.kept_bytes else ():
+            for i in ended if self.keeps else ():
                 self._keep(i)
-            order = self.cache.remove(ended)
-            self.rows = [self.rows[i] for i in order]
+            self.cache.remove(ended)
+            self.rows = [row for i, row in enumerate(self.rows) if i not in ended]
             if self.rows:
                 self._run()
             else:
@@ -224,7 +214,7 @@ class TransformersStream(RequestStream):
     def release(self, number: int) -> None:
         kept = self.kept.pop(number, None)
         if kept is not None:
-            self.cache.release(kept.prefix)
+            self.cache.release([kept.prefix])
 
     def close(self) -> None:
         self.waiting.clear()
@@ -234,53 +224,44 @@ class TransformersStream(RequestStream):
 
     # rows that join --------------------------------------------------------------------------
 
-    def _holds(self) -> bool:
-        """True when those that wait are too few for a prefill of their own beside the rows that run."""
-        few = 0 < len(self.waiting) * 4 < len(self.rows)
-        holds = few and self._held < MOST_HELD and all(follows for _, _, follows in self.waiting)
-        self._held = self._held + 1 if holds else 0
-        return holds
-
     def _admit(self) -> None:
         """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
-        fresh: list[list[tuple[int, Request]]] = []
-        going_on: list[tuple[int, Request, _Kept, Follows]] = []
+        fresh: list[list[_Row]] = []
+        going_on: list[tuple[_Row, _Kept]] = []
         room = self.engine.max_rows - len(self.rows)
         rule = _rule(self.rows[0].request) if self.rows else None
         while self.waiting:
-            number, request, follows = self.waiting[0]
-            if rule is not None and _rule(request) != rule:
+            first = self.waiting[0]
+            if rule is not None and _rule(first.request) != rule:
                 break
-            kept = None if follows is None else self.kept.get(follows.number)
-            goes_on = kept is not None and kept.begins(request.prompt.token_ids)
-            group = [(number, request)] if goes_on else self._next_group()
+            group = [first] if first.kept is not None else self._next_group()
             if room < len(group) and (self.rows or fresh or going_on):
                 break
             for _ in group:
                 self.waiting.popleft()
             room -= len(group)
-            if goes_on and kept is not None and follows is not None:
-                going_on.append((number, request, kept, follows))
+            if first.kept is not None:
+                going_on.append((first, first.kept))
             else:
                 fresh.append(group)
-            rule = _rule(request)
+            rule = _rule(first.request)
         if going_on:
             self._go_on(going_on)
         for batch in _batches(fresh):
             self._prefill(batch)
 
-    def _next_group(self) -> list[tuple[int, Request]]:
+    def _next_group(self) -> list[_Row]:
         """The neighbours at the head of those that wait that share a prompt and a way to sample."""
-        _, first, _ = self.waiting[0]
+        first = self.waiting[0].request
 
-        def shares(waiting: tuple[int, Request, Follows | None]) -> bool:
-            return waiting[1].prompt is first.prompt and waiting[1].sampling == first.sampling
+        def shares(row: _Row) -> bool:
+            return row.request.prompt is first.prompt and row.request.sampling == first.sampling
 
-        return [(number, request) for number, request, _ in takewhile(shares, self.waiting)]
+        return list(takewhile(shares, self.waiting))
 
-    def _prefill(self, groups: list[list[tuple[int, Request]]]) -> None:
+    def _prefill(self, groups: list[list[_Row]]) -> None:
         """Run the prompts of `groups` together, and append their rows."""
-        prompts = [group[0][1].prompt for group in groups]
+        prompts = [group[0].request.prompt for group in groups]
         lengths, counts = [len(p.token_ids) for p in prompts], [len(group) for group in groups]
         cache = full_cache(self.cache.config)
         ids, positions, mask = _padded([(p.token_ids, p.position_ids) for p in prompts])
@@ -288,25 +269,25 @@ class TransformersStream(RequestStream):
         self.cache.add_prompts(cache, lengths, counts)
         self._join(hidden.repeat_interleave(torch.tensor(counts, device=hidden.device), 0))
         for group in groups:
-            self.rows += [self._row(number, request) for number, request in group]
+            self.rows += group
 
-    def _go_on(self, asked: list[tuple[int, Request, _Kept, Follows]]) -> None:
+    def _go_on(self, asked: list[tuple[_Row, _Kept]]) -> None:
         """Run what was appended to rows that ended, behind their keys and values."""
         # windows are counted over the padding, which there is none of in a batch of one
-        longest = max(len(request.prompt.token_ids) for _, request, _, _ in asked)
+        longest = max(len(one.request.prompt.token_ids) for one, _ in asked)
         most = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
         for batch in (asked[i : i + most] for i in range(0, len(asked), most)):
             past: Any
-            past, past_mask = self.cache.joined([(kept.prefix, kept.tail) for _, _, kept, _ in batch])
+            past, past_mask = self.cache.joined([(kept.prefix, kept.tail) for _, kept in batch])
             new = [
-                (r.prompt.token_ids[len(k.token_ids) :], r.prompt.position_ids[..., len(k.token_ids) :])
-                for _, r, k, _ in batch
+                (prompt.token_ids[count:], prompt.position_ids[..., count:])
+                for prompt, count in ((one.request.prompt, len(kept.token_ids)) for one, kept in batch)
             ]
             ids, positions, mask = _padded(new)
-            pictures = [picture for _, _, _, follows in batch for picture in follows.pictures]
+            pictures = [picture for one, _ in batch for picture in one.pictures]
             mask = torch.cat([past_mask, mask], 1)
             hidden = self.engine.hidden_states(ids, positions, mask, past, pictures)[:, -1]
-            for b, (number, request, kept, follows) in enumerate(batch):
+            for b, (one, kept) in enumerate(batch):
                 count = len(new[b][0])
                 pairs = zip(kept.tail, past.layers, strict=True)
                 tail = [
@@ -314,13 +295,9 @@ class TransformersStream(RequestStream):
                     for (k, v), own in pairs
                 ]
                 self.cache.add_row(kept.prefix, tail)
-                self.rows.append(self._row(number, request))
-                self.release(follows.number)
+                self.rows.append(one)
+                self.cache.release([kept.prefix])
             self._join(hidden)
-
-    def _row(self, number: int, request: Request) -> _Row:
-        noise = uniforms(request.seed, request.sampling.max_tokens).tolist()
-        return _Row(number, request, noise, request.prompt.next_position)
 
     def _join(self, hidden: Tensor) -> None:
         self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden])
@@ -354,28 +331,20 @@ class TransformersStream(RequestStream):
 
     def _run(self) -> None:
         """Run the last token of each row."""
-        left = max(row.request.sampling.max_tokens - len(row.tokens) for row in self.rows)
-        if not self._packed and self.passes + left >= PACKED_PASSES:
-            self._packed = True
-            layers = packed(self.family.language_model(self.model), self.family.head(self.model))
-            self._stack.enter_context(layers)
-        self.passes += 1
         device = self.model.device
         tokens = torch.tensor([[row.tokens[-1]] for row in self.rows], device=device)
-        at = torch.tensor([[row.position + len(row.tokens) - 1] for row in self.rows], device=device)
-        positions = at.expand(*self.family.position_axes, -1, -1)
+        at = [[row.request.prompt.next_position + len(row.tokens) - 1] for row in self.rows]
+        positions = torch.tensor(at, device=device).expand(*self.family.position_axes, -1, -1)
         with self.cache.decoding() as inputs:
             states = self.family.hidden_states(self.model, input_ids=tokens, position_ids=positions, **inputs)
         self.hidden = states[:, -1]
 
     def _keep(self, number: int) -> None:
-        """Keep a row's keys and values, and drop the oldest beyond the bound."""
+        """Keep a row's keys and values."""
         row, cached = self.rows[number], self.cache.rows[number]
         sequence = (*row.request.prompt.token_ids, *row.tokens[:-1])  # the last token was drawn, and not run
         cached.prefix.uses += 1
         self.kept[row.number] = _Kept(sequence, cached.prefix, self.cache.tail_of(number))
-        while sum(kept.bytes for kept in self.kept.values()) > self.kept_bytes:
-            self.release(next(iter(self.kept)))
 
     def _completion(self, row: _Row) -> Completion:
         stopped = row.tokens[-1] in self.engine.processor.stop_token_ids
@@ -395,12 +364,10 @@ def _rule(request: Request) -> Sampling:
     return replace(request.sampling, max_tokens=0)
 
 
-def _batches(
-    groups: Sequence[list[tuple[int, Request]]],
-) -> list[list[list[tuple[int, Request]]]]:
+def _batches(groups: Sequence[list[_Row]]) -> list[list[list[_Row]]]:
     """Groups of prompts of like length, so that little is padded, at most PREFILL_TOKENS together."""
-    batches: list[list[list[tuple[int, Request]]]] = []
-    lengths = [len(group[0][1].prompt.token_ids) for group in groups]
+    batches: list[list[list[_Row]]] = []
+    lengths = [len(group[0].request.prompt.token_ids) for group in groups]
     for length, group in sorted(zip(lengths, groups, strict=True), key=itemgetter(0)):
         if batches and (len(batches[-1]) + 1) * length <= PREFILL_TOKENS:
             batches[-1].append(group)

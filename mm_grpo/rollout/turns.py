@@ -13,14 +13,13 @@ In the last two cases it is flagged as a completion that was cut off (`finish_re
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import DataError
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers, stream_of
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import ConversationProcessor, Processor
     from mm_grpo.rollout.engine import RequestStream, RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
-
-log = logging.getLogger(__name__)
 
 
 class Sampler(Protocol):
@@ -105,14 +102,6 @@ class TurnLoop:
         ]
         self._run(running)
         rewards = self.toolbox.host.rewards(episodes, [one.turns for one in running])
-        if masked := [episode for episode in episodes if episode.masked is not None]:
-            log.warning(
-                "%d of %d conversations are masked: %s: %s",
-                len(masked),
-                len(episodes),
-                masked[0].uid,
-                masked[0].masked,
-            )
         return [self._completion(one, reward) for one, reward in zip(running, rewards, strict=True)]
 
     def close(self) -> None:
@@ -184,17 +173,15 @@ class TurnLoop:
             one.finished = "stop"
             return
         made: list[tuple[Turn, list[Picture], Observation]] = []
+        most = self.config.rollout.max_images_per_episode
         for call, seen in one.tool_answers():
-            most = self.config.rollout.max_images_per_episode
-            one.images += len(seen.images)
-            if one.images > most:
-                one.images -= len(seen.images)
+            if one.images + len(seen.images) > most:
                 seen = failed("too_many_images", f"no more than {most} images are shown in a conversation")
             try:
                 shown = [self._picture(one, image, pictures) for image in seen.images]
             except DataError as error:  # a strip of pixels, say, that no resizing makes legal
-                one.images -= len(seen.images)
                 seen, shown = failed("bad_result", str(error)), []
+            one.images += len(shown)
             images = tuple(picture.image for picture in shown)
             turn = Turn("tool", seen.text, 0, None, call.name, dict(call.arguments), images, seen.fault)
             made.append((turn, shown, seen))
@@ -220,21 +207,14 @@ class TurnLoop:
 
     def _completion(self, one: _Running, reward: float | None) -> Completion:
         """Return what the model sampled in a conversation as one completion."""
-        answers, starts = one.conversation.answers, [0]
-        for answer in answers:
-            starts.append(starts[-1] + len(answer.token_ids))
-        spans = (
-            (start + at, version)
-            for start, answer in zip(starts, answers, strict=False)
-            for at, version in answer.weight_versions
-        )
+        answers = one.conversation.answers
         return Completion(
             token_ids=tuple(token for answer in answers for token in answer.token_ids),
             logprobs=tuple(logp for answer in answers for logp in answer.logprobs),
             text=answers[-1].text,
             finish_reason=one.finished or "length",
             seed=one.request.seed,
-            weight_versions=tuple(spans),
+            weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
             tail=one.conversation.tail(),
             turns=tuple(one.turns),
             environment=one.episode.environment,
@@ -251,15 +231,9 @@ def sampler_of(
     seeds: SeedPlan,
     version: Callable[[], int],
 ) -> Sampler:
-    """Return the engine, or with tools a loop over it. ConfigError for a processor without turns."""
+    """Return the engine, or with tools a loop over it."""
     if toolbox is None:
         return engine
-    missing = [name for name in ("picture", "extended", "observation") if not hasattr(processor, name)]
-    if missing:
-        raise ConfigError(
-            f"rollout.tools: conversations of several turns need {', '.join(missing)} of the processor "
-            f"({type(processor).__qualname__}); see mm_grpo.processors.base.ConversationProcessor"
-        )
     return TurnLoop(config, cast("ConversationProcessor", processor), engine, toolbox, seeds, version)
 
 

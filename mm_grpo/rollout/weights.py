@@ -123,15 +123,19 @@ class WeightLedger:
         """
         if not engine.holds_weights:
             self.forget()
-        transfer = self.transfer(tensors)
+        transfer = Transfer(self._due(tensors))
         try:
             received = engine.update_weights(transfer, version)
             for _ in transfer:  # what the engine did not take is due all the same
                 pass
-            self.settle(transfer, received)
+            if (message := missing_tensors(transfer.digests, received)) is not None:
+                raise GuardStop(f"weight sync: {message}")
         except BaseException:
             self.forget()
             raise
+        for name in transfer.digests:
+            self._units.setdefault(unit_of(name), set()).add(name)
+        self._held.update(transfer.digests)
         return transfer
 
     @property
@@ -143,24 +147,12 @@ class WeightLedger:
         """The engine lost its weights: the next transfer sends everything again."""
         self._held.clear()
 
-    def transfer(self, tensors: Iterable[tuple[str, Tensor]]) -> Transfer:
+    def _due(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
         """The part of the learner's `tensors` that the engine is due, in whole units.
 
         `tensors` may leave units out; a unit that changed must be complete. Nothing is held longer than
         its unit takes to complete.
         """
-        return Transfer(self._due(tensors))
-
-    def settle(self, transfer: Transfer, received: Mapping[str, str]) -> None:
-        """Compare what was sent with what was `received`, and remember it."""
-        message = missing_tensors(transfer.digests, received)
-        if message is not None:
-            raise GuardStop(f"weight sync: {message}")
-        for name in transfer.digests:
-            self._units.setdefault(unit_of(name), set()).add(name)
-        self._held.update(transfer.digests)
-
-    def _due(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
         if not self._units:
             for _, unit_tensors in groupby(tensors, key=lambda pair: unit_of(pair[0])):
                 yield from _digested(dict(unit_tensors))

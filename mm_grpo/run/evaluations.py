@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
@@ -20,7 +19,6 @@ from mm_grpo.rollout.evaluate import (
     RowScores,
     answer_rows,
     as_metrics,
-    begin_rows,
     better,
     summarise,
 )
@@ -80,11 +78,6 @@ class Evaluations:
         pairs = ((rows, self.controls.get(name)) for name, rows in self.sets.items())
         return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
-    def begin(self, prompt_builder: PromptBuilder, ranks: Ranks) -> None:
-        """Begin the first prompts of an evaluation that will come next, in the background."""
-        for first in self.datasets[:1]:
-            begin_rows(first, prompt_builder, ranks)
-
     def answer(
         self, parts: Parts, step: int, *, keep: Keep | None = None, report: Report | None = None
     ) -> dict[str, Evaluation]:
@@ -105,7 +98,6 @@ class Evaluations:
         Every process calls it; the first one has the rows.
         """
         prompt_builder, sampler, scorer, ranks = parts
-        following = dict(pairwise(self.datasets))
         for number, (name, rows) in enumerate(self.sets.items()):
             kind = self.config.run.eval_blind if name in self.controls else None
             answers: list[list[RowScores]] = []
@@ -121,7 +113,6 @@ class Evaluations:
                         step,
                         ranks,
                         (number, len(self.sets)),
-                        following=following.get(dataset),
                         keep=partial(keep, name, blind) if keep is not None else None,
                         report=partial(report, label) if report is not None else None,
                     )

@@ -1,5 +1,5 @@
 """What a checkpoint keeps of the steps that were sampled ahead (rollout/pipeline.py): groups that are finished and not
-learned from, with completions, log-probs, versions and rewards, whole, and what an eager run had asked for.
+learned from, with completions, log-probs, versions and rewards, whole.
 
 It is one compressed text in the manifest, under `extra`. Prompts are not kept: they are made again from their rows. Nor
 are advantages, which follow from the rewards, and the environments of conversations, which only rewards look at.
@@ -20,7 +20,6 @@ import torch
 from PIL.Image import Image
 
 from mm_grpo.rollout.collect import Rollout
-from mm_grpo.rollout.pipeline import Ahead
 from mm_grpo.run.json_records import decode, encode
 from mm_grpo.run.rollout_log import plain_value
 from mm_grpo.types import Group, Picture, Prompt, Tail
@@ -38,25 +37,16 @@ MADE_AGAIN = (
 Values = dict[str, Any]
 
 
-def pack_ahead(ahead: Ahead | None, ranks: Ranks) -> Values:
-    """{KEY: text} of what all processes have ahead, on the first one; {} on the others. Collective.
-
-    {} where nothing is ever ahead.
-    """
-    if ahead is None:
+def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
+    """{KEY: text} of the steps that all processes have ahead, on the first one; {} on the others. Collective."""
+    if not ahead:  # nor has any other process any
         return {}
-    own: dict[str, list[Any]] = {
-        # of several processes the first has every completion already, but for what only its owner can run
-        "tails": [
-            [step, group.slot, [encode(c.tail, ("vision",)) for c in group.completions]]
-            for step, rollout in ahead.rollouts.items()
-            for group in rollout.groups
-        ],
-        "groups": [_packed_group(group) for group in ahead.groups],
-        "asked": list(ahead.asked),
-        "slots": list(ahead.slots.items()),
-        "counts": list(ahead.counts.items()),
-    }
+    # of several processes the first has every completion already, but for what only its owner can run
+    own = [
+        [step, group.slot, [encode(c.tail, ("vision",)) for c in group.completions]]
+        for step, rollout in ahead.items()
+        for group in rollout.groups
+    ]
     every = ranks.gather(own, "the steps ahead")
     if every is None:
         return {}
@@ -65,44 +55,24 @@ def pack_ahead(ahead: Ahead | None, ranks: Ranks) -> Values:
             **encode(replace(rollout, sampled=[]), MADE_AGAIN),
             "sampled": list(map(_packed_group, rollout.sampled)),
         }
-        for _, rollout in sorted(ahead.rollouts.items())
+        for _, rollout in sorted(ahead.items())
     ]
-    packed = {"rollouts": rollouts, **{name: [one for part in every for one in part[name]] for name in own}}
+    packed = {"rollouts": rollouts, "tails": [one for part in every for one in part]}
     text = json.dumps(packed, separators=(",", ":"))
     return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
 
 def unpack_ahead(
     extra: Mapping[str, Any], collector: Collector, processor: Processor, ranks: Ranks
-) -> Ahead | None:
-    """This process's part of what `pack_ahead` kept in a checkpoint's extra; None where there is nothing."""
+) -> dict[int, Rollout]:
+    """This process's part of what `pack_ahead` kept in a checkpoint's extra, by step."""
     if KEY not in extra:
-        return None
+        return {}
     packed = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
     tails = {(step, slot): found for step, slot, found in packed["tails"]}
-    rollouts = {
+    return {
         values["step"]: _rollout(values, tails, collector, processor, ranks) for values in packed["rollouts"]
     }
-    slots: dict[int, list[int]] = {}
-    for step, of_step in packed["slots"]:
-        slots[step] = sorted([*slots.get(step, []), *of_step])
-    counts: dict[int, dict[str, int]] = {step: {} for step in slots}
-    for step, of_step in packed["counts"] if ranks.first else ():  # they are summed over the processes
-        for name, value in of_step.items():
-            counts[step][name] = counts[step].get(name, 0) + value
-    # who has a group that no step has yet does not matter, but that each process has as many as it has slots for
-    owners = [slot % ranks.world for step in sorted(slots) for slot in slots[step]]
-    groups = {tuple(values["place"]): values for values in packed["groups"]}
-    places = sorted([*groups, *(tuple(place) for place in packed["asked"])])
-    own = [place for place, owner in zip(places, owners, strict=True) if owner == ranks.rank]
-    finished = [place for place in own if place in groups]
-    return Ahead(
-        rollouts,
-        _groups([groups[place] for place in finished], finished, collector, processor),
-        [place for place in own if place not in groups],
-        {step: [slot for slot in found if slot % ranks.world == ranks.rank] for step, found in slots.items()},
-        counts,
-    )
 
 
 def _rollout(
@@ -123,36 +93,20 @@ def _rollout(
         {**one, "tails": tails.get((step, one["slot"]))} if one["attempt"] == last[one["slot"]] else one
         for one in wanted
     ]
-    places = [tuple(one["place"] or (step, one["slot"])) for one in wanted]
-    groups = _groups(packed, places, collector, processor)
+    groups = _groups(packed, step, collector, processor)
     own = {group.slot: group for one, group in zip(wanted, groups, strict=True) if is_own(one)}
     return Rollout(**{**values, "sampled": groups if ranks.first else [], "own": own})
 
 
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
-    completions = tuple(
-        # arguments of a model's call were JSON, those of a program's own may be anything
-        replace(
-            one,
-            turns=tuple(
-                replace(t, arguments=json.loads(json.dumps(t.arguments, default=str))) for t in one.turns
-            ),
-        )
-        for one in group.completions
-    )
-    packed: Values = encode(replace(group, extra=extra, completions=completions), MADE_AGAIN)
+    packed: Values = encode(replace(group, extra=extra), MADE_AGAIN)
     return packed
 
 
-def _groups(
-    packed: Sequence[Values],
-    places: Sequence[tuple[int, int]],
-    collector: Collector,
-    processor: Processor,
-) -> list[Group]:
-    """Groups with their prompts made again; `places` say which rows those are of."""
-    at = [(*place, one["attempt"]) for one, place in zip(packed, places, strict=True)]
+def _groups(packed: Sequence[Values], step: int, collector: Collector, processor: Processor) -> list[Group]:
+    """Groups of a step with their prompts made again."""
+    at = [(step, one["slot"], one["attempt"]) for one in packed]
     prompts: dict[tuple[int, int, int], Prompt] = {}
     for attempt in sorted({one["attempt"] for one in packed}):  # an attempt's equal rows were one prompt
         of_attempt = [place for place in at if place[2] == attempt]

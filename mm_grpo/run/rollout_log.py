@@ -11,7 +11,7 @@ Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens
 weight_versions, reward, parts, advantage, columns, `extra` when rewards logged columns of their own, and `sight`
 where it was measured (docs/evaluation.md). Boxes, points and polygons in pixels of the row's images (run/overlays.py)
 are `gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is
-one. `place` is there in an eager run: the step and the slot whose row and seeds the group has.
+one.
 `opens_thinking` is there, and true, when the prompt ends with `<think>`. Rows of an evaluation have also `set`, the
 name of the set, and `blind`, null or how the row's images were taken away; `slot` is the number of the row, and
 `advantage` null.
@@ -141,7 +141,6 @@ def _rows(
                 **(also or {}),
                 "slot": group.slot,
                 "attempt": group.attempt,
-                **({"place": group.place} if group.place is not None else {}),
                 **shared,
                 "generation": generation,
                 "completion": completion.text,

@@ -70,7 +70,6 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
     ("field", "sections", "other"),
     [
         ("optim.offload_optimizer", {"optim": {"zero_stage": 0, "offload_optimizer": True}}, "optim.zero_stage"),
-        ("rollout.staleness_order", {"rollout": {"staleness_order": "eager"}}, "rollout.max_staleness"),
         ("model.lora.vision", {"model": {"lora": {"vision": True}, "freeze_vision": True}}, "model.freeze_vision"),
         ("algorithm.perception_coef", {"algorithm": {"perception_coef": 0.1}, "rollout": {"environment": "zoom"}},
          "rollout.environment"),

@@ -11,8 +11,6 @@ import pytest
 from helpers import processes
 from helpers.run_folders import SHAPES, assert_the_same_run, rollouts_of, write_config
 
-from mm_grpo.rollout.seeds import SeedPlan
-
 SCRIPT = Path(ahead_runs.__file__)
 RUN = {"save_every": 1, "keep_checkpoints": 9, "sight_every": 0}
 
@@ -23,7 +21,7 @@ def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 
 
 
 @pytest.mark.long
-def test_in_lockstep_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
+def test_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
     rollout = {"max_staleness": 2, "max_attempts": 2, "num_generations": 2}
@@ -39,24 +37,3 @@ def test_in_lockstep_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
     versions = {row["step"]: row["weight_versions"] for row in rows}
     assert versions == {1: [[0, 0]], 2: [[0, 0]], 3: [[0, 0]], 4: [[0, 1]], 5: [[0, 2]]}
     assert any(row["attempt"] for row in rows)
-
-
-@pytest.mark.long
-def test_eagerly_two_processes_learn_from_every_place_once_also_when_three_go_on(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    rollout = {"max_staleness": 1, "staleness_order": "eager"}
-    config = write_config(models["qwen2_5_vl"], tmp_path / "r", rollout=rollout, run=RUN)
-    run(config, 2, tmp_path / "killed", 3, ends=9)
-    run(config, 3, tmp_path / "to-the-end")
-    plan = SeedPlan(run_seed=42, prompts=5, generations=4, attempts=1, max_steps=5)
-    learned = []
-    for step in range(1, 6):
-        file = (tmp_path / f"r/rollouts/step-{step:06d}.jsonl").read_text()
-        rows = [json.loads(line) for line in file.splitlines()]
-        assert sorted({row["slot"] for row in rows}) == [0, 1, 2, 3, 4]
-        for row in rows:
-            assert row["seed"] == plan.group(*row["place"])[row["generation"]]
-            assert all(step - 2 <= version < step for _, version in row["weight_versions"])
-        learned += [tuple(row["place"]) for row in rows if row["generation"] == 0]
-    assert sorted(learned) == [(step, slot) for step in range(1, 6) for slot in range(5)]

@@ -4,7 +4,7 @@
 and only a check can tell. Faults of the weight transfer begin with weight version 1, so that the first
 sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor: FakeRemoteEngine(...)`.
 
-`FakeServer` may be called from several threads, as a served engine is, and an update may land in mid-generation. In a
+`FakeServer` may be called from several threads, as a served engine is. In a
 run add "transformers" to `build.REMOTE` as well.
 """
 
@@ -86,57 +86,36 @@ class FakeRemoteEngine(TransformersEngine):
 class FakeServer(FakeRemoteEngine):
     """A remote engine for several threads at once, which take turns token by token.
 
-    `delay` are the seconds that a token takes besides, in which other threads run; `updates_in_flight` says whether
-    weights may be sent while it samples: completions then have a span for each version. Without it such an update
-    raises RuntimeError.
+    `delay` are the seconds that a token takes besides, in which other threads run. Weights that are sent while it
+    samples raise RuntimeError.
     """
 
     remote = True
 
-    def __init__(
-        self,
-        model: Any,
-        processor: Any,
-        fault: str = "",
-        *,
-        delay: float = 0.0,
-        updates_in_flight: bool = True,
-    ) -> None:
+    def __init__(self, model: Any, processor: Any, fault: str = "", *, delay: float = 0.0) -> None:
         super().__init__(model, processor, fault)
         self.model.eval()
-        self.delay, self.updates_in_flight = delay, updates_in_flight
+        self.delay = delay
         self.lock, self.sampling, self.closed = Lock(), 0, False
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         with self.lock:
             self.sampling += 1
             stream = TransformersStream(self)
-            stream._stack.close()  # weights that are laid out anew for a stream would miss an update
             numbers = [stream.add_request(self._distort(request)) for request in requests]
         try:
             found: dict[int, Completion] = {}
-            spans: list[tuple[int, int]] = []
-            tokens = 0
             while stream.unfinished:
-                self.pause(requests, tokens)
+                time.sleep(self.delay)  # other threads may ask meanwhile
                 with self.lock:
                     if self.closed:
                         raise RuntimeError("the engine was closed")
-                    if not spans or spans[-1][1] != self.version:
-                        spans.append((tokens, self.version))
-                    for number, done in stream.step():
-                        own = tuple(span for span in spans if span[0] < len(done.token_ids))
-                        found[number] = replace(done, weight_versions=own)
-                    tokens += 1
+                    found |= stream.step()
         finally:
             with self.lock:
                 self.sampling -= 1
                 stream.close()
         return [found[number] for number in numbers]
-
-    def pause(self, requests: Sequence[Request], tokens: int) -> None:
-        """Called when each of the requests has so many tokens; other threads may sample and send weights meanwhile."""
-        time.sleep(self.delay)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         with self.lock:
@@ -144,7 +123,7 @@ class FakeServer(FakeRemoteEngine):
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         with self.lock:
-            if self.sampling and not self.updates_in_flight:
+            if self.sampling:
                 raise RuntimeError(f"version {version} was sent while {self.sampling} requests ran")
             return super().update_weights(tensors, version)
 

@@ -105,8 +105,6 @@ learner/state.py < run/test_async_save.py run/test_checkpoint.py ! slow
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
-    * spans of turns | (start + at, version) ==> (at, version)
-    * spans of turns | starts.append(starts[-1] + len(answer.token_ids)) ==> starts.append(len(answer.token_ids))
     * budget | sampling.max_tokens - conversation.run_length) ==> sampling.max_tokens - conversation.run_length + 1)
     * seeds by turn | self.seeds.of_turn(one.request.seed, turn) ==> self.seeds.of_turn(one.request.seed, 1)
     * skipped check | require_answers([request], [answer], self.version()) ==> None
@@ -117,10 +115,9 @@ rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
 rollout/success.py < rollout/test_success.py
     bound | score >= mark) ==> score > mark)
     dropped condition | if len(scores) == 1 and not any( ==> if not any(
-rollout/engine.py < parity/test_gaps.py rollout/test_pipeline.py rollout/test_turns.py
+rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
     * budget | <= request.sampling.max_tokens or ==> <= request.sampling.max_tokens + 1 or
-    * spans | starts[-1] < tokens ==> starts[-1] <= tokens
-    * versions | versions[0] < oldest or ==> versions[-1] < oldest or
+    * versions | weight_versions != ((0, version),): ==> weight_versions[0] != (0, version):
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
 rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
@@ -137,11 +134,9 @@ rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * stale digests | self._sent |= digests ==> self._sent = digests
     * version | version=lambda: self.version, ==> version=lambda: 0,
-rollout/pipeline.py < trainer/test_eager.py ! slow
-    * versions | newest = self.newest  # an update ==> newest = oldest  # an update
-    * staleness | oldest_version(g) <= self.staleness] ==> oldest_version(g) <= self.staleness + 1]
-rollout/pipeline.py < rollout/test_pipeline.py trainer/test_eager.py
-    * staleness | return min(version for c in ==> return max(version for c in
+rollout/pipeline.py < trainer/test_lockstep.py ! slow
+    * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)
+    * kept steps | if step <= self.learned + self.staleness) ==> if step < self.learned + self.staleness)
 parity/sync.py < parity
     * canary | moved < VISIBLE or learned < MOST or ==> moved < VISIBLE or
     * canary | return min(self.limit, SOUND * ==> return max(self.limit, SOUND *

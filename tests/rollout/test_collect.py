@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,8 +63,9 @@ def test_scores_are_cut_in_order() -> None:
     assert (first.slot, first.rewards, first.parts["short"]) == (4, (1.0,), [0.0])
     assert (second.slot, second.rewards) == (7, (1.0, None, 1.5))
     assert (second.parts["right"], second.extra["note"]) == ([0.0, 5.0, 1.0], ["b", "c", None])
-    with pytest.raises(ValueError, match="4 totals for groups of 5 completions"):
-        scored(2, 3)
+    masked: Any = (SimpleNamespace(masked=None), SimpleNamespace(masked="look: error"))
+    (half,) = with_scores([replace(first, completions=masked)], replace(SCORES, totals=[1.0, 2.0]))
+    assert half.rewards == (1.0, None)
 
 
 def test_totals_are_what_sum_then_normalize_looks_at() -> None:

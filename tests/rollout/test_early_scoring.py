@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import tiny
@@ -16,11 +15,11 @@ from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.errors import GuardStop
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
-from mm_grpo.rollout.collect import Scoring, begin_scoring, sample
-from mm_grpo.rollout.engine import Request, RequestStream, Sampling, answered, requests_for
+from mm_grpo.rewards.streaming_rewards import StreamedCalls
+from mm_grpo.rollout.collect import begin_scoring, sample
+from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, requests_for
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.transformers_engine import TransformersStream
 from mm_grpo.types import Completion
@@ -42,16 +41,16 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     called: list[str] = []
     ended: list[int] = []
     before: list[int] = []
-    step, add = TransformersStream.step, Scoring.add
+    step, add = TransformersStream.step, StreamedCalls.add
 
     def noted(stream: TransformersStream) -> Any:
         until(lambda: len(called) == len(ended))  # what has ended is scored before the engine goes on
         before.append(len(ended))
         return step(stream)
 
-    def added(scoring: Scoring, place: int, *rest: Any) -> None:
+    def added(calls: StreamedCalls, place: int, *rest: Any) -> None:
         ended.append(place)
-        add(scoring, place, *rest)
+        add(calls, place, *rest)
 
     async def early(completion: str) -> float:
         called.append(completion)
@@ -60,7 +59,7 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
 
     run(models["qwen2_5_vl"], tmp_path / "together", vowels)
     monkeypatch.setattr(TransformersStream, "step", noted)
-    monkeypatch.setattr(Scoring, "add", added)
+    monkeypatch.setattr(StreamedCalls, "add", added)
     run(models["qwen2_5_vl"], tmp_path / "early", early)
     assert len(called) == 2 * 12 + 3 * 3  # each completion of the steps and of the evaluations once
     assert metrics_of(tmp_path / "early") == metrics_of(tmp_path / "together")
@@ -69,99 +68,21 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     assert len(ended) == len(called) and before[0] == 0 and before[-1] >= len(ended) - 3
 
 
-class FakeStream(RequestStream):
-    """Answers the last request first; `wrong` is the place of one with another seed."""
-
-    def __init__(self, wrong: int | None) -> None:
-        self.wrong, self.waiting, self.released = wrong, dict[int, Request](), list[int]()
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.waiting)
-
-    def add_request(self, request: Request, follows: Any = None) -> int:
-        self.waiting[100 + len(self.waiting)] = request
-        return 99 + len(self.waiting)
-
-    def step(self) -> list[tuple[int, Completion]]:
-        number, request = self.waiting.popitem()
-        seed = request.seed + (number - 100 == self.wrong)
-        return [(number, Completion((number,), (-1.0,), str(seed), "stop", seed, ((0, 7),)))]
-
-    def release(self, number: int) -> None:
-        self.released.append(number)
-
-    def close(self) -> None:
-        self.waiting.clear()
-
-
-class FakeEngine:
-    def __init__(self, wrong: int | None = None) -> None:
-        self.made = FakeStream(wrong)
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return answered(self.made, requests)
-
-    def stream(self) -> FakeStream:
-        return self.made
-
-
-@pytest.fixture
-def asked(models: dict[str, Path]) -> StepPrompts:
-    processor = load_processor(str(models["qwen2_5_vl"]))
-    prompts = [processor.prompt(tiny.sample(f"r:{i}", "what")) for i in (0, 1)]
-    named = [replace(p, sample=replace(p.sample, columns={"box": 1})) for p in prompts]
-    return StepPrompts([1, 2], named, 0)
-
-
-def test_answers_are_checked_and_handed_on_as_they_come(asked: StepPrompts) -> None:
-    order: list[str] = []
-
-    async def noted(completion: str) -> float:
-        order.append(completion)
-        return float(completion)
-
-    scorer = Scorer([noted])
-    scorer.check(["box"])
-    requests = requests_for(asked.prompts, [range(10, 12), range(20, 22)], Sampling(1))
-    scoring = begin_scoring(scorer, asked, 2, 1, Ranks())
-    engine: Any = FakeEngine()
-    found = sample(engine, requests, scoring, version=7)
-    assert [c.seed for c in found] == [10, 11, 20, 21] and engine.made.released == [103, 102, 101, 100]
-    assert scoring is not None
-    scores = scorer.score([p for p in asked.prompts for _ in range(2)], found, 1, scoring.early)
-    assert scores.totals == [10.0, 11.0, 20.0, 21.0] and order == ["21", "20", "11", "10"]
-
-    order.clear()
-    bad: Any = FakeEngine(wrong=1)
-    scoring = begin_scoring(scorer, asked, 2, 2, Ranks())
-    with pytest.raises(GuardStop, match=r"seed 11 was asked for, .* used 12"):
-        sample(bad, requests, scoring, version=7)
-    assert scoring is not None and scoring.early is not None and scoring.early.over
-    assert "12" not in order  # it was not scored
-    scorer.close()
-
-
-def test_rows_are_those_of_all_processes(asked: StepPrompts) -> None:
-    class Two(Ranks):
-        def all_gather(self, value: Any, what: str) -> list[Any]:
-            return [value, [(0, ("other",)), (3, ())] if what == "slots" else None]
+def test_what_was_begun_is_given_up_and_several_processes_begin_nothing(models: dict[str, Path]) -> None:
+    class Broken:
+        def generate(self, requests: Sequence[Request]) -> list[Completion]:
+            raise ConnectionError
 
     async def reward(completion: str) -> float:
         return 1.0
 
-    def batch(completions: list[str]) -> list[float]:
-        return [0.0 for _ in completions]
-
-    scorer = Scorer([reward])
-    for columns in (["box"], ["box", "other"], ["box", "other", "third"]):
-        scorer.check(columns)
-    first, second = (begin_scoring(scorer, asked, 3, 1, Two(rank, 2)) for rank in (0, 1))
-    assert first is not None and first.early is not None and second is not None and second.early is None
-    assert first.rows == second.rows == [3, 4, 5, 6, 7, 8]  # slots 0 and 3 are the other process's
-    assert first.early.batch.columns == ("box", "other") and len(first.early.batch.completions) == 12
-    first.abandon()
+    scorer, engine = Scorer([reward]), cast("RolloutEngine", Broken())
+    scorer.check([])
+    prompt = load_processor(str(models["qwen2_5_vl"])).prompt(tiny.sample("r:0", "what"))
+    asked = StepPrompts([1], [prompt], 0)
+    scoring = begin_scoring(scorer, asked, 2, 1, Ranks())
+    with pytest.raises(ConnectionError):
+        sample(engine, requests_for([prompt], [range(2)], Sampling(1)), scoring, version=0)
+    assert scoring is not None and scoring.over
+    assert begin_scoring(scorer, asked, 2, 1, Ranks(0, 2)) is None
     scorer.close()
-    plain = Scorer([batch])
-    plain.check(["box"])
-    assert begin_scoring(plain, asked, 3, 1, Two(0, 2)) is None

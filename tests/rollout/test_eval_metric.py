@@ -7,7 +7,7 @@ from math import sqrt
 
 import pytest
 
-from mm_grpo.rollout.eval_metric import EvalMetric, mean, normal, pass_at, wilson
+from mm_grpo.rollout.eval_metric import mean, normal, pass_at, wilson
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_interval_of_a_mean_is_of_the_rows_means() -> None:
     assert mean([[1.0], [], [2.0, 3.0]]) == 2.0 and mean([[]]) is None
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [1, 3])
 def test_pass_at_k_is_the_share_of_draws_with_a_right_one(k: int) -> None:
     rows = [[1.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 5, [0.0, 0.0, 0.0, 0.0, 1.0]]
     shares = []
@@ -42,9 +42,3 @@ def test_pass_at_k_is_the_share_of_draws_with_a_right_one(k: int) -> None:
         shares.append(sum(any(draw) for draw in draws) / len(draws))
     assert pass_at(rows, k) == pytest.approx(sum(shares) / 3)
     assert pass_at(rows, 6) is None
-
-
-def test_words() -> None:
-    assert [str(h) for h in (EvalMetric(), EvalMetric("iou"), EvalMetric("iou", 0.5))] == [
-        "mean reward", "mean iou", "accuracy (iou >= 0.5)"
-    ]  # fmt: skip

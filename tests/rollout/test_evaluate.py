@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from helpers.configs import merged, small_config
 
-from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout import evaluate
-from mm_grpo.rollout.evaluate import CHUNK, Best, Evaluation, as_metrics, better, rows_together
+from mm_grpo.rollout.evaluate import Best, Evaluation, as_metrics, better
 from mm_grpo.run.metrics import read_metrics
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
@@ -139,40 +139,14 @@ def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_
     assert len(seeds) == 16 == len(set(seeds))
 
 
-def test_rows_are_answered_together_as_far_as_a_step_and_memory_go() -> None:
-    def config(**changes: Any) -> GRPOConfig:
-        rollout = {"prompts_per_step": 32, "num_generations": 16}
-        return GRPOConfig.from_dict({"model": {"path": "m"}, "rollout": rollout, **changes})
-
-    mib = 2**20
-    assert [rows_together(config(), world, 0) for world in (1, 2, 8, 16)] == [512, 256, 64, 64]
-    sampled = {"prompts_per_step": 32, "num_generations": 16, "eval": {"num_generations": 3}}
-    assert rows_together(config(rollout=sampled), 1, 0) == 170
-    assert [rows_together(config(), 1, size * mib) for size in (1, 20, 60, 90)] == [512, 204, 68, CHUNK]
-
-
-@pytest.mark.parametrize(("memory", "expected"), [(2**32, [2, 4, 6, 1]), (1, [2] * 6 + [1])])
-def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
-    memory: int,
-    expected: list[int],
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_chunks_change_nothing(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last ones are of 6 rows, as many as a step has completions; all rows but the chunks' are the same at once."""
-    heldout = shapes_rows(split="heldout", size=13, seed=2, image_size=56)
-    rollout = {"num_generations": 3, "eval": {"temperature": 1.0}}
-    monkeypatch.setattr("mm_grpo.rollout.evaluate.PREFETCH_BYTES", memory)
+    heldout = shapes_rows(split="heldout", size=9, seed=2, image_size=56)
+    rollout = {"num_generations": 2, "eval": {"temperature": 1.0}}
     trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, rollout=rollout)
-    asked, answers = list[int](), list[list[tuple[int, str]]]()
-    generate = trainer.engine.generate
-
-    def sampled(requests: Any) -> Any:
-        asked.append(len(requests))
-        return generate(requests)
-
-    monkeypatch.setattr(trainer.engine, "generate", sampled)
-    for chunk in (2, 64):
+    answers = list[list[tuple[int, str]]]()
+    for chunk in (4, 64):  # a step has 4 completions
         monkeypatch.setattr(evaluate, "CHUNK", chunk)
         rows, done = list[tuple[int, str]](), list[int]()
         trainer.evaluations.answer(
@@ -184,10 +158,9 @@ def test_chunks_grow_while_their_pixels_fit_and_change_nothing(
             report=lambda label, at, of, done=done: done.append(at),
         )
         answers.append(rows)
-        if chunk == 2:
-            assert asked == expected and done == [sum(expected[:i]) for i in range(len(expected))]
-    assert asked[len(expected) :] == [13] and answers[0] == answers[1]
-    assert [slot for slot, _ in answers[0]] == list(range(13)) and len({text for _, text in answers[0]}) > 4
+        assert done == list(range(0, 9, chunk))
+    assert answers[0] == answers[1]
+    assert [slot for slot, _ in answers[0]] == list(range(9)) and len({text for _, text in answers[0]}) > 4
     trainer.close()
 
 

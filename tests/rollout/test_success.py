@@ -11,7 +11,6 @@ from helpers.configs import small_config
 from helpers.small_runs import ROWS, config_for
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.health.guards import Guards
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.pipeline import collect_step
@@ -70,9 +69,8 @@ def test_an_outcome_goes_before_the_headline_where_it_applies() -> None:
     assert success(None, rewards).scores(both)[2] == (0.6, True)
 
 
-@pytest.mark.parametrize(("outcome", "fires"), [(False, [31]), (True, [])])
-def test_a_run_that_learns_a_shape_alone_is_warned_of_and_the_gate_ends_it(
-    models: dict[str, Path], tmp_path: Path, outcome: bool, fires: list[int]
+def test_a_run_that_learns_a_shape_alone_has_phantom_advantages_and_the_gate_ends_it(
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
     """Half of the answers to the first row are right, and none to the other five."""
 
@@ -83,18 +81,10 @@ def test_a_run_that_learns_a_shape_alone_is_warned_of_and_the_gate_ends_it(
         return float(sum(completion_ids) % 7)
 
     rollout = {"prompts_per_step": 6, "num_generations": 8, "max_completion_length": 2}
-    config = config_for(models["qwen2_vl"], tmp_path / "r", rollout=rollout, run={"max_steps": 31})
-    rewards = [{"name": right, "outcome": outcome}, {"name": shaped, "weight": 0.1}]
-    trainer = GRPOTrainer(config, train=ROWS, rewards=rewards)
-    fired: list[int] = []
-    guards = Guards(
-        config,
-        trainer.scorer.specs,
-        lambda step, name, *rest: fired.append(step) if name == "phantom_advantage" else None,
-    )
-    metrics = collect_step(trainer.collector, Rollout(1)).metrics
-    assert (metrics["advantages/phantom_share"] > 0.5) is not outcome
-    for step in range(1, 32):
-        guards.on_log(step, metrics)
-    trainer.close()
-    assert fired == fires
+    config = config_for(models["qwen2_vl"], tmp_path / "r", rollout=rollout)
+    for outcome in (False, True):
+        rewards = [{"name": right, "outcome": outcome}, {"name": shaped, "weight": 0.1}]
+        trainer = GRPOTrainer(config, train=ROWS, rewards=rewards)
+        metrics = collect_step(trainer.collector, Rollout(1)).metrics
+        assert (metrics["advantages/phantom_share"] > 0.5) is not outcome
+        trainer.close()

@@ -113,18 +113,6 @@ def test_a_run_learns_turn_by_turn(models: dict[str, Path], tmp_path: Path) -> N
     assert sum(not torch.equal(weights[name], tensor) for name, tensor in again.items()) > len(again) / 2
 
 
-@pytest.mark.slow
-def test_without_a_discount_turns_are_summed(models: dict[str, Path], tmp_path: Path) -> None:
-    run(models["qwen2_5_vl"], tmp_path / "run", run={"max_steps": 1})
-    logged = rollouts_of(tmp_path / "run", 1)
-    for row in logged:
-        paid = [r for r in by_hand(row) if r is not None]
-        assert row["reward"] == math.fsum(paid)
-        assert not any({"reward", "advantage"} & turn.keys() for turn in row["turns"])
-    steps = {row["parts"]["Paying.step_reward"] for row in logged}
-    assert None in steps and len(steps) > 2  # no call, no reward: not a 0
-
-
 # what may not be -----------------------------------------------------------------------------
 
 
@@ -138,44 +126,27 @@ def test_a_discount_without_tools_is_refused(models: dict[str, Path], tmp_path: 
         GRPOTrainer(config, train=ROWS, rewards=[by_turn])
 
 
-def misspaying(left: Any) -> type[Paying]:
-    """An environment that leaves this in `step_reward`, or raises it when it is asked."""
-
-    class Misspaying(Paying):
-        @property
-        def step_reward(self) -> Any:
-            if isinstance(left, Exception):
-                raise left
-            return left
-
-        @step_reward.setter
-        def step_reward(self, value: Any) -> None: ...
-
-    return Misspaying
-
-
-BAD = ("much", math.nan, 1e300, 10**400, KeyError("purse"))
-
-
-@pytest.mark.parametrize("left", BAD, ids=lambda left: f"{left!r:.12}")
+@pytest.mark.parametrize("left", ["much", math.nan])
 def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
     """Whatever is done about tools that raise: the model has done nothing wrong."""
-    rollout = {"environment_workers": 0, "on_tool_error": "reply"}
-    toolbox = Toolbox(small_config("model", rollout=rollout), [], misspaying(left))
+
+    class Misspaying(Paying):
+        def look(self, side: int) -> Any:
+            """Look.
+
+            Args:
+                side: Pixels.
+            """
+            self.step_reward = left
+
+    toolbox = Toolbox(
+        small_config("model", rollout=SMALL["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
+    )
     try:
-        episode = toolbox.episode(sample("row"))
         with pytest.raises(ToolError, match=r"row: look .*step_reward"):
-            episode.call("look", {"side": 3})
+            toolbox.episode(sample("row")).call("look", {"side": 3})
     finally:
         toolbox.close()
-
-
-def test_a_reward_of_a_step_that_cannot_be_set_is_refused_at_the_start() -> None:
-    class Unset(Paying):
-        step_reward = property(lambda self: 1.0)  # type: ignore[assignment]
-
-    with pytest.raises(ConfigError, match=r"Unset.step_reward"):
-        Toolbox(small_config("model"), [], Unset)
 
 
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
@@ -212,9 +183,7 @@ def group(*rewards: tuple[float | None, ...]) -> Group:
     ("rewards", "flat"),
     [
         (((1.0, 0.0), (0.0, 1.0)), False),  # equal totals, and turns that were worth different things
-        (((1.0, 1.0), (1.0, 1.0)), True),
         (((1.0,), (1.0, None)), True),
-        (((None, None), (None,)), True),
         (((2.0,), (1.0, 2.0)), True),  # 1 now and 2 a turn later, at half
         (((2.0,), (1.0, 3.0)), False),
     ],

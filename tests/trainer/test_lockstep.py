@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
 ) -> None:
     evaluated: list[set[int]] = []
     for name, delay in (("slow", 0.005), ("fast", 0.0)):
-        use_server(monkeypatch, updates_in_flight=False, delay=delay)
+        use_server(monkeypatch, delay=delay)
         changes: dict[str, Any] = {"run": {"max_steps": STEPS, "eval_every": 2, "save_model": True}}
         trainer = trainer_of(models["qwen2_vl"], tmp_path / name, rollout={"max_staleness": 2}, **changes)
         generate = trainer.engine.generate
@@ -64,17 +63,15 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
         rows = rollouts_of(tmp_path / "fast", step)
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {version}]]"}
         assert [r["seed"] for r in rows] == [s for slot in range(4) for s in plan.group(step, slot)]
-        metrics = rows_of(tmp_path / "fast")[step]
-        assert metrics["staleness/mean"] == metrics["staleness/max"] == step - 1 - version
-        assert (metrics["staleness/mixed"], metrics["staleness/dropped"]) == (0, 0)
-        ratio = metrics["sampling/importance_sampling_ratio/mean"]  # the correction is on by default
+        # the correction is on by default
+        ratio = rows_of(tmp_path / "fast")[step]["sampling/importance_sampling_ratio/mean"]
         assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
 
 
 def test_sampling_goes_on_while_the_learner_works(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
+    use_server(monkeypatch)
     trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
     update, generate = trainer.learner.update, trainer.engine.generate
     learning, sampled = ([threading.Event() for _ in range(5)] for _ in range(2))
@@ -102,36 +99,11 @@ def test_sampling_goes_on_while_the_learner_works(
     assert threads == {"mm_grpo steps ahead 1"}
 
 
-def test_the_learner_does_not_wait_for_the_score_before_an_update(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
-    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
-    update, score = trainer.learner.update, trainer.engine.score
-    learning = [threading.Event() for _ in range(6)]
-    seen = []
-
-    def learn(groups: Any) -> Any:
-        learning[trainer.sync.version + 1].set()
-        return update(groups)
-
-    def late(prompt: Any, ids: Any) -> Any:
-        if threading.current_thread().name.startswith("mm_grpo canary"):
-            assert learning[trainer.sync.version + 1].wait(20)
-            seen.append(trainer.sync.version)
-        return score(prompt, ids)
-
-    monkeypatch.setattr(trainer.learner, "update", learn)
-    monkeypatch.setattr(trainer.engine, "score", late)
-    trainer.train()
-    assert seen == [0, 1, 2]
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=False)
+    use_server(monkeypatch)
     rollout = {"max_staleness": 2, "max_attempts": 2}
     changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}
     changes["run"] = {
@@ -175,7 +147,7 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Environments are those of one loop of turns: an evaluation waits until the steps ahead are done with them."""
-    use_server(monkeypatch, updates_in_flight=False, delay=0.002)
+    use_server(monkeypatch)
     found: list[float | None] = []
 
     class Evaluates:
@@ -186,8 +158,8 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
         "model": {"processor": f"{calling.__file__}:Calling"},
         "rollout": {
             "max_staleness": 1,
-            "max_completion_length": 100,
-            "max_turns": 3,
+            "max_completion_length": 80,
+            "max_turns": 2,
             "environment": f"{calling.__file__}:Gallery",
             "environment_workers": 0,
         },
@@ -220,12 +192,11 @@ def vowel_count(completion: str) -> float:
     return float(sum(c in "aeiou" for c in completion)) + len(completion) / 100
 
 
-@pytest.mark.parametrize("fault", ["no load", "one tensor lost"])
 def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, fault)
-    with pytest.raises(GuardStop, match=r"version 1|arrive"):
+    use_server(monkeypatch, "no load")
+    with pytest.raises(GuardStop, match=r"version 1"):
         run(models["qwen2_vl"], tmp_path / "r", 2)
     assert not (tmp_path / "r/metrics.jsonl").exists()  # found in the first step
 
@@ -235,7 +206,7 @@ def test_stale_samples_do_not_look_like_a_broken_engine(
 ) -> None:
     """The policy moves far beyond what rounding explains; only samples of its own version are compared with it."""
     use_server(monkeypatch)
-    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2})
+    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2}, run={"max_steps": 3})
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows_of(tmp_path / "r")]
     assert gaps[0] < 1e-4 < 1e-2 < max(gaps)
 
@@ -246,88 +217,50 @@ def test_an_engine_in_this_process_is_refused(models: dict[str, Path], tmp_path:
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize(
-    ("rollout", "algorithm", "field"),
-    [
-        ({"max_staleness": 1}, {"kl_in_reward": True, "beta": 0.1}, "kl_in_reward"),
-        ({"max_staleness": 1, "staleness_order": "eager", "environment": "zoom"}, {}, "rollout.environment"),
-    ],
-)
-def test_what_cannot_be_sampled_ahead_is_refused(
-    tmp_path: Path, rollout: Any, algorithm: Any, field: str
-) -> None:
-    with pytest.raises(ConfigError, match=field):
-        config_for("m", tmp_path, rollout=rollout, algorithm=algorithm)
+def test_kl_in_rewards_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kl_in_reward"):
+        config_for("m", tmp_path, rollout={"max_staleness": 1}, algorithm={"kl_in_reward": True, "beta": 0.1})
 
 
-@pytest.mark.parametrize(
-    ("staleness", "mode", "meant"),
-    [
-        (0, "auto", "none"),
-        (1, "auto", "token_truncate"),
-        (1, "none", "none"),
-        (0, "sequence_mask", "sequence_mask"),
-    ],
-)
-def test_the_correction_is_on_where_samples_are_stale(
-    tmp_path: Path, staleness: int, mode: str, meant: str
-) -> None:
-    config = config_for(
-        "m", tmp_path, rollout={"max_staleness": staleness}, algorithm={"importance_sampling_mode": mode}
-    )
-    assert config.importance_sampling_mode == meant
-    assert config.with_correction().algorithm.importance_sampling_mode == meant
-
-
-class Liar:
-    """Answers as `generate` does, with a lie about the log-probs; requests of a check are answered well."""
-
-    def __init__(self, generate: Any, lie: str, tokens: int) -> None:
-        self.generate, self.lie, self.tokens = generate, lie, tokens
-        self.before: list[Completion] = []
-
-    def __call__(self, requests: Any) -> list[Completion]:
-        sound: list[Completion] = self.generate(requests)
-        if requests[0].sampling.max_tokens != self.tokens:
-            return sound
-        others, self.before = self.before or sound, sound
-        return [self.told(*both) for both in zip(sound, others, strict=True)]
-
-    def told(self, own: Completion, other: Completion) -> Completion:
-        logprobs = own.logprobs
-        if self.lie == "all -1":
-            logprobs = (-1.0,) * len(logprobs)
-        elif self.lie == "wrong from the second":
-            logprobs = (logprobs[0], *(x - 3.0 for x in logprobs[1:]))
-        elif self.lie == "of another prompt":
-            return replace(other, seed=own.seed, weight_versions=own.weight_versions)
-        return replace(own, logprobs=logprobs)
+def test_the_correction_is_on_where_samples_are_stale(tmp_path: Path) -> None:
+    for staleness, mode, meant in ((0, "auto", "none"), (1, "auto", "token_truncate"), (1, "none", "none")):
+        algorithm = {"importance_sampling_mode": mode}
+        config = config_for("m", tmp_path, rollout={"max_staleness": staleness}, algorithm=algorithm)
+        assert config.importance_sampling_mode == meant
+        assert config.with_correction().algorithm.importance_sampling_mode == meant
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "lie", "order"),
-    [
-        ("float32", "all -1", "lockstep"),
-        ("float32", "wrong from the second", "lockstep"),
-        ("bfloat16", "", "eager"),
-        ("bfloat16", "of another prompt", "lockstep"),
-    ],
+    ("dtype", "lie"), [("float32", "wrong from the second"), ("bfloat16", "of another prompt")]
 )
 def test_wrong_log_probs_of_stale_samples_stop_the_run(
-    dtype: str, lie: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use_server(monkeypatch, updates_in_flight=order == "eager")
+    use_server(monkeypatch)
     trainer = trainer_of(
         SHAPES,
         tmp_path / "r",
         model={"dtype": dtype},
-        rollout={"max_staleness": 1, "staleness_order": order, "max_completion_length": 8},
-        optim={"learning_rate": 1e-6 if lie else 1e-4},
-        run={"max_steps": 20 if lie else 4},
+        rollout={"max_staleness": 1, "max_completion_length": 8},
+        optim={"learning_rate": 1e-6},
+        run={"max_steps": 20},
     )
-    generate = trainer.engine.generate
-    liar = Liar(generate, lie, 8)
-    monkeypatch.setattr(trainer.engine, "generate", lambda r: (liar if trainer.sync.version else generate)(r))
-    with pytest.raises(GuardStop, match="logp_gap") if lie else nullcontext():
+    generate, before = trainer.engine.generate, list[Completion]()
+
+    def lying(requests: Any) -> list[Completion]:
+        sound: list[Completion] = generate(requests)
+        if (
+            not trainer.sync.version or requests[0].sampling.max_tokens != 8
+        ):  # those of a check are answered well
+            return sound
+        others = list(before or sound)
+        before[:] = sound
+        if lie == "of another prompt":
+            pairs = zip(sound, others, strict=True)
+            return [replace(o, seed=c.seed, weight_versions=c.weight_versions) for c, o in pairs]
+        return [replace(c, logprobs=(c.logprobs[0], *(x - 3.0 for x in c.logprobs[1:]))) for c in sound]
+
+    monkeypatch.setattr(trainer.engine, "generate", lying)
+    with pytest.raises(GuardStop, match="logp_gap"):
         trainer.train()

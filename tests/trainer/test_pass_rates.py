@@ -44,7 +44,6 @@ def test_rows_follow_from_the_successes_that_are_logged(models: dict[str, Path],
         (ROWS, {"run": {"max_steps": 3}}, r"run\.max_steps"),
         (ROWS, {"run": {"max_steps": None}}, r"run\.max_steps"),
         (ROWS, {"data": {"shuffle": False}}, r"data\.shuffle"),
-        (ROWS, {"rollout": {"max_staleness": 1, "staleness_order": "eager"}}, "staleness_order"),
     ],
 )
 def test_what_it_cannot_go_with_is_refused(train: Any, changes: Any, names: str) -> None:
