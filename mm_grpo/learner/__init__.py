@@ -33,5 +33,4 @@ Weights
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
 - `reference.py`: a reference policy that moves during the run.
 - `state.py`: the optimizer's state on disk, by parameter name, for any number of processes.
-- `snapshot.py`: copies of it in the host's memory, to be written while updates go on.
 """

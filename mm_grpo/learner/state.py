@@ -14,7 +14,7 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from mm_grpo.learner.optimizer import BaseOptimizer
 from mm_grpo.learner.reference import MovingReference
-from mm_grpo.learner.snapshot import Snapshot
 
 BLOCK = 16 << 20
 """Bytes that are copied and hashed at once."""
@@ -53,10 +52,6 @@ class StateFile:
 
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
-
-    def copied(self, snapshot: Snapshot) -> StateFile:
-        """The same of this moment: later updates do not change it."""
-        return replace(self, tensors=snapshot.copies(self.tensors))
 
     def write(self, path: Path) -> FileMark:
         """Write the file; it is on the disk when this returns. Raises OSError."""

@@ -22,7 +22,6 @@ from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
 from mm_grpo.rollout.group_metrics import by_value
 from mm_grpo.rollout.prefetch import PREFETCH_BYTES, pixel_bytes
 from mm_grpo.rollout.seeds import eval_seeds
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -143,12 +142,12 @@ def answer_rows(
             report(end, len(dataset))
         chunk = range(end, min(end + size * ranks.world, len(dataset)))
         end = chunk.stop
-        with span("time/data"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             asked = prompt_builder.evaluation.prompts(dataset, {i: i for i in ranks.shard(chunk)})
         largest = max(largest, *map(pixel_bytes, asked.prompts), 0)
         largest = ranks.max(largest, "evaluation")
         size = min(2 * size, rows_together(config, ranks.world, largest))
-        with span("time/data"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             if end < len(dataset):
                 ahead = range(end, min(end + size * ranks.world, len(dataset)))
                 prompt_builder.prefetcher.ahead(dataset, ranks.shard(ahead))
@@ -157,10 +156,10 @@ def answer_rows(
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
         scoring = begin_scoring(scorer, asked, repeats, step, ranks)
-        with span("time/rollout"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             completions = sample(engine, requests, scoring)
         groups = gather_groups(groups_of(asked.slots, asked.prompts, completions), ranks, "evaluation")
-        with span("time/rewards"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             if groups:
                 scored, _ = score_groups(scorer, groups, step, scoring)
                 found += [RowScores.of(group, metric) for group in scored]

@@ -26,7 +26,6 @@ import torch
 
 from mm_grpo.data.images import decoded_here
 from mm_grpo.rollout.background import Background
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
@@ -132,11 +131,10 @@ class Prefetcher:
         return made
 
     def _make(self, opener: OpenSample) -> Made:
-        with span("making a prompt"):
-            before = decoded_here()
-            sample = opener()
-            decoded = decoded_here() - before
-            return Made(self.process(sample), decoded)
+        before = decoded_here()
+        sample = opener()
+        decoded = decoded_here() - before
+        return Made(self.process(sample), decoded)
 
     def _make_ahead(self, opener: OpenSample) -> Made | None:
         """Make a prompt ahead; None when the queue is at its memory limit."""

@@ -26,7 +26,6 @@ from mm_grpo.rollout.evaluate import (
 )
 from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -128,7 +127,6 @@ class Evaluations:
                 )
             yield name, answers[0], answers[1] if kind else [], kind
 
-    @span("time/eval")
     def run(self, step: int, parts: Parts, folder: RunFolder, report: Report) -> dict[str, float]:
         """Evaluate after `step`, log the completions and keep what was found; returns its metrics."""
         scorer, ranks = parts[2:]

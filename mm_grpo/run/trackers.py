@@ -27,7 +27,6 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.rollout_log import GOLD, message_text
 from mm_grpo.terminal import redact
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -137,13 +136,11 @@ class Trackers:
                 with _warning(name, "cannot be closed; its last numbers may be lost"):
                     tracker.close()
 
-    @span("trackers")
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send the numbers among `metrics`; texts and None stay in metrics.jsonl."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._send(step, lambda tracker: tracker.log(step, numbers))
 
-    @span("trackers")
     def on_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
         due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)

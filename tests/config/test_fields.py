@@ -35,7 +35,6 @@ def refused(path: str, value: Any) -> str:
     ("path", "value", "legal"),
     [
         ("run.report", "yes", "true or false"),
-        ("run.profile", 0, "torch"),
         ("rollout.environment", 3, "a mapping of names to text"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),

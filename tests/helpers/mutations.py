@@ -102,8 +102,6 @@ learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
     wrong position | first = prompt.next_position ==> first = len(prompt.token_ids)
 learner/linear_attention.py < learner/test_linear_attention.py
     dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
-learner/state.py < run/test_async_save.py run/test_checkpoint.py ! slow
-    missing clone | tensors=snapshot.copies(self.tensors) ==> tensors=self.tensors
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py

@@ -33,7 +33,7 @@ def test_the_page_the_marks_and_the_budget(
         models["qwen2_5_vl"],
         tmp_path / "run",
         rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
-        run={"max_steps": 3, "save_every": 0, "save_model": False, "keep_rollouts": 0,
+        run={"max_steps": 3, "save_every": 0, "save_model": False,
              "guards": {"no_update": "off", "zero_std": "off", "no_reward": "off"}},
     )  # fmt: skip
     rows = [
@@ -51,7 +51,7 @@ def test_the_page_the_marks_and_the_budget(
     paths = trainer.folder.paths
     page = paths.report.read_text()
     assert '"steps":3' in page and GENERATOR.decode() in page
-    assert logged_steps(paths) == [1, 3]
+    assert logged_steps(paths) == [1, 2, 3]
     row = read_rollouts(paths, 3)[0]
     width, height = 112, 56
     (mark,) = row["gold"]
