@@ -390,7 +390,7 @@ class GRPOTrainer:
     def _watched(self, done: int) -> Iterator[None]:
         """What shows the run while it goes on: page, terminal and trackers."""
         config, run, first = self.config, self.folder, self.ranks.first
-        page = LivePage(run.paths, REPORT_EVERY if config.run.report else None)
+        pages = [LivePage(run.paths, REPORT_EVERY)] if config.run.report else []
         self._call("on_train_begin", step=done)
         batch, memory = (
             config.batch_sentence(processes=self.ranks.world),
@@ -401,13 +401,13 @@ class GRPOTrainer:
         self.progress = Progress(
             self.plan.max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
         )
-        self.callbacks.surround([run, page, self.trackers], [self.progress, self.guards])
+        self.callbacks.surround([run, *pages, self.trackers], [self.progress, self.guards])
         with self.progress, self.trackers.open(config):
             try:
                 yield
             finally:
                 self._close_workers()
-                if first:
+                for page in pages if first else ():
                     page.write()
 
     def _before_steps(self, done: int, kept: Mapping[str, Any]) -> None:

@@ -150,20 +150,16 @@ def load_eval(
 def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
     """Warn of evaluation sets with rows of `train`: the same messages, about the same files or bytes.
 
-    Of sets in memory; pictures that are drawn, and copies under another name, `check` compares by their pixels.
+    Of sets in memory; pictures that are drawn, and copies under another name, are not compared.
     """
     known = dict(train.row_keys()) if sets else {}
     for name, rows in sets.items():
         if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
-            log.warning("%s", shared_sentence(name, len(same), len(rows), same[0]))
-
-
-def shared_sentence(name: str, same: int, rows: int, example: Sequence[str]) -> str:
-    """What is said of an evaluation set with rows of the training set, of which one has these two names."""
-    return (
-        f"{name}: {same} of {rows} rows are rows of train too, such as {example[0]}, which is {example[1]}: what they "
-        "score was learned by heart"
-    )
+            log.warning(
+                "%s: %d of %d rows are rows of train too, such as %s, which is %s: what they score was learned by "
+                "heart",
+                *(name, len(same), len(rows), *same[0]),
+            )
 
 
 def _load_checked(

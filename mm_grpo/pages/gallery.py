@@ -3,7 +3,7 @@
 The rule, which the page states: the last logged step and the first, then steps spread evenly between, each with at most
 its share of the budget, until the page holds `Budget.texts` bytes of text or `Budget.images` bytes of images. Of a step
 that does not fit, the groups whose rewards differ most. An image is held once, whatever the number of groups that name
-it. Of an evaluation, each row's first answers and its last ones, with those of its blind control.
+it. Of an evaluation, each row's first answers and its last ones, its blind control left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.pages.page import Picture, as_text, cut, data_url, encode_image
-from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import GOLD, evaluated_steps, logged_steps, message_text
 
@@ -32,8 +31,6 @@ LARGEST_PNG = 200_000
 LONGEST_PROMPT = 4000
 LONGEST_TEXT = 6000
 """Characters of an answer, and of its thinking."""
-FOLDED_FROM, IN_VIEW = 1500, 600
-"""Characters from which an answer without tags is folded, and those at its end that stay in view."""
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MOST_OVERLAYS = 200
 SHADED_FROM = 0.1
@@ -236,32 +233,23 @@ def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """The thinking of a completion, and what stays in view: the answer.
-
-    Thinking ends with the last `</think>`; what is never closed is thinking whole. Of a long text without tags the end
-    stays in view, from its `<answer>` block where it has one.
+    """The thinking of a completion, which ends with the last `</think>` or never, and what stays in view: the answer.
 
     >>> split_thinking("<think>2 + 2</think> 4"), split_thinking("2 + 2</think>4", opened=True)
     (('<think>2 + 2</think>', '4'), ('2 + 2</think>', '4'))
     """
     tags = list(_THINKING.finditer(text))
-    if tags or opened:
-        end = tags[-1].end() if tags and tags[-1][1] else len(text)
-        return text[:end], text[end:].lstrip()
-    if len(text) < FOLDED_FROM:
+    if not tags and not opened:
         return "", text
-    answer = final_part(text)
-    at = min(text.rfind(answer) if answer != text else len(text), len(text) - IN_VIEW)
-    return text[:at], text[at:]
+    end = tags[-1].end() if tags and tags[-1][1] else len(text)
+    return text[:end], text[end:].lstrip()
 
 
 def images_of(group: Mapping[str, Any]) -> list[str]:
-    """The names of the images of a group, those of its turns among them."""
-    blind = group.get("blind", {"images": []})
-    ends = [one.get(when, ()) for one in (group, blind) for when in ENDS]
-    answers = [*group.get("completions", ()), *(answer for end in ends for answer in end)]
+    """The names of the images of a group or an evaluation row, those of its turns among them."""
+    answers = [one for when in ("completions", *ENDS) for one in group.get(when, ())]
     of_turns = (name for one in answers for turn in one.get("turns", ()) for name in turn["images"])
-    return list(dict.fromkeys((*group["images"], *blind["images"], *of_turns)))
+    return list(dict.fromkeys((*group["images"], *of_turns)))
 
 
 def picture(paths: RunPaths, name: str) -> Picture | None:
@@ -283,38 +271,25 @@ def picture(paths: RunPaths, name: str) -> Picture | None:
 def _evaluations(
     paths: RunPaths, budget: Budget, pictures: Pictures, run: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Each evaluation row's first and last answers, with those of the blind control, and the bytes of their texts.
-
-    They take a quarter of the budget at most.
-    """
+    """Each evaluation row's first and last answers, and the bytes of their texts: a quarter of the budget at most."""
     limit, used = budget.texts // 4, 0
     found: list[dict[str, Any]] = []
     rows: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
-    blind: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     steps = evaluated_steps(paths)
     for when, step in zip(ENDS, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
         for row in read_rows(paths.evaluation_file(step), budget.read // 8)[0]:
-            held = blind if row["blind"] else rows
-            held.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
-    for key, answers in rows.items():
-        row = {**_prompt(next(iter(answers.values()))[0], run), "set": key[0], **_ends(answers)}
-        if key in blind:
-            head = next(iter(blind[key].values()))[0]
-            row["blind"] = {"kind": head["blind"], "images": _names(head["images"]), **_ends(blind[key])}
+            if not row["blind"]:
+                rows.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
+    for (name, _), answers in rows.items():
+        row = {**_prompt(next(iter(answers.values()))[0], run), "set": name}
+        for when, given in answers.items():
+            row[when] = [describe_completion(one) for one in given[:ANSWERS_PER_ROW]]
+            row[f"{when}_step"] = given[0]["step"]
         size = len(json.dumps(row, ensure_ascii=False))
         if used + size <= limit and pictures.take(paths, images_of(row)):
             used += size
             found.append(row)
     return found, used
-
-
-def _ends(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """The answers `before` and `after`, each where there is one, with its step."""
-    found: dict[str, Any] = {}
-    for when, given in answers.items():
-        found[when] = [describe_completion(one) for one in given[:ANSWERS_PER_ROW]]
-        found[f"{when}_step"] = given[0]["step"]
-    return found
 
 
 def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:

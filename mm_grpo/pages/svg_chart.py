@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 
-from mm_grpo.pages.curves import Point, Trace
+from mm_grpo.pages.curves import Point, thinned
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 460, 58, 446, 10, 190
 COLOURS = ("#2b66c4", "#c1590c", "#12806a", "#8242a8", "#b3245f", "#6b6f0f")
@@ -40,10 +40,8 @@ def line_chart(
     parts.append(f'<text x="{LEFT}" y="{BOTTOM + 16}">step {first:g}</text>')
     parts.append(f'<text class="end" x="{RIGHT}" y="{BOTTOM + 16}">{last:g}</text>')
     for i, (name, points) in enumerate(lines):
-        trace, colour = Trace(), COLOURS[i % len(COLOURS)]
-        for x, y in points:
-            trace.add(x, y)
-        for known_here, stretch in groupby(trace.points, key=lambda point: point[1] is not None):
+        colour = COLOURS[i % len(COLOURS)]
+        for known_here, stretch in groupby(thinned(points)["points"], key=lambda point: point[1] is not None):
             if known_here:
                 path = " ".join(place(x, y) for x, y in stretch if y is not None)
                 parts.append(f'<polyline stroke="{colour}" points="{path}"/>')

@@ -184,8 +184,6 @@ run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if manifest["frozen"] != identity["frozen"]: ==> if False:
 run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
     skipped check | if step_of(old) != contents.spared: ==> if True:
-run/metrics.py < run/test_run_metrics.py
-    off by one | data = data[: data.rfind(b"\n") + 1] ==> data = data[: data.rfind(b"\n")]
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != known: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
