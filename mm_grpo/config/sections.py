@@ -585,4 +585,5 @@ class RunConfig(Section):
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
     phantom_advantage. Default: {}."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics and tables of completions with images go as well: tensorboard, wandb, trackio. Default: []."""
+    """Where metrics go as well: tensorboard, wandb, trackio; the last two also get tables of completions with images.
+    Default: []."""

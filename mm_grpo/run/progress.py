@@ -48,7 +48,8 @@ class Progress:
     """Shows the steps up to `total`, of which `first` are done; use it as a context manager.
 
     It opens with `headline`. On a terminal it is a bar that stays at the bottom; elsewhere each step prints a line, so
-    that a log file stays readable. `quiet` prints nothing: for processes other than the first. `tokens` are those of the steps that are done, of prompts and completions.
+    that a log file stays readable. `quiet` prints nothing: for processes other than the first. `tokens` are those of
+    the steps that are done, of prompts and completions.
     """
 
     def __init__(
