@@ -53,7 +53,7 @@ from mm_grpo.run.paths import REPORT_EVERY, dated
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
-from mm_grpo.run.summary import seen_in, summary_of
+from mm_grpo.run.summary import summary_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import timed
@@ -103,7 +103,6 @@ class GRPOTrainer:
         self.folder = self._look_at_folder(inputs_of(config, train=train, eval=eval, rewards=rewards))
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
         self._load(model, processor)
-        self._passed_in = model is not None
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config, self._call)
         log = self.folder.append_event if self.ranks.first else None
         self.guards = Guards(config, self.scorer.specs, log)
@@ -441,9 +440,7 @@ class GRPOTrainer:
     def _finish(self, step: int, started: float) -> dict[str, Any]:
         """Save the model and write the summary of a run that ended after `step`."""
         run, saved = self.folder, self.config.run.save_model
-        kept, why = self.evaluations.kept_step(
-            step, checkpoints_in(run.paths.checkpoints), base=not self._passed_in
-        )
+        kept, why = self.evaluations.kept_step(step, checkpoints_in(run.paths.checkpoints))
         with self.ranks.fail_together("saving the model"):
             if self.ranks.first and saved:
                 with self.checkpoints.weights_of(kept) if kept != step else nullcontext():
@@ -451,8 +448,8 @@ class GRPOTrainer:
                     if self.config.model.lora is not None:
                         run.replace_folder("adapter", self.save_adapter)
                 self.callbacks.call("on_save", trainer=self, step=kept, path=run.paths.model)
-        seen, seconds = seen_in(run.paths, self.ranks), time.perf_counter() - started
-        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, seen)
+        seconds = time.perf_counter() - started
+        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None)
         summary |= {"model": {"step": kept, "why": why} if saved else None}
         if self.ranks.first:
             run.write_summary(summary)

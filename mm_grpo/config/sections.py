@@ -563,8 +563,8 @@ class RunConfig(Section):
     save_model: bool = True
     """Save the trained model at the end. Default: true."""
     keep: Literal["best", "last"] = "best"
-    """Which weights the saved model has: best (of the best evaluation, where evaluations and checkpoints were made; the
-    base model's where none was better) or last. Default: best."""
+    """Which weights the saved model has: best (of the best evaluation after a step, where evaluations and checkpoints
+    were made) or last. Default: best."""
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
     killed run redoes at most so many steps. Default: null."""

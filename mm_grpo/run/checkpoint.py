@@ -19,12 +19,9 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.model import load_model
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import (
     frozen_digest,
@@ -144,21 +141,12 @@ class Checkpoints:
 
     @contextmanager
     def weights_of(self, step: int) -> Iterator[None]:
-        """Within it this process has the weights of a checkpoint, or for 0 those of `model.path`, then its own."""
+        """Within it this process has the weights of a checkpoint, then its own."""
         trained = trainable(self.learner.module)
         own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
         try:
-            if step:
-                found = read_checkpoint(self.folder / f"step-{step:06d}")
-                load_weights(trained, [found.path / str(mark["name"]) for mark in found.manifest["files"]])
-            else:
-                dtype = str(self.learner.model.dtype).removeprefix("torch.")
-                section = self.config.model.model_copy(update={"device": "cpu", "dtype": dtype})
-                with torch.random.fork_rng(devices=[]):  # adapters are drawn, and are 0 all the same
-                    base = load_model(section, self.learner.processor.family)
-                for name, parameter in base.named_parameters():
-                    if name in trained:
-                        trained[name].data.copy_(parameter)
+            found = read_checkpoint(self.folder / f"step-{step:06d}")
+            load_weights(trained, [found.path / str(mark["name"]) for mark in found.manifest["files"]])
             yield
         finally:
             for name, kept in own.items():
