@@ -338,19 +338,13 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
     (None where it cannot); "" without adapters."""
     layers = learner.adapted_layers
     merged = [layer for layer in layers if layer not in learner.factored]
-    if not layers:
-        return ""
-    if not merged:
-        sent = f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone"
-        if lent is None:
-            return sent
-        frozen = sum(p.nbytes for p in learner.model.parameters() if not p.requires_grad)
-        own = f"{lent / frozen:.1%} of the base's {frozen / 1e9:.2f} GB"
-        return f"{sent}; {own} are the engine's own tensors, in memory once"
-    return (
-        f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
-        "has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
-    )
+    if merged:
+        return (
+            f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, "
+            "which has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
+        )
+    lends = "" if lent is None else f", which lends it {lent / 1e9:.2f} GB of the base"
+    return f"adapters: sent as factors to the engine{lends}" if layers else ""
 
 
 def _prompts(

@@ -12,12 +12,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mm_grpo.pages.page import Picture, as_text, cut, data_url, encode_image
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
-from mm_grpo.run.rollout_log import GOLD, evaluated_steps, logged_steps, message_text
+from mm_grpo.run.rollout_log import (
+    GOLD,
+    evaluated_steps,
+    logged_steps,
+    message_text,
+    read_evaluation,
+    read_rollouts,
+)
 
 ENDS = ("before", "after")
 AS_LOGGED = ("reward", "parts", "advantage", "finish_reason", "tokens", "masked")
@@ -43,16 +49,15 @@ Heatmap = list[str | tuple[str, float]]
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a page may hold of texts and of images, and bytes of rollout files that are read for it."""
+    """Bytes that a page may hold of texts and of images."""
 
     texts: int
     images: int
-    read: int
 
 
-WHILE_RUNNING = Budget(500_000, 1_500_000, 2_000_000)
+WHILE_RUNNING = Budget(500_000, 1_500_000)
 """Of a page that is written while the run waits for it: some tenths of a second."""
-WHOLE = Budget(16_000_000, 16_000_000, 96_000_000)
+WHOLE = Budget(16_000_000, 16_000_000)
 
 
 @dataclass
@@ -94,16 +99,14 @@ def gather_gallery(paths: RunPaths, budget: Budget, pictures: Pictures, run: int
     logged = logged_steps(paths)
     order = spread_order(logged)
     parts = min(STEPS, len(order)) or 1
-    texts, read = budget.texts - used, budget.read
+    texts = budget.texts - used
     groups: list[dict[str, Any]] = []
     shown: set[int] = set()
     left_out = 0
     for step in order:
-        if texts <= 0 or read <= 0:
+        if texts <= 0:
             break
-        rows, size = read_rows(paths.rollout_file(step), min(read, budget.read // parts))
-        read -= size
-        found, seen, room = by_group(rows), 0, min(texts, budget.texts // parts)
+        found, seen, room = by_group(read_rollouts(paths, step)), 0, min(texts, budget.texts // parts)
         for members in sorted(found, key=reward_range, reverse=True):
             group = describe_group(members, run)
             size = len(json.dumps(group, ensure_ascii=False))
@@ -131,16 +134,6 @@ def spread_order(steps: Sequence[int]) -> list[int]:
     parts = [2**i for i in range(1, last.bit_length() + 1)]
     places = (last, 0, *(last * odd // part for part in parts for odd in range(1, part, 2)))
     return [steps[place] for place in dict.fromkeys(places)] if steps else []
-
-
-def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a log file that are whole in its first `limit` bytes, and the bytes that were read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit)
-    except FileNotFoundError:  # removed since it was listed
-        return [], 0
-    return [json.loads(line) for line in data.split(b"\n")[:-1]], len(data)
 
 
 def by_group(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -277,7 +270,7 @@ def _evaluations(
     rows: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     steps = evaluated_steps(paths)
     for when, step in zip(ENDS, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
-        for row in read_rows(paths.evaluation_file(step), budget.read // 8)[0]:
+        for row in read_evaluation(paths, step):
             if not row["blind"]:
                 rows.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
     for (name, _), answers in rows.items():

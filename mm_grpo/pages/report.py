@@ -55,7 +55,7 @@ class Report:
 
     def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
         """Everything the page shows, and its pictures."""
-        share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
+        share = Budget(budget.texts // len(self.runs), budget.images // len(self.runs))
         pictures = Pictures(0)
         configs = [config_of(paths) for paths in self.runs]
         curves = [Curves(iter_metrics(p.metrics) if p.metrics.is_file() else ()) for p in self.runs]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove, unfinished_writes
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
@@ -125,8 +125,6 @@ class RunFolder:
             if not self._resume:
                 _remove_run(paths, self._lock.mark)
             self._lock.add(self._writes)
-            for left in _unfinished(paths, self._lock.mark):
-                left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
             for former in (paths.expected, paths.error):  # of a run that goes on without it
                 former.unlink(missing_ok=True)
@@ -270,7 +268,7 @@ def _held(paths: RunPaths, mark: RunMark) -> list[str]:
 
 def _remove_run(paths: RunPaths, mark: RunMark) -> None:
     """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
-    for path in (*_unfinished(paths, mark), *_written(paths, mark)):
+    for path in _written(paths, mark):
         remove(path)
     for name in (*FOLDERS, *BY_CONFIG):
         top = paths.root / name
@@ -301,15 +299,6 @@ def _files_in(folder: Path, mark: RunMark, *, own: bool = True) -> list[Path]:
         return [folder] if own else []
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is own]
-
-
-def _unfinished(paths: RunPaths, mark: RunMark) -> list[Path]:
-    """Files of a run that was killed while it wrote them, under their temporary names."""
-    found = {path: name for path, name in unfinished_writes(paths.root).items() if mark.owns(name)}
-    if mark.owns("rollouts"):
-        inner = unfinished_writes(paths.rollouts) | unfinished_writes(paths.images)
-        found |= {path: name for path, name in inner.items() if _is_rollout(name)}
-    return list(found)
 
 
 def _is_rollout(name: str) -> bool:
