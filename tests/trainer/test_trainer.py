@@ -185,7 +185,7 @@ def test_a_short_trial_is_cut_and_evaluated_ten_times(
 
 def test_a_path_is_no_loaded_model(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "run")
-    with pytest.raises(ConfigError, match="^model = 'some/model': must be a loaded one"):
+    with pytest.raises(ConfigError, match=r"^model = 'some/model': must be a loaded one"):
         GRPOTrainer(config, train=ROWS, rewards=[vowels], model="some/model")
 
 
