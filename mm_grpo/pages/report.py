@@ -59,14 +59,14 @@ class Report:
         pictures = Pictures(0)
         configs = [config_of(paths) for paths in self.runs]
         curves = [Curves(iter_metrics(p.metrics) if p.metrics.is_file() else ()) for p in self.runs]
-        runs, galleries, blind = [], [], [(one.get("run") or {}).get("eval_blind") for one in configs]
+        runs, galleries = [], []
         for i, (paths, name) in enumerate(zip(self.runs, run_names(self.runs), strict=True)):
             pictures.limit += share.images
             galleries.append(gather_gallery(paths, share, pictures, i))
             one = {
                 "name": name,
                 "summary": read_summary(paths),
-                "blind": blind[i],
+                "blind": (configs[i].get("run") or {}).get("eval_blind"),
                 **curves[i].numbers(),
                 "events": read_events(paths.events)[-MOST_EVENTS:],
                 "config": str(redact(paths.config.read_text(encoding="utf-8")))
@@ -83,7 +83,7 @@ class Report:
         data = {
             "kind": "run",
             "runs": runs,
-            "charts": list(self._charts(curves, blind, expected)),
+            "charts": list(self._charts(curves, expected)),
             "expected": list(dict.fromkeys(f"{curve.metric}: {curve.source}" for curve in expected if curve)),
             "groups": [group for gallery in galleries for group in gallery.groups],
             "evaluations": [row for gallery in galleries for row in gallery.evaluations],
@@ -93,10 +93,7 @@ class Report:
         return data, pictures.held
 
     def _charts(
-        self,
-        curves: Sequence[Curves],
-        blind: Sequence[str | None],
-        expected: Sequence[ExpectedCurve | None],
+        self, curves: Sequence[Curves], expected: Sequence[ExpectedCurve | None]
     ) -> Iterator[dict[str, Any]]:
         """The charts that have values; one that is `zero` throughout is named instead of drawn.
 
@@ -104,7 +101,7 @@ class Report:
         """
         accuracy: list[dict[str, Any]] = []
         for place, curve in enumerate(CURVES):
-            lines = list(self._lines(place, curve, curves, blind))
+            lines = list(self._lines(place, curve, curves))
             if len(lines) < (1 if len(self.runs) > 1 else curve.least):
                 continue
             if curve.title == "Evaluation reward" and lines == accuracy:
@@ -117,22 +114,20 @@ class Report:
                 "smooth": curve.smooth,
                 "zero": not curve.zeros and not any(y for line in lines for _, y in line["points"]),
                 "lines": lines,
-                "expected": expected_lines(place, len(lines) > 1, expected, blind),
+                "expected": expected_lines(place, len(lines) > 1, expected),
             }
 
-    def _lines(
-        self, place: int, curve: Curve, curves: Sequence[Curves], blind: Sequence[str | None]
-    ) -> Iterator[dict[str, Any]]:
+    def _lines(self, place: int, curve: Curve, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
         """The lines of one chart."""
         several = len(self.runs) > 1
-        for run, (name, own, kind) in enumerate(zip(run_names(self.runs), curves, blind, strict=True)):
+        for run, (name, own) in enumerate(zip(run_names(self.runs), curves, strict=True)):
             lines = own.lines[place]
             for metric, points in lines.items():
                 if all(y is None for _, y in points) or (several and curve.alone not in ("", metric)):
                     continue
-                label = line_name(metric, kind)
+                label = metric
                 if several:
-                    label = f"{name} {label}" if len(lines) > 1 else name
+                    label = f"{name} {metric}" if len(lines) > 1 else name
                 yield {"label": label, **({"run": run} if several else {}), **thinned(points)}
 
 
@@ -155,22 +150,14 @@ class LivePage:
             logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
 
 
-def line_name(metric: str, blind: str | None) -> str:
-    """The name of a line: of the blind control, how it was made."""
-    return f"images {blind}" if blind and metric == "blind" else metric
-
-
-def expected_lines(
-    place: int, named: bool, expected: Sequence[ExpectedCurve | None], blind: Sequence[str | None]
-) -> list[dict[str, Any]]:
+def expected_lines(place: int, named: bool, expected: Sequence[ExpectedCurve | None]) -> list[dict[str, Any]]:
     """The expected curves of the chart at `place`, `named` by their metric; one that several runs expect is once."""
-    found: dict[ExpectedCurve, dict[str, Any]] = {}
-    for curve, kind in zip(expected, blind, strict=True):
-        for at, metric in places_of(curve.metric) if curve is not None else ():
-            if curve is not None and at == place:
-                label = f"expected {line_name(metric, kind)}" if named else "expected"
-                found[curve] = {"label": label, "points": list(zip(curve.steps, curve.values, strict=True))}
-    return list(found.values())
+    found = []
+    for curve in dict.fromkeys(filter(None, expected)):
+        for metric in (metric for at, metric in places_of(curve.metric) if at == place):
+            label = f"expected {metric}" if named else "expected"
+            found.append({"label": label, "points": list(zip(curve.steps, curve.values, strict=True))})
+    return found
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:

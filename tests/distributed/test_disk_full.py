@@ -53,7 +53,7 @@ def test_a_disk_that_fills_up(models: dict[str, Path], tmp_path: Path) -> None:
     assert all(mark_of(good / mark["name"]).as_dict() == mark for mark in manifest["files"])
     assert min(mark["bytes"] for mark in manifest["files"]) > LIMIT
     steps = [row["step"] for row in metrics_of(folder)]
-    assert steps in ([*range(5)], [*range(6)])  # a thread met the full disk after step 4
+    assert steps == [*range(5)]
     assert not (folder / "model").exists()
     codes, said = train("large")
     assert codes == [0] * world, said

@@ -1,4 +1,4 @@
-"""Both pages in a browser: what they draw, boxes at their pixels, filters, a phone, the dark, hostile texts."""
+"""Both pages in a browser: what they draw, boxes at their pixels, filters, a phone, hostile texts."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.browser import DARK, LIGHT, Site, browse, found_by, needs_browser, serving
+from helpers.browser import LIGHT, Site, browse, found_by, needs_browser, serving
 from helpers.runs import group
 from helpers.runs import run as finished_run
 from PIL import Image
@@ -197,7 +197,7 @@ def test_what_is_drawn_of_a_run_and_what_filters_do(report: Path, site: Site, tm
         ),
         "Reward mean reward; Evaluation accuracy share right; Sight nats per completion; Reward parts mean score; "
         "Step time by phase seconds",
-        "58,154 252,145 446,145", "a; images removed; expected a", "expected a, step 20: 0.9",
+        "58,154 252,145 446,145", "a; blind; expected a", "expected a, step 20: 0.9",
         "11101", "0 throughout, and not drawn: kl to the reference."[-47:],
         "11", "1",  # ten groups and the image of a turn: one picture
         "[20, 20, 120, 100]", "thinking, 335 characters",
@@ -242,32 +242,21 @@ def test_what_is_drawn_of_two_runs(site: Site, tmp_path: Path) -> None:
 
 
 PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
-    && !e.closest("pre, figure svg, .picture, .scroll")).length,
-  view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
-  page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e"), (() => { if (find("f-kind")) fill("f-kind", "evaluations"); return page.documentElement.scrollWidth; })()"""
-
-
-def on_a_phone(
-    site: Site, tmp_path: Path, page: Path, scheme: str, ground: str, script: str = "1"
-) -> list[str]:
-    """What `script` is on the page, which a screen of 360 pixels shows whole, and which asks for nothing."""
-    title = re.findall("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[0]
-    looks = PHONE.replace("SITE", json.dumps(site.address))
-    found = look(site, tmp_path, page, f"{looks}, {script}", scheme, width=360)
-    assert found[:9] == ["360", "0", ground, title, "1", "0", "true", "false", "360"]
-    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
-    return found[9:]
-
-
-def test_a_phone_in_the_dark_shows_a_run_whole(report: Path, site: Site, tmp_path: Path) -> None:
-    on_a_phone(site, tmp_path, report, DARK, "rgb(20, 21, 25)")
+    && !e.closest("pre, .picture, .scroll")).length, page.title, all("script:not([type])").length,
+  all("img, link, iframe").length, page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e")"""
 
 
 def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
+    """A screen of 360 pixels shows it whole, and it asks for nothing."""
     script = """words("h2"), words("h2 + p, h2 + p + p"), words("h3.bad"), words("ul b"),
       words(".checked:nth-of-type(1) .legend").trim(), all("svg.picture").length, words(".checked:nth-of-type(1) .soft"),
       all(".checked pre")[0].querySelectorAll("b").length, words(".checked:nth-of-type(1) dt")"""
-    found = on_a_phone(site, tmp_path, check, LIGHT, "rgb(247, 247, 245)", script)
+    looks = PHONE.replace("SITE", json.dumps(site.address))
+    shown = look(site, tmp_path, check, f"{looks}, {script}", LIGHT, width=360)
+    title = re.findall("<title>(.*?)</title>", check.read_text(encoding="utf-8"))[0]
+    assert shown[:7] == ["360", "0", title, "1", "0", "true", "false"]
+    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
+    found = shown[7:]
     assert found[0] == "train; eval"
     assert re.match(r"3 rows can be used.* The longest is train.jsonl:3.;", found[1])
     assert found[2:4] == ["1 row cannot be used", "train.jsonl:4"] and found[5] == "6"

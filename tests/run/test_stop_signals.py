@@ -72,13 +72,6 @@ def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
-@pytest.mark.parametrize("number", STOPPING, ids=lambda n: n.name)
-def test_each_signal_is_noted(number: signal.Signals) -> None:
-    with StopSignals(quiet=True) as signals:
-        os.kill(os.getpid(), number)
-        assert signals.asked == number
-
-
 def test_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
