@@ -148,18 +148,24 @@ def load_eval(
 
 
 def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
-    """Warn of evaluation sets with rows of `train`: the same messages, about the same files or bytes.
+    """Warn of evaluation sets with rows of `train`."""
+    for sentence in shared_rows(train, sets):
+        log.warning("%s", sentence)
+
+
+def shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> list[str]:
+    """A sentence about each evaluation set with rows of `train`: the same messages, about the same files or bytes.
 
     Of sets in memory; pictures that are drawn, and copies under another name, are not compared.
     """
-    known = dict(train.row_keys()) if sets else {}
+    known, found = dict(train.row_keys()) if sets else {}, []
     for name, rows in sets.items():
         if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
-            log.warning(
-                "%s: %d of %d rows are rows of train too, such as %s, which is %s: what they score was learned by "
-                "heart",
-                *(name, len(same), len(rows), *same[0]),
+            found.append(
+                f"{name}: {len(same)} of {len(rows)} rows are rows of train too, such as {same[0][0]}, which is "
+                f"{same[0][1]}: what they score was learned by heart"
             )
+    return found
 
 
 def _load_checked(

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import plan_run, processor_of
-from mm_grpo.data.sources import load_eval, load_train, warn_of_shared_rows
+from mm_grpo.data.sources import load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
@@ -120,7 +120,7 @@ def check_config(  # noqa: PLR0915
             blind_controls(first, config.run.eval_blind, several_turns=several_turns)
         except UserError as error:
             failures.append(str(error))
-    warn_of_shared_rows(train, {dataset.name: dataset for dataset in evaluations})
+    notes += shared_rows(train, {dataset.name: dataset for dataset in evaluations})
     console.print(table)
     for note in notes:
         print_line(note, console)
