@@ -68,12 +68,6 @@ def test_a_row_holds_everything_about_a_completion(tmp_path: Path) -> None:
     assert second["parts"] == {"exact": 0.0, "iou": None}
 
 
-def test_a_column_that_one_group_logged_is_null_for_the_others(tmp_path: Path) -> None:
-    write_rollouts(RunPaths(tmp_path), 1, [group(0), group(3, extra={"parsed": ["red", "blue"]})])
-    rows = read_rollouts(RunPaths(tmp_path), 1)
-    assert [r["extra"]["parsed"] for r in rows] == [None, None, "red", "blue"]
-
-
 def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     write_rollouts(paths, 1, [group(0), group(1), group(2, BLUE), group(3, None)])

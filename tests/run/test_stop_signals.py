@@ -32,7 +32,7 @@ class Send:
 @pytest.mark.slow
 def test_a_signal_ends_the_run_after_the_step(models: dict[str, Path], tmp_path: Path) -> None:
     def trainer(name: str, callbacks: Any = (), resume: bool = False) -> GRPOTrainer:
-        run = {"max_steps": 4, "save_every": 3, "report": False}
+        run = {"max_steps": 3, "save_every": 3, "report": False}
         config = config_for(models["qwen2_vl"], tmp_path / name, run=run)
         return GRPOTrainer(config, train=ROWS, rewards=[vowels], callbacks=callbacks, resume=resume)
 

@@ -19,7 +19,7 @@ def test_it_moves_every_so_many_steps_and_resumes_as_it_was(models: dict[str, Pa
     path = models["qwen2_vl"]
 
     def trainer(name: str, resume: bool = False, **run: int) -> GRPOTrainer:
-        run = {"max_steps": 5, "save_every": 3} | run
+        run = {"max_steps": 3, "save_every": 2} | run
         config = config_for(path, tmp_path / name, algorithm=MOVING, run=run)
         return GRPOTrainer(config, train=ROWS, rewards=[vowels], resume=resume)
 
@@ -37,11 +37,11 @@ def test_it_moves_every_so_many_steps_and_resumes_as_it_was(models: dict[str, Pa
     whole._step = noted  # type: ignore[method-assign,assignment]
     whole.train()
     same = [torch.equal(a, b) for a, b in pairwise(seen)]
-    assert same == [False, True, False, True]  # steps 2 and 4 move it
+    assert same == [False, True]  # step 2 moves it
 
-    trainer("cut", max_steps=3).train()
+    trainer("cut", max_steps=2).train()
     trainer("cut", resume=True).train()
     ours, theirs = rows_of(tmp_path / "cut"), rows_of(tmp_path / "whole")
     assert [r["kl"] for r in ours] == [r["kl"] for r in theirs]
     assert [r["loss"] for r in ours] == [r["loss"] for r in theirs]
-    assert theirs[3]["kl"] > 0
+    assert theirs[2]["kl"] > 0

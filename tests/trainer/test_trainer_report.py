@@ -1,4 +1,4 @@
-"""A run's page while it goes on, marks in its rollout log, and the budget of rollouts on disk."""
+"""A run's page while it goes on, and marks in its rollout log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mm_grpo.pages.page import GENERATOR
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 
 
-def test_the_page_the_marks_and_the_budget(
+def test_the_page_and_the_marks(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, int | None]] = []
