@@ -88,16 +88,3 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
         "evaluating held 64/300",
         "step 1/101  4 min 10 s left  2.0 s/step",
     ]
-
-
-def test_on_a_terminal_it_is_a_bar() -> None:
-    shown = []
-    for evaluates in (False, True):
-        where, out = console(terminal=True)
-        with Progress(4, first=1, console=where) as progress:
-            progress.on_log(2, {"reward": 0.25, "step_time": 2.0})
-            if evaluates:
-                progress.evaluating("held", 120, 300)
-        shown.append(out.getvalue())
-    assert "step 2/4  reward 0.250" in shown[0] and "━" in shown[0]
-    assert "step 2/4  evaluating held 120/300" in shown[1]

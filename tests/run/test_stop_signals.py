@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,3 @@ def test_what_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_run_in_another_thread_sets_no_handler() -> None:
-    found: list[Any] = []
-
-    def run() -> None:
-        with StopSignals(quiet=True):
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
