@@ -3,9 +3,8 @@
 A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the
 weights of the reference policy where it moves during the run (`reference.safetensors`), the log up to its step
 (`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and has the size and XXH3 of
-each file. It is filled beside, under a name that starts with a
-dot, and renamed when all of it is on the disk (checkpoint_writer.py): a folder with the right name is whole, or was
-damaged later, which the marks tell.
+each file. It is filled beside, under a name that starts with a dot, and renamed when all of it is on the disk
+(checkpoint_writer.py): a folder with the right name is whole, or was damaged later, which the marks tell.
 
 Any number of processes may resume it. The files have to lie where every process sees them.
 """

@@ -75,9 +75,9 @@ def find_model(
 ) -> RunCheckpoint | WholeModel:
     """What `given` names, and in a run's folder `which` says: best, last (also None) or step-N.
 
-    `overrides` change fields of CHANGEABLE of a run's config. `user` is the section `model` of the
-    user's own config: its path is the base model where that which the run names is not there, and the code that it
-    names may be run, as any may with `trust`. Raises ConfigError for what is no such model.
+    `overrides` change fields of CHANGEABLE of a run's config. `user` is the section `model` of the user's own config:
+    its path is the base model where that which the run names is not there, and the code that it names may be run, as
+    any may with `trust`. Raises ConfigError for what is no such model.
     """
     if which not in (None, "best", "last") and STEP.fullmatch(which or "") is None:
         raise ConfigError(f"--checkpoint {which}: must be best, last or step-N")
