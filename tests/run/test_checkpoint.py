@@ -22,7 +22,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
-from mm_grpo.run.checkpoint import Checkpoints, steps_between
+from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
 from mm_grpo.types import Completion, Group
@@ -158,11 +158,6 @@ def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: 
     (kept.folder / "step-000001" / "metrics.jsonl").write_text("junk")
     with pytest.raises(ConfigError, match=r"step-000001/metrics.jsonl"):
         kept.newest()
-
-
-def test_steps_between_checkpoints() -> None:
-    given = [(None, 3), (None, 80), (None, 5000), (0, 80), (7, 80)]
-    assert [steps_between(every, steps) for every, steps in given] == [1, 8, 100, 0, 7]
 
 
 def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from helpers.small_runs import config_for, rollouts_of, rows_of, vowels
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data import write_jsonl
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.errors import RewardError
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +107,3 @@ def test_evaluations_are_split_by_task(straight: Path) -> None:
         colour, count = (found[f"eval/held/task/{task}/reward"] for task in ("colour", "count"))
         assert count >= 10 > colour
         assert found["eval/held/reward"] == pytest.approx(0.4 * colour + 0.6 * count)
-
-
-def test_a_reward_for_a_task_that_is_not_there_is_refused_before_a_model_loads(
-    models: dict[str, Path], folder: Path, tmp_path: Path
-) -> None:
-    made = config(models, folder, tmp_path / "run", model={"path": str(tmp_path)})
-    with pytest.raises(RewardError, match="and no row of the dataset has that; in its rows task is"):
-        GRPOTrainer(made, rewards=[{"name": vowels, "as": "vowels", "when": {"task": "counting"}}])
