@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from os import devnull
 from pathlib import Path
 from statistics import median
@@ -63,7 +63,7 @@ def config_of(args: Any, model: Path, folder: Path, order: str, urls: list[str])
             "run": {
                 "dir": str(folder), "max_steps": args.steps, "overwrite": True, "report": False, "save_every": 0,
                 "save_model": False, "sight_every": 0,
-                "profile": args.profile, "guards": {"no_update": "warn", "clipped_lengths": "warn", "logp_gap": "off"},
+                "guards": {"no_update": "warn", "clipped_lengths": "warn", "logp_gap": "off"},
             },
         }
     )  # fmt: skip
@@ -93,7 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--batched-tokens", type=positive, help="tokens of a step of vLLM (max_num_batched_tokens)"
     )
-    parser.add_argument("--profile", action="store_true", help="print where each run's time goes")
     args = parse(parser, argv, "vllm")
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -110,10 +109,7 @@ def main(argv: list[str] | None = None) -> None:
             for _ in range(args.rounds):
                 for order in ORDERS:
                     steps, config = Steps(), config_of(args, model, root / "r", order, [servers[0].url])
-                    with (
-                        open(devnull, "w") as nowhere,
-                        nullcontext() if args.profile else redirect_stdout(nowhere),
-                    ):
+                    with open(devnull, "w") as nowhere, redirect_stdout(nowhere):
                         GRPOTrainer(config, callbacks=[steps]).train()
                     runs[order] += steps.metrics[2:]
     print(f"{'order':>14}" + "".join(f"{name.rpartition('/')[2]:>11}" for name in SHOWN) + f"{'ratio':>8}")

@@ -115,8 +115,8 @@ def _pass_rate_order(config: GRPOConfig, rows: Sized, steps: int) -> PassRateOrd
 
 
 @dataclass(frozen=True)
-class SamplerParts:
-    """What turns rows into prompts and samples from a model.
+class Parts:
+    """What learns and what samples; `sync` has sent the learner's weights once.
 
     `sentences` say which limits were chosen because the config sets none.
     """
@@ -125,13 +125,7 @@ class SamplerParts:
     model: Any
     prompt_builder: PromptBuilder
     engine: RolloutEngine
-    sentences: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts(SamplerParts):
-    """The same with what learns; `sync` has sent the learner's weights once."""
-
+    sentences: tuple[str, ...]
     learner: Learner
     sync: VerifiedSync
 
@@ -239,44 +233,7 @@ def build_parts(
         unshared if processor.layout == "unshared" else "",
         "" if config.rollout.engine == "transformers" else adapters_sentence(learner, lent),
     )
-    parts = (processor, model, prompt_builder, engine, tuple(filter(None, sentences)))
-    return Parts(*parts, learner=learner, sync=sync)
-
-
-def build_sampler(
-    config: GRPOConfig,
-    datasets: Iterable[Dataset],
-    *,
-    toolbox: Toolbox | None = None,
-    put_in: Callable[[Any], None] | None = None,
-    phase: Callable[[str], None] = lambda text: None,
-) -> SamplerParts:
-    """As `build_parts`, without a learner. `put_in` may replace the weights of the model once it is loaded.
-
-    An engine with weights of its own reads those at `model.path`; it is sent the others where they were replaced or
-    quantised, and servers always, and what arrived is compared with what was sent. The model is then held in the host's
-    memory.
-    """
-    from mm_grpo.learner.lora import merged_tensors
-    from mm_grpo.learner.model import load_model
-    from mm_grpo.rollout.weights import WeightLedger
-
-    embedded = config.rollout.engine == "transformers"
-    held = {"dtype": _dtype_name(config)} | ({} if embedded else {"device": "cpu"})
-    processor = processor_of(config)
-    phase(f"loading the weights of {config.model.path}")
-    model = load_model(config.model.model_copy(update=held), processor.family)
-    if put_in is not None:
-        put_in(model)
-    model.requires_grad_(False)
-    prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
-    if not embedded:
-        phase(f"starting {config.rollout.engine}")
-    engine = build_engine(limited, model, processor)
-    replaced = (put_in is not None or config.model.quantization is not None) and not embedded
-    if replaced or engine.remote:  # servers may hold any weights
-        WeightLedger().send(engine, merged_tensors(model), 0)
-    return SamplerParts(processor, model, prompt_builder, engine, (limits,) if limits else ())
+    return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
 
 
 @contextmanager
@@ -289,23 +246,44 @@ def open_sampler(
     put_in: Callable[[Any], None] | None = None,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[PromptBuilder, Sampler]]:
-    """The prompt builder of `build_sampler` and its engine, with a `toolbox` a loop of turns over it, for answers as in
-    evaluation. After the block all is closed, `scorer` and `toolbox` too."""
-    from mm_grpo.rollout.turns import sampler_of
+    """What `build_parts` makes without a learner, for answers as in evaluation: a prompt builder, and the engine, with
+    a `toolbox` a loop of turns over it. After the block all is closed, `scorer` and `toolbox` too.
 
-    parts = build_sampler(config, datasets, toolbox=toolbox, put_in=put_in, phase=phase)
+    `put_in` may replace the weights of the model once it is loaded. An engine with weights of its own reads those at
+    `model.path`; it is sent the others where they were replaced or quantised, and servers always, and what arrived is
+    compared with what was sent. The model is then held in the host's memory.
+    """
+    from mm_grpo.learner.lora import merged_tensors
+    from mm_grpo.learner.model import load_model
+    from mm_grpo.rollout.turns import sampler_of
+    from mm_grpo.rollout.weights import WeightLedger
+
+    embedded = config.rollout.engine == "transformers"
+    held = {"dtype": _dtype_name(config)} | ({} if embedded else {"device": "cpu"})
+    processor = processor_of(config)
+    phase(f"loading the weights of {config.model.path}")
+    model = load_model(config.model.model_copy(update=held), processor.family)
+    if put_in is not None:
+        put_in(model)
+    model.requires_grad_(False)
+    prompt_builder, limited, _ = _prompts(config, model, processor, datasets, toolbox)
+    if not embedded:
+        phase(f"starting {config.rollout.engine}")
+    engine = build_engine(limited, model, processor)
+    replaced = (put_in is not None or config.model.quantization is not None) and not embedded
+    if replaced or engine.remote:  # servers may hold any weights
+        WeightLedger().send(engine, merged_tensors(model), 0)
     repeats = max(config.rollout.eval.num_generations, 2)
     turns = config.rollout.max_turns if toolbox is not None else 1
     seeds = SeedPlan(config.run.seed, 1, repeats, 1, 1, turns)
-    sampler = sampler_of(config, parts.processor, parts.engine, toolbox, seeds, lambda: 0)
     try:
-        yield parts.prompt_builder, sampler
+        yield prompt_builder, sampler_of(config, processor, engine, toolbox, seeds, lambda: 0)
     finally:
-        parts.prompt_builder.close()
+        prompt_builder.close()
         scorer.close()
         if toolbox is not None:
             toolbox.close()
-        parts.engine.close()
+        engine.close()
 
 
 def _dtype_name(config: GRPOConfig) -> str:
@@ -334,19 +312,13 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
     (None where it cannot); "" without adapters."""
     layers = learner.adapted_layers
     merged = [layer for layer in layers if layer not in learner.factored]
-    if not layers:
-        return ""
-    if not merged:
-        sent = f"adapters: the engine runs those of all {len(layers)} layers itself, and is sent their factors alone"
-        if lent is None:
-            return sent
-        frozen = sum(p.nbytes for p in learner.model.parameters() if not p.requires_grad)
-        own = f"{lent / frozen:.1%} of the base's {frozen / 1e9:.2f} GB"
-        return f"{sent}; {own} are the engine's own tensors, in memory once"
-    return (
-        f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, which "
-        "has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
-    )
+    if merged:
+        return (
+            f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, "
+            "which has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
+        )
+    lends = "" if lent is None else f", which lends it {lent / 1e9:.2f} GB of the base"
+    return f"adapters: sent as factors to the engine{lends}" if layers else ""
 
 
 def _prompts(

@@ -12,7 +12,6 @@ import fcntl
 import glob
 import json
 import os
-import re
 import shutil
 import stat
 import tempfile
@@ -29,7 +28,6 @@ LARGEST_JSON = 2**30
 RUN_MARK = "mm_grpo_run.json"
 """The file by which a run's folder is known (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
-UNFINISHED = re.compile(r"\.(.+)\.\d+\.tmp")
 LEFT_AFTER = 60.0
 """Seconds after which a temporary folder that nobody holds was left by a killed process."""
 
@@ -153,12 +151,6 @@ class OutputFile:
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"{self.option} '{self.named}': {why}")
-
-
-def unfinished_writes(folder: Path) -> dict[Path, str]:
-    """What killed processes left in `folder` of files that `atomic_write` was writing: their names, by path."""
-    found = {path: UNFINISHED.fullmatch(path.name) for path in folder.glob(".*.tmp")}
-    return {path: match[1] for path, match in found.items() if match is not None}
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:

@@ -50,14 +50,13 @@ from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, dated
-from mm_grpo.run.profile import Profile
 from mm_grpo.run.progress import Progress
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
-from mm_grpo.run.summary import seen_in, summary_of
+from mm_grpo.run.summary import summary_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
-from mm_grpo.timing import span, timed
+from mm_grpo.timing import timed
 
 
 class GRPOTrainer:
@@ -104,7 +103,6 @@ class GRPOTrainer:
         self.folder = self._look_at_folder(inputs_of(config, train=train, eval=eval, rewards=rewards))
         self.trackers = Trackers.prepare(config.run.trackers if self.ranks.first else [])
         self._load(model, processor)
-        self._passed_in = model is not None
         self.checkpoints = Checkpoints(self.folder.paths, self.learner, config, self._call)
         log = self.folder.append_event if self.ranks.first else None
         self.guards = Guards(config, self.scorer.specs, log)
@@ -150,7 +148,6 @@ class GRPOTrainer:
                 inputs=inputs,
                 resume=self.resume,
                 writes=outputs_of(self.config, saves=self.save_every > 0),
-                keep_rollouts=run.keep_rollouts,
                 expected=run.expected_curve,
             )
             if run.expected_curve is not None:
@@ -218,7 +215,8 @@ class GRPOTrainer:
             raise
 
     def stop(self, reason: str = "a callback stopped it") -> None:
-        """Called by a callback, end the run as a finished one, after the step that runs: in `on_save`, after the next.
+        """Called by a callback, end the run as a finished one, after the step that runs, or called in `on_save`
+        after the next.
 
         The weights of that step are evaluated and saved as those of the last one are, and summary.json has the reason
         as `stopped`. With `resume=True` the run goes on to `max_steps`.
@@ -346,7 +344,6 @@ class GRPOTrainer:
         done, kept = self._begin()
         with self._watched(done):
             self._before_steps(done, kept)
-            self.profile.start()
             step = done
             for step in range(done + 1, last + 1):
                 due = step == last or (every > 0 and step % every == 0)
@@ -360,7 +357,6 @@ class GRPOTrainer:
                 if ended:
                     self.progress.print(f"stopped after step {step}: {self.stop_reason}")
                     break
-            self.profile.stop(self.progress.print)
             summary = self._finish(step, started)
         self._call("on_train_end", step=step, summary=summary)
         return summary
@@ -387,27 +383,23 @@ class GRPOTrainer:
 
     @contextmanager
     def _watched(self, done: int) -> Iterator[None]:
-        """What shows the run while it goes on: page, profile, terminal and trackers."""
+        """What shows the run while it goes on: page, terminal and trackers."""
         config, run, first = self.config, self.folder, self.ranks.first
-        page = LivePage(run.paths, REPORT_EVERY if config.run.report else None)
-        steps = self.plan.max_steps - done
-        profile = self.profile = Profile(config.run.profile, run.paths if first else None, steps)
+        pages = [LivePage(run.paths, REPORT_EVERY)] if config.run.report else []
         self._call("on_train_begin", step=done)
         batch, memory = config.batch_sentence(processes=self.ranks.world), run_sentence(self.learner)
-        on_disk = self.checkpoints.sentence(self.save_every), run.rollout_budget.sentence
-        headline = "\n".join(filter(None, (batch, *self._limits, memory, *on_disk)))
+        on_disk = self.checkpoints.sentence(self.save_every)
+        headline = "\n".join(filter(None, (batch, *self._limits, memory, on_disk)))
         self.progress = Progress(
             self.plan.max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
         )
-        self.callbacks.surround([run, page, self.trackers], [self.progress, self.guards])
+        self.callbacks.surround([run, *pages, self.trackers], [self.progress, self.guards])
         with self.progress, self.trackers.open(config):
             try:
                 yield
             finally:
-                profile.stop()
-                self.checkpoints.close()
                 self._close_workers()
-                if first:
+                for page in pages if first else ():
                     page.write()
 
     def _before_steps(self, done: int, kept: Mapping[str, Any]) -> None:
@@ -428,22 +420,18 @@ class GRPOTrainer:
         self.pipeline.begin(done, ahead)
 
     def _save_checkpoint(self, step: int, *, last: bool) -> None:
-        """Begin a checkpoint where one is due. Raises RunInterrupted after a signal, unless the run is over anyhow."""
+        """Write a checkpoint where one is due. Raises RunInterrupted after a signal, unless the run is over anyhow."""
         stopped, every = self.ranks.max(self.signals.asked, "stopping"), self.save_every
         best = found.step if (found := self.evaluations.best) else None
         if every and (last or stopped or best == step or step % every == 0):
-            with span("checkpoint"):
-                self.checkpoints.begin(step, self._extra(), spared=best)
-        self.checkpoints.finish(wait=bool(last or stopped))
+            self.checkpoints.save(step, self._extra(), spared=best)
         if stopped and not last:
             raise interrupted(stopped, step, step if every else None, self.folder.paths.root)
 
     def _finish(self, step: int, started: float) -> dict[str, Any]:
         """Save the model and write the summary of a run that ended after `step`."""
         run, saved = self.folder, self.config.run.save_model
-        kept, why = self.evaluations.kept_step(
-            step, checkpoints_in(run.paths.checkpoints), base=not self._passed_in
-        )
+        kept, why = self.evaluations.kept_step(step, checkpoints_in(run.paths.checkpoints))
         with self.ranks.fail_together("saving the model"):
             if self.ranks.first and saved:
                 with self.checkpoints.weights_of(kept) if kept != step else nullcontext():
@@ -451,9 +439,9 @@ class GRPOTrainer:
                     if self.config.model.lora is not None:
                         run.replace_folder("adapter", self.save_adapter)
                 self.callbacks.call("on_save", trainer=self, step=kept, path=run.paths.model)
-        seen, seconds = seen_in(run.paths, self.ranks), time.perf_counter() - started
-        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None, seen)
-        summary |= {"model": {"step": kept, "why": why} if saved else None, **self.profile.summary()}
+        seconds = time.perf_counter() - started
+        summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None)
+        summary |= {"model": {"step": kept, "why": why} if saved else None}
         if self.ranks.first:
             run.write_summary(summary)
         return summary

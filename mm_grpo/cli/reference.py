@@ -38,12 +38,12 @@ def config(
 
 
 def env() -> None:
-    """Show versions, devices and limits of this machine as JSON; nothing of it names a user or a host."""
-    from mm_grpo.run.environment import describe_environment, describe_limits
+    """Show versions and devices of this machine as JSON; nothing of it names a user or a host."""
+    from mm_grpo.run.environment import describe_environment
 
     found = describe_environment()
     del found["command"], found["started"]  # of a run
-    typer.echo(printable(json.dumps({**found, "limits": describe_limits()}, indent=2)))
+    typer.echo(printable(json.dumps(found, indent=2)))
 
 
 def _lines(fields: list[FieldHelp]) -> list[str]:

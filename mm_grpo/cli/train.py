@@ -114,10 +114,12 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
     """What to look at, and what to run next."""
     folder = Path(loaded.run.dir)
     seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
-    weights = loaded.run.save_model or any((folder / "checkpoints").glob("step-*"))
-    if summary["eval"] and weights:
+    kept = any((folder / "checkpoints").glob("step-*"))
+    if summary["eval"] and (kept or loaded.run.save_model):
         other = (summary["model"] or {}).get("step") not in (None, summary["steps"])
-        model = shlex.quote(str(folder)) + " --checkpoint best" * other
+        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * (
+            kept and other
+        )
         return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
 

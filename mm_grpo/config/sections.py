@@ -27,7 +27,6 @@ from mm_grpo.config.values import (
     Layout,
     Number,
     PathText,
-    ProfileChoice,
     ScaleRewards,
     Template,
     plain_mapping,
@@ -528,9 +527,6 @@ class RunConfig(Section):
     sight_every: int = Field(default=10, ge=0)
     """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
     first step included, >= 0; 0 is none. Default: 10."""
-    keep_rollouts: int | None = Field(default=20_000_000_000, ge=0)
-    """Bytes on disk of logged completions and their images, >= 0; the oldest go first, never those of the first and
-    the last step; null keeps all. Default: 20000000000."""
     report: bool = True
     """Write report.html. Default: true."""
     expected_curve: Annotated[PathText | None, RelativeToFile()] = None
@@ -539,8 +535,8 @@ class RunConfig(Section):
     save_model: bool = True
     """Save the trained model at the end. Default: true."""
     keep: Literal["best", "last"] = "best"
-    """Which weights the saved model has: best (of the best evaluation, where evaluations and checkpoints were made; the
-    base model's where none was better) or last. Default: best."""
+    """Which weights the saved model has: best (of the best evaluation after a step, where evaluations and checkpoints
+    were made) or last. Default: best."""
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a
     killed run redoes at most so many steps. Default: null."""
@@ -560,8 +556,6 @@ class RunConfig(Section):
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, phantom_advantage.
     Default: {}."""
-    profile: ProfileChoice = False
-    """Print where the time goes: true, or torch, which also writes torch's own trace of an update (docs/report.md).
-    Default: false."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
-    """Where metrics and tables of completions with images go as well: tensorboard, wandb, trackio. Default: []."""
+    """Where metrics go as well: tensorboard, wandb, trackio; the last two also get tables of completions with images.
+    Default: []."""

@@ -95,7 +95,6 @@ _Headline = StringConstraints(
     strip_whitespace=True, pattern=r"^\S.*(>=\s*[-+]?(\d{1,18}(\.\d*)?|\.\d+)|\smean)$"
 )
 HeadlineText = Annotated[Annotated[str, _Headline] | None, Accepts(_MARK)]
-ProfileChoice = Annotated[bool | Literal["torch"], Accepts("true, false or torch")]
 RewardEntry = Annotated[
     str | dict[str, Any],
     PlainValidator(_reward),

@@ -148,22 +148,24 @@ def load_eval(
 
 
 def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
-    """Warn of evaluation sets with rows of `train`: the same messages, about the same files or bytes.
+    """Warn of evaluation sets with rows of `train`."""
+    for sentence in shared_rows(train, sets):
+        log.warning("%s", sentence)
 
-    Of sets in memory; pictures that are drawn, and copies under another name, `check` compares by their pixels.
+
+def shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> list[str]:
+    """A sentence about each evaluation set with rows of `train`: the same messages, about the same files or bytes.
+
+    Of sets in memory; pictures that are drawn, and copies under another name, are not compared.
     """
-    known = dict(train.row_keys()) if sets else {}
+    known, found = dict(train.row_keys()) if sets else {}, []
     for name, rows in sets.items():
         if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
-            log.warning("%s", shared_sentence(name, len(same), len(rows), same[0]))
-
-
-def shared_sentence(name: str, same: int, rows: int, example: Sequence[str]) -> str:
-    """What is said of an evaluation set with rows of the training set, of which one has these two names."""
-    return (
-        f"{name}: {same} of {rows} rows are rows of train too, such as {example[0]}, which is {example[1]}: what they "
-        "score was learned by heart"
-    )
+            found.append(
+                f"{name}: {len(same)} of {len(rows)} rows are rows of train too, such as {same[0][0]}, which is "
+                f"{same[0][1]}: what they score was learned by heart"
+            )
+    return found
 
 
 def _load_checked(

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError, GuardStop, UserError
-from mm_grpo.timing import span
 
 DEADLINE = 1800.0
 """Seconds that a process waits for the others; a rollout may take one of them so much longer."""
@@ -166,8 +165,7 @@ class Ranks:
     @contextmanager
     def _watched(self, what: str) -> Iterator[None]:
         try:
-            with span("processes"):
-                yield
+            yield
         except RuntimeError as error:
             raise RankLost(
                 f"process {self.rank} of {self.world} {lost_text(what, error)} {self.deadline:g} s "

@@ -66,7 +66,7 @@ from mm_grpo.learner.step_report import (
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.processors.base import Processor
-from mm_grpo.timing import span, timed
+from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 R = TypeVar("R")
@@ -240,8 +240,7 @@ class Learner:
         number = 0
         with whole:
             for rows, pack in zip(planned, whole.packs(), strict=True):
-                with span("forward", device=True):
-                    logp, entropy, *kl = self.optimizer.forward(pack)
+                logp, entropy, *kl = self.optimizer.forward(pack)
                 own = pack if self._masked is None else own_tokens(pack, rows)
                 logp, masked_logp = logp.tensor_split([len(own.completion_index)])
                 tokens = logprobs.pack_tokens(own, logp, entropy[: len(logp)], chosen, minibatch.advantages)
@@ -258,12 +257,11 @@ class Learner:
                         tokens, taught=torch.tensor(taught).to(logp.device), twin_kl=kl[0] if kl else None
                     )
                 loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
-                with span("backward", device=True):
+                number += 1
+                self.optimizer.backward(loss, last=number == count)
+                for end in whole.ended(pack):
                     number += 1
-                    self.optimizer.backward(loss, last=number == count)
-                    for end in whole.ended(pack):
-                        number += 1
-                        self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
+                    self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
         self.module.teacher = {}
         while number < count:
             number += 1
@@ -271,8 +269,7 @@ class Learner:
             logp, entropy = self.optimizer.forward(dummy)
             self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
         live = self.ranks.sum({"live": statistics.take_live()}, "live tokens")
-        with span("optimizer", device=True):
-            return self.optimizer.apply(int(live["live"]))
+        return self.optimizer.apply(int(live["live"]))
 
     def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion]:
         """Mask the tokens of the loss, 1 or 0 by completion.
@@ -342,8 +339,7 @@ class Learner:
         work: PackStatistics | None = None,
     ) -> R:
         """What `read` makes of the packs of `items`. Collective."""
-        name = "pass without gradients"
-        with span(name, device=True), self.ranks.fail_together(f"a {name}"):
+        with self.ranks.fail_together("a pass without gradients"):
             planned = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
             with ForwardPass(module, planned, self.processor.media_token_ids, work or self._work) as whole:
                 return read(module, whole.packs())

@@ -14,7 +14,7 @@ import json
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from mm_grpo.learner.optimizer import BaseOptimizer
 BLOCK = 16 << 20
 """Bytes that are copied and hashed at once."""
 
-
 FileMark = dict[str, Any]
 """What identifies a whole file: its `name`, its size in `bytes`, and `xxh3_128` of them.
 
@@ -43,37 +42,9 @@ class StateFile:
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
 
-    def copied(self, snapshot: Snapshot) -> StateFile:
-        """The same of this moment: later updates do not change it."""
-        return replace(self, tensors=snapshot.copies(self.tensors))
-
     def write(self, path: Path) -> FileMark:
         """Write the file; it is on the disk when this returns. Raises OSError."""
         return _write(path, self.tensors, self.metadata)
-
-
-class Snapshot:
-    """One buffer of fp32 in the host's memory for copies of the same tensors, made again and again: taking the memory
-    anew costs more than copying. A thread writes them while training goes on.
-    """
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0)
-
-    def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Flat fp32 copies [n] of flat tensors [n]. They hold until the next call."""
-        sizes = [tensor.numel() for tensor in tensors.values()]
-        if len(self._buffer) != sum(sizes):
-            self._buffer = torch.empty(sum(sizes), dtype=torch.float32)
-        copies = dict(zip(tensors, self._buffer.split(sizes), strict=True))
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                copies[name].copy_(tensor)
-        return copies
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._buffer = torch.empty(0)
 
 
 def state_file(optimizer: BaseOptimizer) -> StateFile:

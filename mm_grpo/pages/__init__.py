@@ -5,7 +5,6 @@
     curves          the metrics that it draws, in a bounded number of points
     gallery         its groups and evaluation rows, chosen by a budget, with the sight of their tokens
     check_page      the page of a check: what the model sees of the first rows
-    svg_chart       line charts as SVG files, for what has no script: a model's card, the README
 
 Python chooses and bounds what a page shows; every word and colour around it is page.js's. To show more: put it into the
 data of report.py or check_page.py, and draw it in page.js.

@@ -1,18 +1,17 @@
 """The page of `mm-grpo check --page`: what the model sees of the first rows.
 
 Images at the size that the processor gives them, with the gold boxes and points of run/overlays.py drawn over them; the
-prompt decoded from the very ids that the engine is sent; counts of tokens; rows that are refused; rows that training
-and evaluation share. `CheckPage` is given rows while they are checked, so that nothing is made twice.
+prompt decoded from the very ids that the engine is sent; counts of tokens; rows that are refused. `CheckPage`
+is given rows while they are checked, so that nothing is made twice.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import OutputFile
@@ -35,24 +34,17 @@ LONGEST_TEXT = 20_000
 LONGEST_VALUE = 400
 LISTED = 50
 """Refused rows of a set that are listed; the others are counted."""
-EXAMPLES = 8
-"""Rows that training and evaluation share, of which as many are named."""
-BARS = 24
-
-_Row = tuple[str, bytes, bytes | None]
-"""A row with the digests of all that the model sees of it, and of its images alone."""
 Answer = Callable[["RewardSpec", "Prompt"], str | None]
 
 
 @dataclass
 class _Set:
-    """One set: lengths of its prompts with their rows, rows that are refused, rows that are shown, and digests."""
+    """One set: lengths of its prompts with their rows, rows that are refused, rows that are shown."""
 
     lengths: list[tuple[int, str]] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)
     shown: list[dict[str, Any]] = field(default_factory=list)
     left_out: int = 0
-    rows: list[_Row] = field(default_factory=list)
 
 
 class CheckPage:
@@ -87,7 +79,6 @@ class CheckPage:
         row = row.rsplit("/", 1)[-1]
         of_set = self._sets.setdefault(name, _Set())
         of_set.lengths.append((len(prompt.token_ids), row))
-        of_set.rows.append((row, *_digests(prompt)))
         if len(of_set.lengths) > self._rows:
             return
         shown, pictures = self._describe(row, prompt) if not of_set.left_out else ({}, {})
@@ -130,24 +121,7 @@ class CheckPage:
             for name, of_set in self._sets.items()
         ]
         megabytes = MOST_BYTES // 1_000_000
-        return {"kind": "check", "megabytes": megabytes, "sets": sets, "overlaps": self.overlaps()}
-
-    def overlaps(self) -> list[dict[str, Any]]:
-        """What each other set shares with the training set."""
-        train = self._sets.get("train", _Set()).rows
-        others = [
-            (name, of_set.rows) for name, of_set in self._sets.items() if name != "train" and of_set.rows
-        ]
-        return [self._overlap(name, rows, train) for name, rows in others] if "train" in self._sets else []
-
-    def _overlap(self, name: str, rows: Sequence[_Row], train: Sequence[_Row]) -> dict[str, Any]:
-        """Rows of a set that are also rows of the training set, and those that have its images with another text."""
-        whole = {digest: row for row, digest, _ in reversed(train)}
-        images = {digest: row for row, _, digest in reversed(train) if digest is not None}
-        same = [(row, whole[digest]) for row, digest, _ in rows if digest in whole]
-        seen = [(row, images[each]) for row, digest, each in rows if each in images and digest not in whole]
-        examples = {"examples": same[:EXAMPLES], "image_examples": seen[:EXAMPLES]}
-        return {"name": name, "rows": len(rows), "same": len(same), "images": len(seen), **examples}
+        return {"kind": "check", "megabytes": megabytes, "sets": sets}
 
     def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, Picture]]:
         """One row as the page holds it, and its pictures."""
@@ -177,22 +151,12 @@ class CheckPage:
 
 
 def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | None:
-    """The lengths of prompts in tokens: least, mean, most, the longest row, and the bars of a histogram; None without
-    rows."""
+    """The lengths of prompts in tokens: least, mean, most, and the longest row; None without rows."""
     if not lengths:
         return None
     tokens = [length for length, _ in lengths]
-    low, high = min(tokens), max(tokens)
-    width = max(1, -(-(high - low + 1) // BARS))
-    counts = Counter((length - low) // width for length in tokens)
-    starts = enumerate(range(low, high + 1, width))
-    return {
-        "low": low,
-        "mean": round(sum(tokens) / len(tokens)),
-        "high": high,
-        "longest": next(row for length, row in lengths if length == high),
-        "bars": [{"count": counts[i], "low": start, "high": start + width - 1} for i, start in starts],
-    }
+    high, longest = max(lengths, key=itemgetter(0))
+    return {"low": min(tokens), "mean": round(sum(tokens) / len(tokens)), "high": high, "longest": longest}
 
 
 def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
@@ -214,13 +178,3 @@ def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[st
             length += len(text)
             if length >= LONGEST_TEXT:
                 return
-
-
-def _digests(prompt: Prompt) -> tuple[bytes, bytes | None]:
-    """Digests of the text and the images as the model sees them, and of the images alone; None without images."""
-    images = hashlib.blake2b(digest_size=16)
-    for image in prompt.engine_prompt.images:
-        images.update(f"{image.mode} {image.size} ".encode() + image.tobytes())
-    whole = images.copy()
-    whole.update(b"|" + ",".join(map(str, prompt.engine_prompt.token_ids)).encode())
-    return whole.digest(), images.digest() if prompt.engine_prompt.images else None

@@ -1,9 +1,9 @@
-"""The curves of a run, kept in a bounded number of points however long the run is.
+"""The curves of a run, drawn in a bounded number of points however long the run is.
 
-`Curves.take` is given each row of metrics.jsonl once. A metric's points are exact up to MOST_BUCKETS rows; from then on
-neighbouring points share a bucket, whose lowest and highest value stay, so that no spike is lost. Buckets double as the
-run goes on. CURVES says which metrics are drawn, and how: to add a curve, a line there. An `ExpectedCurve` is one that
-was measured before (`run.expected_curve`, docs/recipes.md), which a page draws beside the user's own.
+A metric's points are exact up to MOST_STRETCHES rows; of a longer run the lowest and the highest value of each stretch
+stay, so that no spike is lost. CURVES says which metrics are drawn, and how: to add a curve, a line there. An
+`ExpectedCurve` is one that was measured before (`run.expected_curve`, docs/recipes.md), which a page draws beside the
+user's own.
 """
 
 from __future__ import annotations
@@ -11,24 +11,21 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import read_regular_file
-from mm_grpo.terminal import printable
 
 Point = tuple[float, float | None]
 """A step and the value there; None where nothing was measured."""
-MOST_BUCKETS = 320
+MOST_STRETCHES = 320
 MOST_LINES = 12
 """Metrics of one curve; what a reward logs under many names is no curve that can be read."""
 LAST = 10
@@ -78,116 +75,70 @@ CURVES = (
 )
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Neighbouring rows of one metric, of which `count` had a value: the last step, the sum, and both ends."""
+def thinned(points: Sequence[Point]) -> dict[str, Any]:
+    """The points of a line as a page holds them; of a long run, of each stretch the lowest, the highest and the mean.
 
-    rows: int
-    count: int
-    x: float
-    total: float
-    ends: tuple[tuple[float, float], ...]
-    """(step, value) of the lowest and of the highest; of one value once."""
-
-    @classmethod
-    def of(cls, x: float, y: float | None) -> Bucket:
-        """One row, whose value is not known where `y` is None."""
-        return cls(1, 0, x, 0.0, ()) if y is None else cls(1, 1, x, y, ((x, y),))
-
-    def join(self, other: Bucket) -> Bucket:
-        """This bucket with the one that follows."""
-        ends = (*self.ends, *other.ends)
-        if ends:
-            ends = tuple({min(ends, key=itemgetter(1)): None, max(ends, key=itemgetter(1)): None})
-        x = other.x if other.count or not self.count else self.x
-        return Bucket(self.rows + other.rows, self.count + other.count, x, self.total + other.total, ends)
-
-
-@dataclass
-class Trace:
-    """The points of one metric."""
-
-    buckets: list[Bucket] = field(default_factory=list)
-    width: int = 1
-    """Rows of a full bucket."""
-
-    def add(self, x: float, y: float | None) -> None:
-        """Take the value of one more row, in the order of the steps."""
-        one, buckets = Bucket.of(x, y), self.buckets
-        if buckets and buckets[-1].rows < self.width:
-            buckets[-1] = buckets[-1].join(one)
-            return
-        if len(buckets) >= MOST_BUCKETS:
-            self.buckets = [a.join(b) for a, b in zip(buckets[::2], buckets[1::2], strict=True)]
-            self.width *= 2
-        self.buckets.append(one)
-
-    @property
-    def points(self) -> list[Point]:
-        """Each value, or of each bucket the lowest and the highest; (step, None) where nothing was measured."""
-        found: list[Point] = []
-        for bucket in self.buckets:
-            found += sorted(bucket.ends) if bucket.count else [(bucket.x, None)]
-        return found
-
-    @property
-    def means(self) -> list[Point]:
-        """The mean of each bucket at its last step."""
-        return [(b.x, b.total / b.count if b.count else None) for b in self.buckets]
+    `points` has (step, None) where nothing was measured. `means`, at the last step of each stretch, and `width`, the
+    rows of a stretch, are there for a long run alone.
+    """
+    width = -(-len(points) // MOST_STRETCHES)
+    if width <= 1:
+        return {"points": list(points)}
+    kept, means = list[Point](), list[Point]()
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        known = [(x, y) for x, y in stretch if y is not None]
+        ends = {min(known, key=itemgetter(1)), max(known, key=itemgetter(1))} if known else {stretch[-1]}
+        kept += sorted(ends)
+        means.append((stretch[-1][0], sum(y for _, y in known) / len(known) if known else None))
+    return {"points": kept, "means": means, "width": width}
 
 
 class Curves:
-    """What the rows of one run's metrics.jsonl leave for a report."""
+    """The lines of one run's charts, and the numbers at the top of its page, from the rows of its metrics.jsonl."""
 
-    def __init__(self) -> None:
-        self.traces: list[dict[str, Trace]] = [{} for _ in CURVES]
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        self.lines: list[dict[str, list[Point]]] = [{} for _ in CURVES]
         """By curve, and by the name of the line."""
         self.last_step: int | None = None
-        self.first_reward: float | None = None
-        self.rewards: deque[float] = deque(maxlen=LAST)
-        self.seconds, self.timed = 0.0, 0
-        self.first_evaluation: dict[str, float] = {}
-        """Step and metrics under eval/ of the first row that has any; `last_evaluation` those of the last."""
-        self.last_evaluation: dict[str, float] = {}
-        self._tokens: float | None = 0.0
+        self.rewards: list[float] = []
+        self.seconds: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        """Step and metrics under eval/ of each row that has any."""
+        tokens: float | None = 0.0
+        for row in rows:
+            values = {name: _number(value) for name, value in row.items()}
+            seconds, total = values.get("step_time"), values.get("num_tokens")
+            if seconds and total is not None and tokens is not None:
+                values["tokens_per_second"] = (total - tokens) / seconds
+            self._take(row["step"], values)
+            if row["step"] > 0:
+                tokens = total
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """One more row of metrics.jsonl, in the order of the steps."""
-        step = row["step"]
+    def _take(self, step: int, values: Mapping[str, float | None]) -> None:
         self.last_step = step
-        if (reward := _number(row.get("reward"))) is not None:
-            self.first_reward = reward if self.first_reward is None else self.first_reward
-            self.rewards.append(reward)
-        seconds, tokens = _number(row.get("step_time")), _number(row.get("num_tokens"))
-        if seconds is not None:
-            self.seconds, self.timed = self.seconds + seconds, self.timed + 1
-        evaluation = {n: v for n in row if n.startswith("eval/") and (v := _number(row[n])) is not None}
-        if evaluation:
-            evaluation["step"] = step
-            self.first_evaluation = self.first_evaluation or evaluation
-            self.last_evaluation = evaluation
-        values = {name: _number(value) for name, value in row.items()}
-        if seconds and tokens is not None and self._tokens is not None:
-            values["tokens_per_second"] = (tokens - self._tokens) / seconds
+        for name, found in (("reward", self.rewards), ("step_time", self.seconds)):
+            if (value := values.get(name)) is not None:
+                found.append(value)
+        if measured := {n: v for n, v in values.items() if n.startswith("eval/") and v is not None}:
+            self.evaluations.append(measured | {"step": step})
         for name, value in values.items():
             for place, label in places_of(name):
-                traces = self.traces[place]
-                if label in traces or len(traces) < MOST_LINES:
-                    traces.setdefault(label, Trace()).add(step, value)
-        if step > 0:
-            self._tokens = tokens
+                lines = self.lines[place]
+                if label in lines or len(lines) < MOST_LINES:
+                    lines.setdefault(label, []).append((step, value))
 
     def numbers(self) -> dict[str, Any]:
         """What the cards at the top of the page are made of."""
-        rewards = self.rewards
+        last = self.rewards[-LAST:]
         return {
             "last_step": self.last_step,
-            "reward": sum(rewards) / len(rewards) if rewards else None,
-            "reward_steps": len(rewards),
-            "first_reward": self.first_reward,
-            "step_seconds": self.seconds / self.timed if self.timed else None,
-            "first_evaluation": self.first_evaluation,
-            "last_evaluation": self.last_evaluation,
+            "reward": sum(last) / len(last) if last else None,
+            "reward_steps": len(last),
+            "first_reward": self.rewards[0] if last else None,
+            "step_seconds": sum(self.seconds) / len(self.seconds) if self.seconds else None,
+            "first_evaluation": self.evaluations[0] if self.evaluations else {},
+            "last_evaluation": self.evaluations[-1] if self.evaluations else {},
         }
 
 
@@ -212,9 +163,6 @@ def _number(value: Any) -> float | None:
     return value if known else None
 
 
-Name = Annotated[str, Field(min_length=1)]
-
-
 class ExpectedCurve(BaseModel):
     """A metric's values at some steps of a run that was measured before; 0 is before the first.
 
@@ -223,33 +171,26 @@ class ExpectedCurve(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    metric: Name
-    steps: tuple[NonNegativeInt, ...] = Field(min_length=1)
+    metric: str
+    steps: tuple[int, ...] = Field(min_length=1)
     values: tuple[float, ...]
-    source: Name
+    source: str
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        if any(b <= a for a, b in pairwise(self.steps)) or len(self.values) != len(self.steps):
-            raise ValueError("steps must rise, and values must be as many")
+        if len(self.values) != len(self.steps):
+            raise ValueError("there must be as many values as steps")
+        if not places_of(self.metric):
+            raise ValueError(
+                f"report.html draws no {self.metric!r}; name reward, eval/<set>/accuracy or another"
+            )
         return self
 
 
 def read_expected_curve(path: str | PathLike[str]) -> ExpectedCurve:
     """The curve in a file. ConfigError when there is none, or none that a page draws."""
     try:
-        curve = ExpectedCurve.model_validate_json(read_regular_file(Path(path)))
-    except OSError as error:
-        raise ConfigError(
-            f"run.expected_curve = '{path}': cannot be read ({error.strerror}); name a JSON file, or null"
-        ) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"run.expected_curve = '{path}': {where}: {first['msg']}") from None
-    if not places_of(curve.metric):
-        raise ConfigError(
-            f"run.expected_curve = '{path}': metric '{printable(curve.metric, lines=False)}' is none that report.html "
-            "draws; name one of its curves, such as reward or eval/<set>/accuracy"
-        )
-    return curve
+        return ExpectedCurve.model_validate_json(read_regular_file(Path(path)))
+    except (OSError, ValidationError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"run.expected_curve = '{path}': cannot be read: {reason}") from None

@@ -3,7 +3,7 @@
 The rule, which the page states: the last logged step and the first, then steps spread evenly between, each with at most
 its share of the budget, until the page holds `Budget.texts` bytes of text or `Budget.images` bytes of images. Of a step
 that does not fit, the groups whose rewards differ most. An image is held once, whatever the number of groups that name
-it. Of an evaluation, each row's first answers and its last ones, with those of its blind control.
+it. Of an evaluation, each row's first answers and its last ones, its blind control left out.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mm_grpo.pages.page import Picture, as_text, cut, data_url, encode_image
-from mm_grpo.rewards.builtins.answers import final_part
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
-from mm_grpo.run.rollout_log import GOLD, evaluated_steps, logged_steps, message_text
+from mm_grpo.run.rollout_log import (
+    GOLD,
+    evaluated_steps,
+    logged_steps,
+    message_text,
+    read_evaluation,
+    read_rollouts,
+)
 
 ENDS = ("before", "after")
 AS_LOGGED = ("reward", "parts", "advantage", "finish_reason", "tokens", "masked")
@@ -32,8 +37,6 @@ LARGEST_PNG = 200_000
 LONGEST_PROMPT = 4000
 LONGEST_TEXT = 6000
 """Characters of an answer, and of its thinking."""
-FOLDED_FROM, IN_VIEW = 1500, 600
-"""Characters from which an answer without tags is folded, and those at its end that stay in view."""
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MOST_OVERLAYS = 200
 SHADED_FROM = 0.1
@@ -46,16 +49,15 @@ Heatmap = list[str | tuple[str, float]]
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a page may hold of texts and of images, and bytes of rollout files that are read for it."""
+    """Bytes that a page may hold of texts and of images."""
 
     texts: int
     images: int
-    read: int
 
 
-WHILE_RUNNING = Budget(500_000, 1_500_000, 2_000_000)
+WHILE_RUNNING = Budget(500_000, 1_500_000)
 """Of a page that is written while the run waits for it: some tenths of a second."""
-WHOLE = Budget(16_000_000, 16_000_000, 96_000_000)
+WHOLE = Budget(16_000_000, 16_000_000)
 
 
 @dataclass
@@ -97,16 +99,14 @@ def gather_gallery(paths: RunPaths, budget: Budget, pictures: Pictures, run: int
     logged = logged_steps(paths)
     order = spread_order(logged)
     parts = min(STEPS, len(order)) or 1
-    texts, read = budget.texts - used, budget.read
+    texts = budget.texts - used
     groups: list[dict[str, Any]] = []
     shown: set[int] = set()
     left_out = 0
     for step in order:
-        if texts <= 0 or read <= 0:
+        if texts <= 0:
             break
-        rows, size = read_rows(paths.rollout_file(step), min(read, budget.read // parts))
-        read -= size
-        found, seen, room = by_group(rows), 0, min(texts, budget.texts // parts)
+        found, seen, room = by_group(read_rollouts(paths, step)), 0, min(texts, budget.texts // parts)
         for members in sorted(found, key=reward_range, reverse=True):
             group = describe_group(members, run)
             size = len(json.dumps(group, ensure_ascii=False))
@@ -134,16 +134,6 @@ def spread_order(steps: Sequence[int]) -> list[int]:
     parts = [2**i for i in range(1, last.bit_length() + 1)]
     places = (last, 0, *(last * odd // part for part in parts for odd in range(1, part, 2)))
     return [steps[place] for place in dict.fromkeys(places)] if steps else []
-
-
-def read_rows(path: Path, limit: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of a log file that are whole in its first `limit` bytes, and the bytes that were read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(limit)
-    except FileNotFoundError:  # removed since it was listed
-        return [], 0
-    return [json.loads(line) for line in data.split(b"\n")[:-1]], len(data)
 
 
 def by_group(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -236,32 +226,23 @@ def heatmap(tokens: Tokens, whole: str, start: int, end: int) -> Heatmap | None:
 
 
 def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """The thinking of a completion, and what stays in view: the answer.
-
-    Thinking ends with the last `</think>`; what is never closed is thinking whole. Of a long text without tags the end
-    stays in view, from its `<answer>` block where it has one.
+    """The thinking of a completion, which ends with the last `</think>` or never, and what stays in view: the answer.
 
     >>> split_thinking("<think>2 + 2</think> 4"), split_thinking("2 + 2</think>4", opened=True)
     (('<think>2 + 2</think>', '4'), ('2 + 2</think>', '4'))
     """
     tags = list(_THINKING.finditer(text))
-    if tags or opened:
-        end = tags[-1].end() if tags and tags[-1][1] else len(text)
-        return text[:end], text[end:].lstrip()
-    if len(text) < FOLDED_FROM:
+    if not tags and not opened:
         return "", text
-    answer = final_part(text)
-    at = min(text.rfind(answer) if answer != text else len(text), len(text) - IN_VIEW)
-    return text[:at], text[at:]
+    end = tags[-1].end() if tags and tags[-1][1] else len(text)
+    return text[:end], text[end:].lstrip()
 
 
 def images_of(group: Mapping[str, Any]) -> list[str]:
-    """The names of the images of a group, those of its turns among them."""
-    blind = group.get("blind", {"images": []})
-    ends = [one.get(when, ()) for one in (group, blind) for when in ENDS]
-    answers = [*group.get("completions", ()), *(answer for end in ends for answer in end)]
+    """The names of the images of a group or an evaluation row, those of its turns among them."""
+    answers = [one for when in ("completions", *ENDS) for one in group.get(when, ())]
     of_turns = (name for one in answers for turn in one.get("turns", ()) for name in turn["images"])
-    return list(dict.fromkeys((*group["images"], *blind["images"], *of_turns)))
+    return list(dict.fromkeys((*group["images"], *of_turns)))
 
 
 def picture(paths: RunPaths, name: str) -> Picture | None:
@@ -283,38 +264,25 @@ def picture(paths: RunPaths, name: str) -> Picture | None:
 def _evaluations(
     paths: RunPaths, budget: Budget, pictures: Pictures, run: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Each evaluation row's first and last answers, with those of the blind control, and the bytes of their texts.
-
-    They take a quarter of the budget at most.
-    """
+    """Each evaluation row's first and last answers, and the bytes of their texts: a quarter of the budget at most."""
     limit, used = budget.texts // 4, 0
     found: list[dict[str, Any]] = []
     rows: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
-    blind: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
     steps = evaluated_steps(paths)
     for when, step in zip(ENDS, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
-        for row in read_rows(paths.evaluation_file(step), budget.read // 8)[0]:
-            held = blind if row["blind"] else rows
-            held.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
-    for key, answers in rows.items():
-        row = {**_prompt(next(iter(answers.values()))[0], run), "set": key[0], **_ends(answers)}
-        if key in blind:
-            head = next(iter(blind[key].values()))[0]
-            row["blind"] = {"kind": head["blind"], "images": _names(head["images"]), **_ends(blind[key])}
+        for row in read_evaluation(paths, step):
+            if not row["blind"]:
+                rows.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
+    for (name, _), answers in rows.items():
+        row = {**_prompt(next(iter(answers.values()))[0], run), "set": name}
+        for when, given in answers.items():
+            row[when] = [describe_completion(one) for one in given[:ANSWERS_PER_ROW]]
+            row[f"{when}_step"] = given[0]["step"]
         size = len(json.dumps(row, ensure_ascii=False))
         if used + size <= limit and pictures.take(paths, images_of(row)):
             used += size
             found.append(row)
     return found, used
-
-
-def _ends(answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """The answers `before` and `after`, each where there is one, with its step."""
-    found: dict[str, Any] = {}
-    for when, given in answers.items():
-        found[when] = [describe_completion(one) for one in given[:ANSWERS_PER_ROW]]
-        found[f"{when}_step"] = given[0]["step"]
-    return found
 
 
 def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:

@@ -231,20 +231,15 @@ function ends(row) {
     .map((when) => el("div", {}, el("h3", {}, `step ${row[when + "_step"]}`), list(row[when]))));
 }
 
-function blind_ends(row) {
-  const shown = row.blind.images.map((name, i) => picture(name, `image ${i + 1} in place of those of ${row.uid}`, [])).filter(Boolean);
-  return el("div", { class: "blind" }, el("h3", {}, `images ${row.blind.kind}`), shown.length > 0 && el("div", { class: "pictures" }, shown), ends(row.blind));
-}
-
 function card(row) {
   const evaluation = "set" in row;
   const completions = evaluation ? [...(row.before || []), ...(row.after || [])] : row.completions;
-  const made = el("article", { class: evaluation ? "group evaluation" : "group", tabindex: "-1" },
+  const made = el("article", { class: evaluation ? "group evaluation" : "group" },
     el("div", { class: "group-head" }, data.runs.length > 1 && el("b", {}, data.runs[row.run].name),
       evaluation ? el("b", {}, `evaluation ${row.set}`) : [el("b", {}, `step ${row.step}`), el("span", {}, `slot ${row.slot}${row.attempt ? `, attempt ${row.attempt}` : ""}`)],
       el("span", {}, `row ${row.uid}`)),
     el("div", { class: row.images.length ? "group-body" : "group-body bare" }, row.images.length > 0 && pictures(row, completions),
-      el("div", {}, texts(row), evaluation ? ends(row) : list(row.completions), row.blind && blind_ends(row),
+      el("div", {}, texts(row), evaluation ? ends(row) : list(row.completions),
         row.left_out > 0 && el("p", { class: "soft" }, `and ${row.left_out} more in the rollout log`))));
   made.querySelectorAll(".completion").forEach((item, place) => {
     const choose = (on) => made.querySelectorAll(".pictures svg.picture").forEach((shown) => {
@@ -257,20 +252,15 @@ function card(row) {
   return made;
 }
 
-// filters, pages, keys ------------------------------------------------------------------------
+// filters, pages ------------------------------------------------------------------------------
 
-const state = { page: 0, current: -1, shown: [] };
+const state = { page: 0, shown: [] };
 const value = (id) => (find(id) ? find(id).value.trim() : "");
 const words = new Map();
 
-function answers_of(row) {
-  const blind = row.blind || {};
-  return [...(row.completions || []), ...[row.before, row.after, blind.before, blind.after].flatMap((given) => given || [])];
-}
-
 function text_of(row) {
   if (!words.has(row)) {
-    const answers = answers_of(row);
+    const answers = row.completions || [...(row.before || []), ...(row.after || [])];
     const parts = [row.messages.map((m) => m.text), Object.values(row.answers), answers.map((one) => [plain(one.thinking), plain(one.text), (one.turns || []).map((t) => [turn_head(t), plain(t.text)])])];
     words.set(row, parts.flat(4).filter(Boolean).join("\n").toLowerCase());
   }
@@ -281,10 +271,9 @@ function filtered() {
   const kind = value("f-kind") || (data.groups.length ? "groups" : "evaluations");
   const [from, to] = (value("f-step").match(/^(\d+)(?:\s*[-–]\s*(\d+))?$/) || []).slice(1).map((text) => (text === undefined ? null : Number(text)));
   const bound = (id) => (value(id) === "" || Number.isNaN(Number(value(id))) ? null : Number(value(id)));
-  const low = bound("f-low"), high = bound("f-high"), uid = value("f-uid").toLowerCase(), text = value("f-text").toLowerCase(), run = value("f-run"), sight = value("f-sight");
+  const low = bound("f-low"), high = bound("f-high"), uid = value("f-uid").toLowerCase(), text = value("f-text").toLowerCase(), run = value("f-run");
   const step_fits = (step) => step >= from && step <= (to === null || to === undefined ? from : to);
   return data[kind].filter((row) => {
-    if (sight !== "" && !answers_of(row).some((one) => one.sight)) return false;
     if (run !== "" && row.run !== Number(run)) return false;
     if (from !== undefined && ![row.step, row.before_step, row.after_step].some((step) => step !== undefined && step_fits(step))) return false;
     if (uid && !row.uid.toLowerCase().includes(uid)) return false;
@@ -301,7 +290,6 @@ function show() {
   const start = state.page * data.page;
   const rows = state.shown.slice(start, start + data.page);
   find("groups").replaceChildren(...rows.map(card));
-  state.current = -1;
   const end = start + rows.length;
   find("status").textContent = rows.length ? `${start + 1} to ${end} of ${state.shown.length}` : "nothing fits these filters";
   find("previous").disabled = state.page === 0;
@@ -317,42 +305,9 @@ function filter() {
 function turn(pages) {
   const last = Math.max(0, Math.ceil(state.shown.length / data.page) - 1);
   const page = Math.min(last, Math.max(0, state.page + pages));
-  if (page === state.page) return false;
   state.page = page;
   show();
-  return true;
 }
-
-function go(by) {
-  const cards = () => [...find("groups").querySelectorAll(".group")];
-  let place = state.current + by;
-  if (place >= cards().length && turn(1)) place = 0;
-  else if (place < 0 && state.current >= 0 && turn(-1)) place = cards().length - 1;
-  const all = cards();
-  if (!all.length) return;
-  state.current = Math.min(all.length - 1, Math.max(0, place));
-  all.forEach((each, i) => each.classList.toggle("current", i === state.current));
-  all[state.current].focus({ preventScroll: true });
-  all[state.current].scrollIntoView({ block: "center" });
-}
-
-function fold() {
-  const cards = [...find("groups").querySelectorAll(".group")];
-  const folded = [...(cards[state.current] || find("groups")).querySelectorAll("details.thinking")];
-  const open = folded.some((each) => !each.open);
-  folded.forEach((each) => { each.open = open; });
-}
-
-const KEYS = {
-  j: () => go(1),
-  k: () => go(-1),
-  n: () => { if (turn(1)) find("groups").scrollIntoView(); },
-  p: () => { if (turn(-1)) find("groups").scrollIntoView(); },
-  t: fold,
-  e: () => { const kind = find("f-kind"); if (kind) { kind.selectedIndex = 1 - kind.selectedIndex; filter(); } },
-  c: () => find("filters").reset(),
-  "/": () => find("f-text").focus(),
-};
 
 function listen() {
   find("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -360,15 +315,6 @@ function listen() {
   find("filters").addEventListener("reset", () => setTimeout(filter));
   find("previous").addEventListener("click", () => turn(-1));
   find("next").addEventListener("click", () => turn(1));
-  document.addEventListener("keydown", (event) => {
-    if (event.target.matches("input, select")) {
-      if (event.key === "Escape") event.target.blur();
-      return;
-    }
-    if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
-    event.preventDefault();
-    KEYS[event.key]();
-  });
   filter();
 }
 
@@ -476,15 +422,13 @@ function rollouts() {
   const both = data.groups.length > 0 && data.evaluations.length > 0, sight = data.groups.some((row) => row.completions.some((one) => one.sight));
   const select = (id, word, options) => el("label", {}, word, el("select", { id }, options.map(([key, text]) => el("option", { value: key }, text))));
   const input = (id, word, attributes) => el("label", {}, word, el("input", { id, autocomplete: "off", ...attributes }));
-  const keys = "`j` `k` next and previous group, `n` `p` page, `t` thinking, " + (both ? "`e` evaluation rows, " : "") + "`/` text, `c` clear, `Esc` leave a field";
   return [el("h2", {}, "Rollouts"),
     el("p", { class: "lead" }, "Colour is the advantage: green is made likelier, red less likely.", data.runs.map(shown_of)), sight && sight_legend(),
     el("form", { id: "filters" }, both && select("f-kind", "show", [["groups", "rollouts"], ["evaluations", "evaluation rows"]]),
       data.runs.length > 1 && select("f-run", "run", [["", "all"], ...data.runs.map((run, i) => [i, run.name])]),
       input("f-step", "step", { placeholder: "12 or 10-20" }), input("f-low", "reward from", { inputmode: "decimal" }), input("f-high", "to", { inputmode: "decimal" }),
-      input("f-uid", "row"), sight && select("f-sight", "sight", [["", "all"], ["1", "measured"]]), input("f-text", "text", { class: "wide", type: "search" }),
+      input("f-uid", "row"), input("f-text", "text", { class: "wide", type: "search" }),
       el("button", { type: "reset" }, "clear")),
-    el("p", { class: "keys" }, keys.split("`").map((piece, i) => (i % 2 ? el("kbd", {}, piece) : piece))),
     el("nav", {}, el("button", { type: "button", id: "previous" }, "previous"), el("span", { id: "status", role: "status" }), el("button", { type: "button", id: "next" }, "next")),
     el("div", { id: "groups" })];
 }
@@ -500,19 +444,6 @@ function about(run) {
 }
 
 // the page of a check -------------------------------------------------------------------------
-
-function overlap(found) {
-  const examples = (rows, all, word) => (all ? ": " + rows.map((pair) => pair.join(word)).join(", ") + (all > rows.length ? " and others" : "") : ".");
-  return [el("h2", {}, `Rows of train in ${found.name}`),
-    el("p", found.same ? { class: "bad" } : {}, `${found.same} of ${count(found.rows, "row")} of ${found.name} have the images and the text of a row of train`, examples(found.examples, found.same, " is ")),
-    el("p", {}, `${found.images} more have the images of a row of train with another text`, examples(found.image_examples, found.images, " as "))];
-}
-
-function histogram({ bars }) {
-  const most = Math.max(...bars.map((bar) => bar.count));
-  return svg("svg", { class: "histogram", viewBox: `0 0 ${bars.length * 10} 100`, preserveAspectRatio: "none", role: "img", "aria-label": "Histogram of prompt lengths" },
-    bars.map((bar, i) => svg("rect", { x: i * 10 + 1, width: 8, y: 100 - (98 * bar.count) / most, height: (98 * bar.count) / most }, title(`${bar.low} to ${bar.high} tokens: ${count(bar.count, "row")}`))));
-}
 
 // The numbers of an overlay: of a box those of two corners.
 function coordinates({ points: ends }) {
@@ -544,7 +475,6 @@ function checked_set(set) {
   return [el("h2", {}, set.name),
     lengths && el("p", {}, `${count(set.usable, "row")} can be used. `, lengths.low === lengths.high ? `Each prompt has ${lengths.low} tokens.`
       : `Tokens of a prompt: ${lengths.low} to ${lengths.high}, ${lengths.mean} on average. The longest is ${lengths.longest}.`),
-    lengths && lengths.low < lengths.high && [histogram(lengths), el("div", { class: "scale" }, el("span", {}, `${lengths.low} tokens`), el("span", {}, lengths.bars.at(-1).high))],
     set.refused_count > 0 && [el("h3", { class: "bad" }, `${count(set.refused_count, "row")} cannot be used`),
       el("ul", {}, set.refused.map(([row, message]) => el("li", {}, el("b", {}, row), `: ${message}`)))], more > 0 && el("p", { class: "soft" }, `and ${more} more`),
     set.shown.map(checked_row),
@@ -555,7 +485,7 @@ const PAGES = {
   run: () => [data.runs.map(run_header), curves(), evaluation_table(), rollouts(), data.runs.map(about)],
   check: () => [el("h1", {}, "What the model sees"),
     el("p", { class: "lead" }, "Images at the size that the model gets them, prompts as the ids that it is sent read back; what stands on purple ground is a special token. Marked in pink is what rewards compare with."),
-    data.overlaps.map(overlap), data.sets.map(checked_set)],
+    data.sets.map(checked_set)],
 };
 
 // A row of links to the sections, above the first of them.

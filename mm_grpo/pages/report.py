@@ -1,8 +1,7 @@
 """The page of one or several runs, made from their folders alone: report.html, view.html.
 
 Curves, evaluations, groups of rollouts (gallery.py), the config with what differs from the defaults, the machine. It
-works for a run that is under way or was stopped, with what there is. A `Report` reads each row of metrics.jsonl once
-and holds a bounded number of points (curves.py), so a page costs the same at step 100 and at step 100,000.
+works for a run that is under way or was stopped, with what there is.
 """
 
 from __future__ import annotations
@@ -19,18 +18,16 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import UserError
 from mm_grpo.files import atomic_write, read_json
-from mm_grpo.pages.curves import CURVES, Curve, Curves, ExpectedCurve, places_of, read_expected_curve
+from mm_grpo.pages.curves import CURVES, Curve, Curves, ExpectedCurve, places_of, read_expected_curve, thinned
 from mm_grpo.pages.gallery import WHILE_RUNNING, WHOLE, Budget, Pictures, gather_gallery
 from mm_grpo.pages.page import Picture, render
-from mm_grpo.run.metrics import new_rows, read_events, read_summary
+from mm_grpo.run.metrics import iter_metrics, read_events, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
 
 PAGE = 10
 """Groups and evaluation rows that are shown at a time."""
 MOST_EVENTS = 200
-READ = 1 << 20
-"""Bytes of metrics.jsonl that are held at once."""
 
 logger = logging.getLogger("mm_grpo")
 
@@ -40,8 +37,6 @@ class Report:
 
     def __init__(self, runs: Sequence[RunPaths]) -> None:
         self.runs = tuple(runs)
-        self.curves = [Curves() for _ in self.runs]
-        self._read = [0 for _ in self.runs]
 
     def write(self, path: Path, budget: Budget = WHOLE) -> Path:
         """Write the page to `path`, in one piece, and return it."""
@@ -60,19 +55,19 @@ class Report:
 
     def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
         """Everything the page shows, and its pictures."""
-        self.update()
-        share = Budget(*(part // len(self.runs) for part in (budget.texts, budget.images, budget.read)))
+        share = Budget(budget.texts // len(self.runs), budget.images // len(self.runs))
         pictures = Pictures(0)
         configs = [config_of(paths) for paths in self.runs]
-        runs, galleries, blind = [], [], [(one.get("run") or {}).get("eval_blind") for one in configs]
+        curves = [Curves(iter_metrics(p.metrics) if p.metrics.is_file() else ()) for p in self.runs]
+        runs, galleries = [], []
         for i, (paths, name) in enumerate(zip(self.runs, run_names(self.runs), strict=True)):
             pictures.limit += share.images
             galleries.append(gather_gallery(paths, share, pictures, i))
             one = {
                 "name": name,
                 "summary": read_summary(paths),
-                "blind": blind[i],
-                **self.curves[i].numbers(),
+                "blind": (configs[i].get("run") or {}).get("eval_blind"),
+                **curves[i].numbers(),
                 "events": read_events(paths.events)[-MOST_EVENTS:],
                 "config": str(redact(paths.config.read_text(encoding="utf-8")))
                 if paths.config.is_file()
@@ -88,7 +83,7 @@ class Report:
         data = {
             "kind": "run",
             "runs": runs,
-            "charts": list(self._charts(blind, expected)),
+            "charts": list(self._charts(curves, expected)),
             "expected": list(dict.fromkeys(f"{curve.metric}: {curve.source}" for curve in expected if curve)),
             "groups": [group for gallery in galleries for group in gallery.groups],
             "evaluations": [row for gallery in galleries for row in gallery.evaluations],
@@ -97,23 +92,8 @@ class Report:
         }
         return data, pictures.held
 
-    def update(self) -> None:
-        """Read the rows of metrics.jsonl that were added since."""
-        for i, paths in enumerate(self.runs):
-            if not paths.metrics.is_file():
-                continue
-            if paths.metrics.stat().st_size < self._read[i]:  # cut by a run that resumed
-                self.curves[i], self._read[i] = Curves(), 0
-            while True:
-                rows, end = new_rows(paths.metrics, self._read[i], READ)
-                for row in rows:
-                    self.curves[i].take(row)
-                if end == self._read[i]:
-                    break
-                self._read[i] = end
-
     def _charts(
-        self, blind: Sequence[str | None], expected: Sequence[ExpectedCurve | None]
+        self, curves: Sequence[Curves], expected: Sequence[ExpectedCurve | None]
     ) -> Iterator[dict[str, Any]]:
         """The charts that have values; one that is `zero` throughout is named instead of drawn.
 
@@ -121,7 +101,7 @@ class Report:
         """
         accuracy: list[dict[str, Any]] = []
         for place, curve in enumerate(CURVES):
-            lines = list(self._lines(place, curve, blind))
+            lines = list(self._lines(place, curve, curves))
             if len(lines) < (1 if len(self.runs) > 1 else curve.least):
                 continue
             if curve.title == "Evaluation reward" and lines == accuracy:
@@ -134,65 +114,50 @@ class Report:
                 "smooth": curve.smooth,
                 "zero": not curve.zeros and not any(y for line in lines for _, y in line["points"]),
                 "lines": lines,
-                "expected": expected_lines(place, len(lines) > 1, expected, blind),
+                "expected": expected_lines(place, len(lines) > 1, expected),
             }
 
-    def _lines(self, place: int, curve: Curve, blind: Sequence[str | None]) -> Iterator[dict[str, Any]]:
-        """The lines of one chart; of a long run with the means of its points."""
+    def _lines(self, place: int, curve: Curve, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
+        """The lines of one chart."""
         several = len(self.runs) > 1
-        for run, (name, curves, kind) in enumerate(
-            zip(run_names(self.runs), self.curves, blind, strict=True)
-        ):
-            traces = curves.traces[place]
-            for metric, trace in traces.items():
-                if all(y is None for _, y in trace.points) or (several and curve.alone not in ("", metric)):
+        for run, (name, own) in enumerate(zip(run_names(self.runs), curves, strict=True)):
+            lines = own.lines[place]
+            for metric, points in lines.items():
+                if all(y is None for _, y in points) or (several and curve.alone not in ("", metric)):
                     continue
-                label = line_name(metric, kind)
+                label = metric
                 if several:
-                    label = f"{name} {label}" if len(traces) > 1 else name
-                means = {"means": trace.means, "width": trace.width} if trace.width > 1 else {}
-                yield {"label": label, "points": trace.points, **({"run": run} if several else {}), **means}
+                    label = f"{name} {metric}" if len(lines) > 1 else name
+                yield {"label": label, **({"run": run} if several else {}), **thinned(points)}
 
 
 class LivePage:
-    """report.html of a run that goes on: written every `every` steps and after evaluations, with 0 after evaluations
-    alone, with None not at all, and at the end."""
+    """report.html of a run that goes on: written every `every` steps, after evaluations, and at the end."""
 
-    def __init__(self, paths: RunPaths, every: int | None) -> None:
+    def __init__(self, paths: RunPaths, every: int) -> None:
         self._report, self._path, self._every = Report([paths]), paths.report, every
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the page where it is due after a step, whose `metrics` are in metrics.jsonl."""
-        evaluated = any(name.startswith("eval/") for name in metrics)
-        if evaluated or (self._every and step % self._every == 0):
+        if step % self._every == 0 or any(name.startswith("eval/") for name in metrics):
             self.write(WHILE_RUNNING)
 
     def write(self, budget: Budget = WHOLE) -> None:
         """Write the page; one that cannot be written is a warning, for `mm-grpo view` can make it later."""
-        if self._every is None:
-            return
         try:
             self._report.write(self._path, budget)
         except Exception as error:  # whatever it is: no run ends for a page
             logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
 
 
-def line_name(metric: str, blind: str | None) -> str:
-    """The name of a line: of the blind control, how it was made."""
-    return f"images {blind}" if blind and metric == "blind" else metric
-
-
-def expected_lines(
-    place: int, named: bool, expected: Sequence[ExpectedCurve | None], blind: Sequence[str | None]
-) -> list[dict[str, Any]]:
+def expected_lines(place: int, named: bool, expected: Sequence[ExpectedCurve | None]) -> list[dict[str, Any]]:
     """The expected curves of the chart at `place`, `named` by their metric; one that several runs expect is once."""
-    found: dict[ExpectedCurve, dict[str, Any]] = {}
-    for curve, kind in zip(expected, blind, strict=True):
-        for at, metric in places_of(curve.metric) if curve is not None else ():
-            if curve is not None and at == place:
-                label = f"expected {line_name(metric, kind)}" if named else "expected"
-                found[curve] = {"label": label, "points": list(zip(curve.steps, curve.values, strict=True))}
-    return list(found.values())
+    found = []
+    for curve in dict.fromkeys(filter(None, expected)):
+        for metric in (metric for at, metric in places_of(curve.metric) if at == place):
+            label = f"expected {metric}" if named else "expected"
+            found.append({"label": label, "points": list(zip(curve.steps, curve.values, strict=True))})
+    return found
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:
@@ -229,6 +194,4 @@ def run_names(runs: Sequence[RunPaths]) -> list[str]:
     names = [root.name for root in roots]
     if len(set(names)) < len(names):
         names = [f"{root.parent.name}/{root.name}" for root in roots]
-    if len(set(names)) < len(names):
-        names = [f"{i + 1}: {name}" for i, name in enumerate(names)]
     return names

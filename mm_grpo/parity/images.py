@@ -22,7 +22,6 @@ from mm_grpo.parity.gaps import gap_of
 from mm_grpo.parity.sync import Canary
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.rollout_log import add_to_rollouts
-from mm_grpo.timing import span
 from mm_grpo.types import Group
 
 Metrics = dict[str, float]
@@ -51,7 +50,6 @@ class ImageMeasures:
         self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
         return {"images/logp_change": change} if math.isfinite(change) else {}
 
-    @span("time/sight")
     def sight(self, step: int, groups: Sequence[Group]) -> Metrics:
         """On the first step and every `run.sight_every`-th: sight of a few groups, before their update. Collective.
 

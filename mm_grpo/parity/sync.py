@@ -33,7 +33,6 @@ from mm_grpo.rollout.background import Background
 from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, require_answers
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.rollout.weights import WeightLedger
-from mm_grpo.timing import span
 from mm_grpo.types import Group, Prompt
 
 CANARY_TOKENS = 32
@@ -157,8 +156,7 @@ class VerifiedSync:
             return 0, 0
         whole = frozen or self._ledger.empty or not self.engine.holds_weights
         tensors = self.learner.named_tensors(frozen=whole)
-        with span("sending weights"):
-            sent = self._ledger.send(self.engine, tensors, version)
+        sent = self._ledger.send(self.engine, tensors, version)
         self.engine.wake()  # not before: caches would take the memory that the weights pass through
         self.version = version
         return len(sent.digests), sent.bytes

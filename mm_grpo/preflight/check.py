@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import plan_run, processor_of
-from mm_grpo.data.sources import load_eval, load_train, shared_sentence
+from mm_grpo.data.sources import load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
@@ -111,11 +111,7 @@ def check_config(  # noqa: PLR0915
         ]
         notes += left_out if lengths else []
         failures += [] if lengths else left_out
-    notes += [
-        shared_sentence(one["name"], one["same"], one["rows"], one["examples"][0])
-        for one in shown.overlaps()
-        if one["same"]
-    ]
+    notes += shared_rows(train, {dataset.name: dataset for dataset in evaluations})
     console.print(table)
     for note in notes:
         print_line(note, console)

@@ -6,8 +6,7 @@ Each part is explained where it is computed: b are the bytes of a number of the 
 With gradient checkpointing each layer keeps its input, and one at a time has everything.
 
 Left out: a tower's projector, prompts that are kept for several packs, dense masks of sliding windows, buffers of
-attention kernels, the allocator's losses, and checkpoints' copies, which lie in the host's memory. Layers are taken for
-those of a Llama.
+attention kernels, and the allocator's losses. Layers are taken for those of a Llama.
 Against what autograd keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
 """
 

@@ -28,7 +28,6 @@ from mm_grpo.rewards.resolve import Entry, resolve_entries
 from mm_grpo.rewards.scores import total_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.streaming_rewards import StreamedCalls, is_streamed
-from mm_grpo.timing import span
 from mm_grpo.user_code.kept_state import kept_state
 
 if TYPE_CHECKING:
@@ -228,17 +227,16 @@ class Scorer:
                 if not one.spec.on_loop:
                     self._run_here(one)
             for each in calls:
-                with span(f"waiting for {'isolated' if each.isolated else 'async'} rewards"):
-                    each.finish()
+                each.finish()
         except BaseException:
             for each in calls:
                 each.abandon()
             raise
 
     def _run_here(self, one: RewardCalls) -> None:
-        start, name = time.perf_counter(), one.spec.name
+        start = time.perf_counter()
         try:
-            with span(f"reward {name}"), kept_state(f"reward {name!r}"):
+            with kept_state(f"reward {one.spec.name!r}"):
                 run_plain(one)
         finally:
             one.seconds += time.perf_counter() - start

@@ -21,7 +21,6 @@ from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
 from mm_grpo.rollout.group_metrics import by_value
 from mm_grpo.rollout.seeds import eval_seeds
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -141,16 +140,16 @@ def answer_rows(
         if report is not None and ranks.first:
             report(start, len(dataset))
         chunk, ahead = rows[start : start + size], rows[start + size : start + 2 * size]
-        with span("time/data"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             own = {i: i for i in ranks.shard(chunk)}
             asked = prompt_builder.evaluation.prompts(dataset, own, ranks.shard(ahead))
             seeds = [eval_seeds(config.run.seed, i, repeats, *part) for i in asked.slots]
             requests = requests_for(asked.prompts, seeds, sampling)
         scoring = begin_scoring(scorer, asked, repeats, step, ranks)
-        with span("time/rollout"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             completions = sample(engine, requests, scoring)
         groups = gather_groups(groups_of(asked.slots, asked.prompts, completions), ranks, "evaluation")
-        with span("time/rewards"), ranks.fail_together("evaluation"):
+        with ranks.fail_together("evaluation"):
             if groups:
                 scored, _ = score_groups(scorer, groups, step, scoring)
                 found += [RowScores.of(group, metric) for group in scored]

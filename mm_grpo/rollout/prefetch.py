@@ -25,7 +25,6 @@ import torch
 
 from mm_grpo.data.images import decoded_here
 from mm_grpo.rollout.background import Background
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
@@ -105,11 +104,10 @@ class Prefetcher:
         return self._threads.submit(partial(self._make, opener)).result
 
     def _make(self, opener: Callable[[], Sample]) -> Made:
-        with span("making a prompt"):
-            before = decoded_here()
-            sample = opener()
-            decoded = decoded_here() - before
-            return Made(self.process(sample), decoded)
+        before = decoded_here()
+        sample = opener()
+        decoded = decoded_here() - before
+        return Made(self.process(sample), decoded)
 
 
 def _compute_alone(others: int) -> None:

@@ -4,15 +4,14 @@
     paths        RunPaths: where each file is
     environment  environment.json: the versions and the machine
     metrics      metrics.jsonl, one object a step, and events.jsonl, the guards that fired
-    profile      run.profile: where the time goes, as a table, and torch's own trace
     summary      summary.json, the run in a few numbers
     evaluations  what the evaluations of a run found, before, best and last
-    rollout_log  rollouts/step-000001.jsonl, rollouts/images/, and run.keep_rollouts
+    rollout_log  rollouts/step-000001.jsonl, rollouts/images/
     overlays     gold and predicted boxes and points, in pixels of a row's images
     json_records records as JSON values, and back by their type hints
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
-    checkpoint_writer  its files, in the thread that writes while the run goes on
+    checkpoint_writer  its files: written beside, renamed, older ones removed
     progress     the bar on the terminal
     callbacks    objects of the user's that are called during a run
     lock         the mark of a run folder, and the lock on it while a run writes there

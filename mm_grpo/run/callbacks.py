@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mm_grpo.errors import ConfigError, did_you_mean
-from mm_grpo.timing import span
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": ("trainer", "step"),
@@ -56,7 +55,7 @@ class Callbacks:
                     )
             for event, method in found.items():
                 asked = _asked_for(method, event, f"{type(callback).__name__}.{event}")
-                self._methods.setdefault(event, []).append((span("callbacks")(method), asked))
+                self._methods.setdefault(event, []).append((method, asked))
         self.calling, self._quiet = "", quiet
 
     def surround(self, before: Sequence[Any], after: Sequence[Any]) -> None:

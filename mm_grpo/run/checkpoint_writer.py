@@ -1,7 +1,6 @@
 """The files of a checkpoint: each process writes its share, and the first one renames the folder when all is there.
 
-All processes take part, in the training thread or in one that writes while training goes on: `ranks` belong to that
-thread. Nothing here looks at the learner; what is written was put together before.
+Nothing here looks at the learner; what is written was put together before.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.state import StateFile, mark_of
 from mm_grpo.run.manifest import LOG, MANIFEST, checkpoints_in, step_of
 from mm_grpo.run.paths import left_in
-from mm_grpo.timing import span
 
 
 @dataclass(frozen=True)
@@ -40,15 +38,11 @@ class CheckpointContents:
     spared: int | None
 
 
-@span("writing")
-def write_checkpoint(
-    folder: Path, contents: CheckpointContents, ranks: Ranks, require_open: Callable[[], None] = lambda: None
-) -> Path:
+def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -> Path:
     """Write a checkpoint to `folder` and remove those that are older than it keeps. Collective.
 
-    Those of later steps go too: the run went on from before them, so they were damaged. `require_open` is called
-    before the folder gets its name, and may raise. Raises ConfigError when the checkpoint cannot be written; what
-    was there before is then untouched.
+    Those of later steps go too: the run went on from before them, so they were damaged. Raises ConfigError when the
+    checkpoint cannot be written; what was there before is then untouched.
     """
     path = folder / f"step-{contents.step:06d}"
     beside = folder / f".{path.name}.new"
@@ -85,7 +79,6 @@ def write_checkpoint(
             entry = contents.state.write(beside / name)
         entries = ranks.all_gather(entry, "a checkpoint")
         with together():
-            require_open()
             if ranks.first:
                 _finish(beside, path, contents, entries)
                 _remove_old(folder, contents)

@@ -24,7 +24,6 @@ from mm_grpo.rollout.evaluate import (
 )
 from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -119,7 +118,6 @@ class Evaluations:
                 )
             yield name, answers[0], answers[1] if kind else [], kind
 
-    @span("time/eval")
     def run(self, step: int, parts: Parts, folder: RunFolder, report: Report) -> dict[str, float]:
         """Evaluate after `step`, log the completions and keep what was found; returns its metrics."""
         scorer, ranks = parts[2:]
@@ -143,18 +141,16 @@ class Evaluations:
                     log.write(best.step if best else None)
         return as_metrics(found)
 
-    def kept_step(self, step: int, checkpoints: Collection[int], *, base: bool) -> tuple[int, str]:
-        """The step whose weights a run that ends after `step` saves, 0 for the base model, and why, in words.
-
-        Which is what `run.keep` says, where there are `checkpoints` and for 0 a `base` model to go back to.
-        """
+    def kept_step(self, step: int, checkpoints: Collection[int]) -> tuple[int, str]:
+        """The step whose weights a run that ends after `step` saves, by `run.keep` and what `checkpoints` it has, and
+        why, in words."""
         best, last = self.best, next(iter(self.after.values()), None)
         if best is None or best.step == step or (last is not None and last.score == best.score):
             return step, "the last" + ("" if best is None else ", and none was better")
         if self.config.run.keep == "last":
             return step, f"the last (run.keep); the best is that of step {best.step}"
-        if not checkpoints or (best.step not in checkpoints if best.step else not base):
-            return step, f"the last: the best, of step {best.step}, was not kept (run.save_every)"
+        if best.step not in checkpoints:
+            return step, f"the last: the best, of step {best.step}, has no checkpoint"
         return best.step, f"the best by {self.headline} (run.keep)"
 
     # kept over a resume ----------------------------------------------------------------------

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove, unfinished_writes
-from mm_grpo.run.environment import describe_environment, warn_of_another_sampler
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
+from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
 from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text, write_summary
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
-from mm_grpo.run.rollout_log import RolloutBudget, write_rollouts
-from mm_grpo.timing import span
+from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.types import Group
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ FILES = (
     "error.txt", "report.html",
 )  # fmt: skip
 FOLDERS = ("rollouts", "tensorboard")
-BY_CONFIG = ("checkpoints", "model", "adapter", "torch_trace.json")
+BY_CONFIG = ("checkpoints", "model", "adapter")
 """Written by some runs only."""
 logger = logging.getLogger("mm_grpo")
 
@@ -45,8 +44,8 @@ logger = logging.getLogger("mm_grpo")
 def outputs_of(config: GRPOConfig, *, saves: bool) -> list[str]:
     """Those of BY_CONFIG that a run of this config writes; `saves` says whether it writes checkpoints."""
     model = config.run.save_model
-    lora, torch = config.model.lora is not None, config.run.profile == "torch"
-    return [name for name, does in zip(BY_CONFIG, (saves, model, model and lora, torch), strict=True) if does]
+    does = (saves, model, model and config.model.lora is not None)
+    return [name for name, wanted in zip(BY_CONFIG, does, strict=True) if wanted]
 
 
 class RunFolder:
@@ -54,8 +53,8 @@ class RunFolder:
 
     `overwrite` allows `start` to replace the run that is there, and with `resume` that run goes on. `inputs` are the
     fields and paths that the run reads (its base model, its data): one that lies in the folder is refused. `writes` are
-    the names of BY_CONFIG that the run will write. `keep_rollouts` is the limit of `RolloutBudget` in bytes.
-    `expected` is the file of `run.expected_curve`, which is copied, so that the page needs the folder alone.
+    the names of BY_CONFIG that the run will write. `expected` is the file of `run.expected_curve`, which is copied, so
+    that the page needs the folder alone.
     """
 
     def __init__(
@@ -65,8 +64,7 @@ class RunFolder:
         overwrite: bool = False,
         inputs: Inputs = (),
         resume: bool = False,
-        writes: Collection[str] = BY_CONFIG[:3],
-        keep_rollouts: int | None = None,
+        writes: Collection[str] = BY_CONFIG,
         expected: AnyPath | None = None,
     ) -> None:
         self.paths = RunPaths(Path(dir))
@@ -76,7 +74,6 @@ class RunFolder:
         self._writes = (*FILES, *FOLDERS, *writes)
         self._lock: RunLock | None = None
         self._expected = expected
-        self.rollout_budget = RolloutBudget(self.paths, keep_rollouts)
 
     @classmethod
     def open(cls, dir: AnyPath) -> RunFolder:
@@ -122,16 +119,12 @@ class RunFolder:
         Raises ConfigError as `claim` does.
         """
         paths = self.paths
-        if self._resume:
-            warn_of_another_sampler(paths.environment, sampler)
         environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             if not self._resume:
                 _remove_run(paths, self._lock.mark)
             self._lock.add(self._writes)
-            for left in _unfinished(paths, self._lock.mark):
-                left.unlink(missing_ok=True)
             atomic_write(paths.config, config_yaml)
             for former in (paths.expected, paths.error):  # of a run that goes on without it
                 former.unlink(missing_ok=True)
@@ -157,18 +150,15 @@ class RunFolder:
             ) from error
 
     def write_rollouts(self, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()) -> Path:
-        """See `rollout_log.write_rollouts`; older ones go where there are too many."""
+        """See `rollout_log.write_rollouts`."""
         with self.writing("the rollouts"):
-            file = write_rollouts(self.paths, step, groups, specs)
-            self.rollout_budget.add(file)
-            return file
+            return write_rollouts(self.paths, step, groups, specs)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """See `metrics.write_summary`."""
         with self.writing("summary.json"):
             write_summary(self.paths, summary)
 
-    @span("metrics")
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append to metrics.jsonl (`metrics.append_row`); what is not finite as text."""
         with self.writing("metrics.jsonl"):
@@ -259,9 +249,7 @@ def _is_foreign(path: Path, *, own: bool) -> bool:
     """
     if not own:
         return _is_there(path)
-    fits = (
-        path.is_dir() if path.name in (*FOLDERS, *BY_CONFIG[:3]) else path.is_file() and not path.is_symlink()
-    )
+    fits = path.is_dir() if path.name in (*FOLDERS, *BY_CONFIG) else path.is_file() and not path.is_symlink()
     return os.path.lexists(path) and not fits
 
 
@@ -280,7 +268,7 @@ def _held(paths: RunPaths, mark: RunMark) -> list[str]:
 
 def _remove_run(paths: RunPaths, mark: RunMark) -> None:
     """Remove what runs wrote by the `mark` and nothing else; folders only once they are empty."""
-    for path in (*_unfinished(paths, mark), *_written(paths, mark)):
+    for path in _written(paths, mark):
         remove(path)
     for name in (*FOLDERS, *BY_CONFIG):
         top = paths.root / name
@@ -293,7 +281,7 @@ def _written(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
     rollouts = (*paths.rollouts.glob("*.jsonl"), *paths.images.glob("*.png"))
     checkpoints = (path for path in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(path.name))
     outputs: dict[str, Iterable[Path]] = {
-        **{name: [paths.root / name] for name in (*FILES, paths.torch_trace.name)},
+        **{name: [paths.root / name] for name in FILES},
         "rollouts": (path for path in rollouts if _is_rollout(path.name)),
         "checkpoints": (*checkpoints, *left_in(paths.checkpoints)),
         "tensorboard": paths.tensorboard.glob("events.out.tfevents.*"),
@@ -311,15 +299,6 @@ def _files_in(folder: Path, mark: RunMark, *, own: bool = True) -> list[Path]:
         return [folder] if own else []
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is own]
-
-
-def _unfinished(paths: RunPaths, mark: RunMark) -> list[Path]:
-    """Files of a run that was killed while it wrote them, under their temporary names."""
-    found = {path: name for path, name in unfinished_writes(paths.root).items() if mark.owns(name)}
-    if mark.owns("rollouts"):
-        inner = unfinished_writes(paths.rollouts) | unfinished_writes(paths.images)
-        found |= {path: name for path, name in inner.items() if _is_rollout(name)}
-    return list(found)
 
 
 def _is_rollout(name: str) -> bool:

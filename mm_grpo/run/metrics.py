@@ -55,21 +55,6 @@ def iter_metrics(path: str | PathLike[str]) -> Iterator[dict[str, Any]]:
             yield _row(line, f"{path}, line {number}")
 
 
-def new_rows(path: str | PathLike[str], start: int, limit: int = -1) -> tuple[list[dict[str, Any]], int]:
-    """The whole rows of a metrics.jsonl from the byte `start`, and where the next row will begin.
-
-    A reader that comes again reads what was added, and not the whole file. At most about `limit` bytes are read, -1 for
-    all: until the row that begins among them ends.
-    """
-    with Path(path).open("rb") as file:
-        file.seek(start)
-        data = file.read(limit)
-        data += file.readline() if data and not data.endswith(b"\n") else b""
-    data = data[: data.rfind(b"\n") + 1]
-    rows = [_row(line, f"{path}, after byte {start}") for line in data.splitlines()]
-    return rows, start + len(data)
-
-
 def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = parse_json(line, dict)

@@ -55,7 +55,6 @@ class RunPaths:
         self.model = root / "model"
         self.adapter = root / "adapter"
         self.tensorboard = root / "tensorboard"
-        self.torch_trace = root / "torch_trace.json"
 
     def rollout_file(self, step: int) -> Path:
         return self.rollouts / f"step-{step:06d}.jsonl"

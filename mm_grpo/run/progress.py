@@ -1,4 +1,4 @@
-"""Progress of a run: one bar on a terminal, one table in a notebook, elsewhere a line for each step.
+"""Progress of a run: one bar on a terminal, elsewhere a line for each step.
 
 A line has the step, the reward and the time left first; what does not fit the width is left out whole, from the right.
 """
@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from html import escape
 from types import TracebackType
 from typing import Any, Self
 
@@ -39,8 +38,6 @@ UNITS = ("left", "s/step", "tokens/s")
 """Labels that stand behind their values."""
 LEAST_BAR = 5
 """Columns that a line leaves for the bar, with the space before it."""
-MOST_ROWS = 200
-"""Newest steps in the table of a notebook."""
 SILENCE = 10.0
 """Seconds without a line after which a long evaluation prints how far it is, where there is no terminal."""
 RECENT = 20
@@ -50,9 +47,9 @@ RECENT = 20
 class Progress:
     """Shows the steps up to `total`, of which `first` are done; use it as a context manager.
 
-    It opens with `headline`. On a terminal it is a bar that stays at the bottom, in a notebook one output with a table
-    that grows; elsewhere each step prints a line, so that a log file stays readable. `quiet` prints nothing: for
-    processes other than the first. `tokens` are those of the steps that are done, of prompts and completions.
+    It opens with `headline`. On a terminal it is a bar that stays at the bottom; elsewhere each step prints a line, so
+    that a log file stays readable. `quiet` prints nothing: for processes other than the first. `tokens` are those of
+    the steps that are done, of prompts and completions.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Progress:
         self._tokens = tokens
         self._last = self._printed = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._table = NotebookTable() if self.console.is_jupyter and not quiet else None
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
             bar = BarColumn(None, table_column=Column(ratio=1))
@@ -115,9 +111,6 @@ class Progress:
         if step < self.total:
             shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
         found = describe(shown)
-        if self._table is not None:
-            self._table.add(f"{step}/{self.total}", found)
-            return
         words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
         parts = [f"step {step}/{self.total}", *words]
         if self._bar is not None:
@@ -133,15 +126,13 @@ class Progress:
             with self._while_there_is_a_terminal():
                 step = self._bar.tasks[0].fields["parts"][0]
                 self._bar.update(self._task, parts=[step, words])
-        elif self._table is None and time.monotonic() - self._printed >= SILENCE:
+        elif time.monotonic() - self._printed >= SILENCE:
             self.print(words)
 
     def print(self, text: str) -> None:
-        """Print a line, above bar or table where there is one; nothing in it is read as markup."""
+        """Print a line, above the bar where there is one; nothing in it is read as markup."""
         self._printed = time.monotonic()
-        if self._table is not None:
-            self._table.note(text)
-        elif not self._quiet:
+        if not self._quiet:
             with self._while_there_is_a_terminal():
                 self.console.print(Text(printable(text)), soft_wrap=True)
 
@@ -164,41 +155,6 @@ class _Line(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         return Text(printable(fit(task.fields["parts"], self._console.width - LEAST_BAR), lines=False))
-
-
-class NotebookTable:
-    """One output of a notebook: what was said, and a row for each of the newest steps."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.rows: deque[dict[str, str]] = deque(maxlen=MOST_ROWS)
-        self._output: Any = None
-
-    def note(self, text: str) -> None:
-        self.notes.append(printable(text))
-        self._show()
-
-    def add(self, step: str, found: Mapping[str, str]) -> None:
-        self.rows.append({"step": step, **found})
-        self._show()
-
-    def _show(self) -> None:
-        from IPython.display import display
-
-        if self._output is None:
-            self._output = display(self, display_id=True)
-        else:
-            self._output.update(self)
-
-    def _repr_html_(self) -> str:
-        def row(tag: str, cells: Sequence[str]) -> str:
-            return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-        seen = {label for each in self.rows for label in each}
-        labels = [label for label in ("step", *(label for label, _, _ in SHOWN)) if label in seen]
-        rows = "".join(row("td", [each.get(label, "") for label in labels]) for each in self.rows)
-        notes = escape("\n".join(self.notes))
-        return f'<pre style="white-space: pre-wrap">{notes}</pre><table>{row("th", labels)}{rows}</table>'
 
 
 def describe(metrics: Mapping[str, Any]) -> dict[str, str]:

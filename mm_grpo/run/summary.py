@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.run.metrics import iter_metrics, read_events
-
 if TYPE_CHECKING:
-    from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.run.evaluations import Evaluations
-    from mm_grpo.run.paths import RunPaths
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 
 
-def summary_of(
-    found: Evaluations,
-    seconds: float,
-    steps: int,
-    stopped: str | None = None,
-    seen: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+def summary_of(found: Evaluations, seconds: float, steps: int, stopped: str | None = None) -> dict[str, Any]:
     """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
 
     A score is what the headline says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
     could not be measured is left out of `eval`. `first_set` has of the first set, before, best and after, the score
     with its 95 % interval, the mean reward, its parts, the mean length and the blind control. `stopped` is why a
-    callback ended the run before `run.max_steps`, else None. `seen` is what `seen_in` gives.
+    callback ended the run before `run.max_steps`, else None.
     """
     headline, before, after, best = found.headline, found.before, found.after, found.best
     first = next(iter(before), None)
@@ -55,39 +45,7 @@ def summary_of(
             for when, one in details.items()
             if one is not None
         },
-        "sight": None,
-        "guards": {},
-        **(seen or {}),
     }
-
-
-def seen_in(paths: RunPaths, ranks: Ranks) -> dict[str, Any]:
-    """What the first process logged, on every process: `sight_ends` of metrics.jsonl, and of each guard that fired
-    (events.jsonl) the steps."""
-    seen: dict[str, Any] = {}
-    with ranks.fail_together("the summary"):
-        if ranks.first:
-            guards: dict[str, list[int]] = {}
-            for event in read_events(paths.events):
-                guards.setdefault(event["name"], []).append(event["step"])
-            seen = {"sight": sight_ends(iter_metrics(paths.metrics)), "guards": guards}
-    found: dict[str, Any] = ranks.broadcast(seen, "the summary")
-    return found
-
-
-def sight_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float] | None] | None:
-    """The first and the last measurement of sight (docs/evaluation.md) in rows of metrics; None where there is none.
-
-    Each is of a step before its update, in nats: `before` of the first step, the model that the run began with, and
-    `after` of the last step that measured it, None where that is the same one.
-    """
-    first: dict[str, float] | None = None
-    last: dict[str, float] | None = None
-    for row in rows:
-        if "sight/nats" in row:
-            last = {name: row[f"sight/{name}"] for name in ("nats", "nats_per_token")} | {"step": row["step"]}
-            first = first or last
-    return None if first is None else {"before": first, "after": None if last is first else last}
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -110,16 +68,6 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{name}, images {now['kind']}: {then['score']:.3f} -> {now['score']:.3f} ({now['rows']} rows){gap}"
             )
-    ends = summary.get("sight")
-    if ends and ends["after"]:
-        lines.append(
-            f"sight: {ends['before']['nats']:.3f} -> {ends['after']['nats']:.3f} nats per completion "
-            f"(steps {ends['before']['step']} and {ends['after']['step']})"
-        )
-    if guards := summary.get("guards"):
-        fired = [f"{name} at step {' and '.join(map(str, steps))}" for name, steps in guards.items()]
-        lines.append(f"guards that fired: {sum(map(len, guards.values()))} ({', '.join(fired)})")
     if model := summary.get("model"):
-        what = f"the weights after step {model['step']}" if model["step"] else "the base model"
-        lines.append(f"model/ holds {what}: {model['why']}")
+        lines.append(f"model/ holds the weights after step {model['step']}: {model['why']}")
     return lines

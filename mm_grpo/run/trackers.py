@@ -1,11 +1,13 @@
-"""run.trackers: the metrics of a run, and tables of its completions, sent to tensorboard, wandb or trackio as well.
+"""run.trackers: the metrics of a run sent to tensorboard, wandb or trackio as well; to the last two also tables of its
+completions.
 
 metrics.jsonl and rollouts/ stay the record; a tracker is a copy for people who watch many runs. These are
 thin classes of our own because accelerate's need its process state, which picks devices and joins
-process groups. To add one: a class with `log`, `log_table` and `close`, and its line in TRACKERS.
+process groups. To add one: a class with `log`, `log_table` (which may do nothing) and `close`, and its
+line in TRACKERS.
 
 A tracker is sent every row and picture of a table over a network, so a table is small: `GROUPS` groups of a step, those
-whose rewards differ most, `COMPLETIONS` of each, and pictures of at most `SIDE` pixels.
+whose rewards differ most, `COMPLETIONS` of each, and the first image of a row, of at most `SIDE` pixels.
 """
 
 from __future__ import annotations
@@ -20,23 +22,21 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from numpy import asarray
-from PIL import Image
-
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.rollout_log import GOLD, message_text
 from mm_grpo.terminal import redact
-from mm_grpo.timing import span
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from mm_grpo.config import GRPOConfig
     from mm_grpo.types import Group
 
 GROUPS = 4
 COMPLETIONS = 8
 SIDE = 256
-"""Pixels of the longer side of a picture, and the height of several beside each other."""
+"""Pixels of the longer side of a picture."""
 LONGEST = 2000
 """Characters of a text."""
 Row = dict[str, Any]
@@ -57,12 +57,7 @@ class TensorBoard:
         self._writer.flush()
 
     def log_table(self, step: int, table: Sequence[Row]) -> None:
-        """The table as a text; the picture of each row of the dataset once, under its uid."""
-        self._writer.add_text("rollouts", markdown(table), global_step=step)
-        pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
-        for name, picture in pictures.items():
-            self._writer.add_image(f"rollouts/{name}", asarray(picture), global_step=step, dataformats="HWC")
-        self._writer.flush()
+        """It has no tables."""
 
     def close(self) -> None:
         self._writer.close()
@@ -81,7 +76,12 @@ class Hosted:
         self._run.log(dict(values), step=step)
 
     def log_table(self, step: int, table: Sequence[Row]) -> None:
-        self._run.log({"rollouts": hosted_table(self._package, table)}, step=step)
+        pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
+        made = {
+            uid: self._package.Image(picture) for uid, picture in pictures.items()
+        }  # a group shares one file
+        data = [[*{**row, "image": made.get(row["row"])}.values()] for row in table]
+        self._run.log({"rollouts": self._package.Table(columns=[*table[0]], data=data)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -137,13 +137,11 @@ class Trackers:
                 with _warning(name, "cannot be closed; its last numbers may be lost"):
                     tracker.close()
 
-    @span("trackers")
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send the numbers among `metrics`; texts and None stay in metrics.jsonl."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._send(step, lambda tracker: tracker.log(step, numbers))
 
-    @span("trackers")
     def on_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
         due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)
@@ -199,7 +197,7 @@ def rollout_table(step: int, groups: Sequence[Group]) -> list[Row]:
         shared = {
             "step": step,
             "row": group.prompt.uid,
-            "image": side_by_side(group.prompt.engine_prompt.images),
+            "image": _first(group.prompt.engine_prompt.images),
             "prompt": _question(group.prompt.sample.messages),
             "answer": _answer(group.prompt.sample.columns),
         }
@@ -211,23 +209,13 @@ def rollout_table(step: int, groups: Sequence[Group]) -> list[Row]:
     return rows
 
 
-def side_by_side(images: Sequence[Image.Image]) -> Image.Image | None:
-    """One RGB picture of the images of a row, from left to right, none of them enlarged."""
+def _first(images: Sequence[Image]) -> Image | None:
+    """The first image of a row in RGB, not enlarged."""
     if not images:
         return None
-    small = [image.convert("RGB") for image in images]
-    for image in small:
-        image.thumbnail((SIDE, SIDE))
-    if len(small) == 1:
-        return small[0]
-    gap = 4
-    width = sum(image.width for image in small) + gap * (len(small) - 1)
-    whole = Image.new("RGB", (width, max(image.height for image in small)), "white")
-    left = 0
-    for image in small:
-        whole.paste(image, (left, 0))
-        left += image.width + gap
-    return whole
+    small = images[0].convert("RGB")
+    small.thumbnail((SIDE, SIDE))
+    return small
 
 
 def _range(group: Group) -> float:
@@ -244,24 +232,3 @@ def _question(messages: Sequence[Mapping[str, Any]]) -> str:
 def _answer(columns: Mapping[str, Any]) -> str:
     """The row's own answer, under the name that it commonly has."""
     return next((str(columns[name])[:LONGEST] for name in GOLD if name in columns), "")
-
-
-def hosted_table(package: Any, table: Sequence[Row]) -> Any:
-    """The table as wandb and trackio take it: both have `Table` and `Image` with these arguments."""
-    pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
-    made = {uid: package.Image(picture) for uid, picture in pictures.items()}  # a group's rows share one file
-    rows = [{**row, "image": made.get(row["row"])} for row in table]
-    return package.Table(columns=[*table[0]], data=[[*row.values()] for row in rows])
-
-
-def markdown(table: Sequence[Row]) -> str:
-    """The table without its pictures, for TensorBoard's texts: no cell ends a column or opens a tag."""
-    escapes = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\r": "", "\n": " "})
-
-    def cell(value: Any) -> str:
-        text = f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
-        return text.translate(escapes)
-
-    columns = [name for name in table[0] if name != "image"]
-    rows = [[cell(row[name]) for name in columns] for row in table]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows))

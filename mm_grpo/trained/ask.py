@@ -25,7 +25,7 @@ from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.trained.export import read_export_mark
 from mm_grpo.trained.model import as_config_error, load_trained
 from mm_grpo.trained.proof import load_plain
-from mm_grpo.trained.source import RunCheckpoint, WholeModel, find_model, refuse_code
+from mm_grpo.trained.source import RunCheckpoint, find_model, refuse_code
 from mm_grpo.types import Completion, Sample
 
 MAX_TOKENS = 512
@@ -51,8 +51,8 @@ def load_answering(
     Raises ConfigError for what is no model, and for code that its files ask to run, unless `trust`.
     """
     found = find_model(source, which, [f"model.device={device}"] if device else [], trust=trust)
-    if found.config is not None:
-        return _of_run(found, found.config)
+    if isinstance(found, RunCheckpoint):
+        return _of_run(found)
     path = Path(source)
     mark = read_export_mark(path)
     settings: dict[str, Any] = mark["settings"] if mark else {}
@@ -73,18 +73,13 @@ def load_answering(
     return Answering(model, processor, config, sampling)
 
 
-def _of_run(found: RunCheckpoint | WholeModel, config: GRPOConfig) -> Answering:
-    notes: list[str] = []
-    if isinstance(found, RunCheckpoint):
-        trained = load_trained(found)
-        model, processor = trained.model, trained.processor
-    else:
-        processor = processor_of(config)
-        model = load_model(config.model, processor.family).eval()
-        notes.append(f"asked is {found.name}")
-    if config.rollout.tools or config.rollout.environment:
-        notes.append("the run's tools and environment are not called: the answer is one turn")
-    return Answering(model, processor, config, sampling_of(config), tuple(notes))
+def _of_run(found: RunCheckpoint) -> Answering:
+    trained, rollout = load_trained(found), found.config.rollout
+    notes = "the run's tools and environment are not called: the answer is one turn"
+    several = bool(rollout.tools or rollout.environment)
+    return Answering(
+        trained.model, trained.processor, found.config, sampling_of(found.config), (notes,) * several
+    )
 
 
 def ask(

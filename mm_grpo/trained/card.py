@@ -1,4 +1,4 @@
-"""README.md of an export, and curves beside it: what is written stands in the run's folder, or is left out.
+"""README.md of an export: what is written stands in the run's folder, or is left out.
 
 Absolute paths are shortened to the last part of their names: an export is something that people share.
 """
@@ -14,7 +14,6 @@ from typing import Any
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.data.sources import BLIND
-from mm_grpo.pages.svg_chart import line_chart
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
@@ -26,37 +25,24 @@ class History:
     rows: Sequence[Mapping[str, Any]] = ()
     rewards: Sequence[str] = ()
 
-    @property
-    def before(self) -> dict[str, dict[str, Any]]:
-        """Accuracy and reward of each evaluation set before the first step: those in the row of step 0."""
-        found: dict[str, dict[str, Any]] = {}
-        for key, value in (self.rows[0] if self.rows and self.rows[0]["step"] == 0 else {}).items():
-            _, _, rest = key.partition("eval/")
-            name, _, what = rest.rpartition("/")
-            if what in ("accuracy", "reward") and name not in ("", BLIND) and "/task/" not in rest:
-                found.setdefault(name, {})[what] = value
-        return found
 
-
-def evaluations(history: History) -> list[tuple[str, str, Any, Any, int]]:
-    """Of each evaluation set: its name, what was measured, before, after, and the step of the latter."""
+def evaluations(history: History) -> list[tuple[str, str, float, float, int]]:
+    """Of each evaluation set: its name, what was measured, before the first step, last, and the step of that."""
+    first = history.rows[0] if history.rows and history.rows[0]["step"] == 0 else {}
     found = []
-    for name, before in history.before.items():
-        for what in ("accuracy", "reward"):
-            key = f"eval/{name}/{what}"
-            later = [row for row in history.rows if row["step"] > 0 and row.get(key) is not None]
-            if before.get(what) is not None and later:
-                found.append((name, what, before[what], later[-1][key], int(later[-1]["step"])))
+    for key, before in first.items():
+        name, _, what = key.removeprefix("eval/").rpartition("/")
+        own = key.startswith("eval/") and what in ("accuracy", "reward") and "/task/" not in key
+        later = [row for row in history.rows[1:] if row.get(key) is not None]
+        if own and name not in ("", BLIND) and before is not None and later:
+            found.append((name, what, before, later[-1][key], int(later[-1]["step"])))
     return found
 
 
 def write_card(
     folder: Path, config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str
 ) -> None:
-    """Write README.md with its YAML header, reward.svg and evaluation.svg, those for which there are figures."""
-    curves = draw_curves(history)
-    for name, svg in curves.items():
-        (folder / name).write_text(svg, encoding="utf-8")
+    """Write README.md with its YAML header."""
     base = shortened(config.model.path)
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     header |= {"pipeline_tag": "image-text-to-text", "tags": ["grpo", "mm_grpo"]}
@@ -81,30 +67,11 @@ def write_card(
         f"| {name} | {what} | {a:.3f} | {b:.3f} | {at} |" for name, what, a, b, at in evaluations(history)
     ]
     lines += [*table, *rows] if rows else ["The run was not evaluated."]
-    lines += ["", *(f"![{name.removesuffix('.svg')}]({name})" for name in curves)]
     lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]
     lines += [_usage(base, adapter=adapter), ""]
     settings = write_yaml(redact(shortened(config.model_dump()))).strip()
     lines += ["## Config", "", "```yaml", settings, "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def draw_curves(history: History) -> dict[str, str]:
-    """SVG files by name: the reward of each step, and the evaluations; a curve needs two points."""
-    rewards = [(row["step"], row["reward"]) for row in history.rows if row.get("reward") is not None]
-    made: dict[str, str] = {}
-    if len(rewards) > 1:
-        made["reward.svg"] = line_chart("mean reward", [("each step", rewards)])
-    lines: list[tuple[str, Any]] = []
-    for name, before in history.before.items():
-        what = "accuracy" if before.get("accuracy") is not None else "reward"
-        key = f"eval/{name}/{what}"
-        points = {row["step"]: row[key] for row in history.rows if row.get(key) is not None}
-        if len(points) > 1:
-            lines.append((f"{name} {what}", sorted(points.items())))
-    if lines:
-        made["evaluation.svg"] = line_chart("evaluation", lines)
-    return made
 
 
 def shortened(value: Any) -> Any:

@@ -24,9 +24,6 @@ from mm_grpo.trained.source import RunCheckpoint, WholeModel
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
-MOST_VALUES = 100
-"""Values of the column of `--by` from which a table is none any more."""
-
 
 @dataclass(frozen=True)
 class SetResult:
@@ -98,10 +95,6 @@ def evaluate_config(
             results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:
                 blind, split = rows_by(control, by), rows_by(scored, by)
-                if len(split) > MOST_VALUES:
-                    raise ConfigError(
-                        f"--by {by}: the rows of {name} have {len(split)} values; at most {MOST_VALUES}"
-                    )
                 groups[name] = {
                     value: _result(own, blind.get(value, []), kind, headline, repeats)
                     for value, own in split.items()

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.images import open_image
-from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import Processor
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
@@ -27,17 +26,13 @@ Asked = list[tuple[Prompt, tuple[int, ...]]]
 
 
 def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig, count: int = COUNT) -> Asked:
-    """`count` prompts with a completion each: those of the rollout log, newest first, else rows of data.train.
+    """`count` prompts of the rollout log with a completion each, newest first, those with an image before others.
 
-    Prompts with an image come first. ConfigError where the run left neither.
+    ConfigError where the run left none.
     """
     found = list(itertools.islice(_logged(paths, processor, config), 8 * count))
-    if not found and config.data.train is not None:
-        rows = load_train(config)
-        prompts = [processor.prompt(rows.sample(i)) for i in range(min(count, len(rows)))]
-        found = [(prompt, _text_ids(processor, config, "The answer is 12.")) for prompt in prompts]
     if not found:
-        raise ConfigError(f"'{paths.root}' has no rollouts/ and its config no data.train: put rollouts/ back")
+        raise ConfigError(f"'{paths.root}' has no rollouts/ to compare on; put them back")
     found.sort(key=lambda asked: not asked[0].engine_prompt.images)
     return found[:count]
 

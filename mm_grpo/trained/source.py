@@ -51,19 +51,14 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """A model folder, an adapter's or a name on the Hub (`path`), which needs no checkpoint.
-
-    Where a run's name led to it `config` is the run's, changed so that it loads `path`, and `note` says why that is
-    meant; None where no run is known of it.
-    """
+    """A model folder, an adapter's or a name on the Hub (`path`), which needs no checkpoint; `config` loads it."""
 
     path: str
     config: GRPOConfig | None = None
-    note: str = ""
 
     @property
     def name(self) -> str:
-        return f"{self.path}, {self.note}" if self.note else self.path
+        return self.path
 
     @property
     def is_adapter(self) -> bool:
@@ -80,16 +75,13 @@ def find_model(
 ) -> RunCheckpoint | WholeModel:
     """What `given` names, and in a run's folder `which` says: best, last (also None) or step-N.
 
-    `best` of a run that no step made better is its base model; `last` of one without checkpoints the model that it
-    saved at its end. `overrides` change fields of CHANGEABLE of a run's config. `user` is the section `model` of the
-    user's own config: its path is the base model where that which the run names is not there, and the code that it
-    names may be run, as any may with `trust`. Raises ConfigError for what is no such model.
+    `overrides` change fields of CHANGEABLE of a run's config. `user` is the section `model` of the user's own config:
+    its path is the base model where that which the run names is not there, and the code that it names may be run, as
+    any may with `trust`. Raises ConfigError for what is no such model.
     """
     if which not in (None, "best", "last") and STEP.fullmatch(which or "") is None:
         raise ConfigError(f"--checkpoint {which}: must be best, last or step-N")
     path = Path(given)
-    if which is None and not path.exists() and STEP.fullmatch(path.name) and is_run(path.parent.parent):
-        path, which = path.parent.parent, path.name  # removed since: the answer is what there is
     if is_run(path):
         return _of_run(path, which, overrides, user, trust)
     if which is not None:
@@ -111,7 +103,7 @@ def model_to_evaluate(
     if given is not None:
         place = [f"model.device={config.model.device}"]
         found = find_model(given, which, place, user=config.model, trust=trust)
-        if isinstance(found, RunCheckpoint) or found.config is not None:
+        if isinstance(found, RunCheckpoint):
             return found
         if found.is_adapter:
             raise ConfigError(
@@ -126,13 +118,9 @@ def find_checkpoint(
     path: Path, which: str | None = None, overrides: Sequence[str] = (), *, trust: bool = False
 ) -> RunCheckpoint:
     """As `find_model`, but a checkpoint it must be. Raises ConfigError for any other model too."""
-    if not is_run(path):
-        raise ConfigError(f"'{path}' is {NO_RUN}")
     found = find_model(str(path), which, overrides, trust=trust)
     if isinstance(found, WholeModel):
-        raise ConfigError(
-            f"--checkpoint {which or DEFAULT}: is no checkpoint, but '{found.path}', {found.note}"
-        )
+        raise ConfigError(f"'{path}' is {NO_RUN}")
     return found
 
 
@@ -158,7 +146,7 @@ def _has(path: Path, name: str) -> bool:
 
 def _of_run(
     path: Path, which: str | None, overrides: Sequence[str], user: ModelConfig | None, trust: bool
-) -> RunCheckpoint | WholeModel:
+) -> RunCheckpoint:
     own = _has(path, MANIFEST)
     if own and which is not None:
         raise ConfigError(
@@ -168,13 +156,9 @@ def _of_run(
     if not paths.config.is_file() or (own and STEP_NAME.fullmatch(path.resolve().name) is None):
         raise ConfigError(f"'{path}' is no checkpoints/step-000010 of a run with a config.yaml; put it back")
     config, changed = _config_of(paths, overrides, user.path if user else None)
-    chosen = path.resolve() if own else _chosen(paths, which or DEFAULT, config)
-    loaded = chosen.config if isinstance(chosen, WholeModel) and chosen.config else config
     if not trust:
-        refuse_code(paths.root, loaded.model, user)
-    if isinstance(chosen, WholeModel):
-        return chosen
-    checkpoint = read_checkpoint(chosen)
+        refuse_code(paths.root, config.model, user)
+    checkpoint = read_checkpoint(path.resolve() if own else _chosen(paths, which or DEFAULT))
     now = {name: value for name, value in deciding_fields(config).items() if name not in changed}
     then = {name: value for name, value in checkpoint.manifest["config"].items() if name not in changed}
     if differing := differing_field(now, then):
@@ -215,14 +199,12 @@ def _dtype_of(paths: RunPaths, device: str) -> str:
     return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
 
 
-def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeModel:
+def _chosen(paths: RunPaths, which: str) -> Path:
     found, root = checkpoints_in(paths.checkpoints), paths.root
     if not found:
-        if which == "last" and (paths.model / "config.json").is_file():
-            whole = _with_model(config, path=str(paths.model), lora=None, quantization=None)
-            note = f"the model of its last step: '{root}' has no checkpoints (run.save_every)"
-            return WholeModel(str(paths.model), whole, note)
-        raise ConfigError(f"--checkpoint {which}: '{root}' has no checkpoints (run.save_every)")
+        raise ConfigError(
+            f"'{root}' has no checkpoints (run.save_every); name the model that it saved, '{paths.model}'"
+        )
     known = ", ".join(path.name for path in found.values())
     newest = list(found.values())[-1]
     if which == "last":
@@ -231,18 +213,13 @@ def _chosen(paths: RunPaths, which: str, config: GRPOConfig) -> Path | WholeMode
         best = read_checkpoint(newest, files=False).extra["best"]
         if best is None:
             raise ConfigError(f"'{root}' was not evaluated, so none is best; take --checkpoint last")
-        score, step = float(best["score"]), int(best["step"])
-        if step == 0:
-            whole = _with_model(config, lora=None)
-            note = f"the base model: the best evaluation of '{root}' was before its first step ({score:.3g})"
-            return WholeModel(config.model.path, whole, f"{note}; its checkpoints are {known}")
-        if step not in found:
-            best_step = f"the best evaluation of '{root}' was after step {step} ({score:.3g})"
-            raise ConfigError(f"{best_step}, which has no checkpoint any more; there are {known}")
-        return found[step]
-    step = int(which.removeprefix("step-"))
+        step, of = int(best["step"]), "after step {step}" if best["step"] else "before its first step"
+        missing = f"the best evaluation of '{root}' was {of.format(**best)}, which has no checkpoint; there are {known}"
+    else:
+        step = int(which.removeprefix("step-"))
+        missing = f"--checkpoint {which}: must be best, last or one of {known}"
     if step not in found:
-        raise ConfigError(f"--checkpoint {which}: must be best, last or one of {known}")
+        raise ConfigError(missing)
     return found[step]
 
 

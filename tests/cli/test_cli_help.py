@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +101,9 @@ def test_an_option_that_is_a_field(option: str, advice: str, command: Any) -> No
     assert re.search(f"[Nn]o such option:? '?{option.partition('=')[0]}", done.err)
 
 
-def test_env_shows_versions_devices_and_limits(command: Any) -> None:
+def test_env_shows_versions_and_devices(command: Any) -> None:
     found = json.loads(command("env").out)
     assert found["mm_grpo"] == mm_grpo.__version__ and found["packages"]["torch"]
-    assert found["limits"]["open_files"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert "command" not in found and "started" not in found
 
 

@@ -35,7 +35,6 @@ def refused(path: str, value: Any) -> str:
     ("path", "value", "legal"),
     [
         ("run.report", "yes", "true or false"),
-        ("run.profile", 0, "torch"),
         ("run.headline", "iou", "exact_match >= 1"),
         ("run.trackers", ["wandbb"], "the nearest is wandb"),
         ("run.guards", {"update_happens": "quiet"}, "stop, warn or off"),

@@ -43,7 +43,7 @@ BROWSER = _browser()
 needs_browser = pytest.mark.skipif(
     BROWSER is None, reason="no chromium that starts here: what a browser shows of the page is not looked at"
 )
-DARK, LIGHT = ("--blink-settings=preferredColorScheme=0", "--blink-settings=preferredColorScheme=1")
+LIGHT = "--blink-settings=preferredColorScheme=1"
 
 
 @dataclass

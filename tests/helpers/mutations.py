@@ -100,8 +100,6 @@ learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
     wrong position | first = prompt.next_position ==> first = len(prompt.token_ids)
 learner/linear_attention.py < learner/test_linear_attention.py
     dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
-learner/state.py < run/test_async_save.py run/test_checkpoint.py ! slow
-    missing clone | tensors=snapshot.copies(self.tensors) ==> tensors=self.tensors
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
@@ -176,8 +174,6 @@ run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if manifest["frozen"] != identity["frozen"]: ==> if False:
 run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
     skipped check | if step_of(old) != contents.spared: ==> if True:
-run/metrics.py < run/test_run_metrics.py
-    off by one | data = data[: data.rfind(b"\n") + 1] ==> data = data[: data.rfind(b"\n")]
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != known: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(

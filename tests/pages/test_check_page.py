@@ -16,7 +16,7 @@ from PIL import Image
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.pages import check_page
-from mm_grpo.pages.check_page import CheckPage, describe_lengths
+from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.preflight.check import check_config
 
 
@@ -37,10 +37,6 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
         "train", 3, 1, "train.jsonl:3",
     )  # fmt: skip
     assert train["refused"][0][0] == "train.jsonl:4" and "<|im_end|>" in train["refused"][0][1]
-    assert data["overlaps"] == [
-        {"name": "eval", "rows": 3, "same": 1, "examples": [["eval.jsonl:1", "train.jsonl:1"]],
-         "images": 1, "image_examples": [["eval.jsonl:2", "train.jsonl:2"]]}
-    ]  # fmt: skip
     # 200 x 100 is seen at 196 x 112: x times 0.98, y times 1.12
     assert data["pictures"] == {str(i): [196, 112] for i in range(6)}
     box, triangle = [[49, 28], [147, 28], [147, 84], [49, 84]], [[0, 0], [39.2, 0], [0, 56]]
@@ -72,17 +68,6 @@ def test_fewer_rows_and_rows_that_are_left_out(
     data, _ = checked(page_job(), tmp_path / "out.html")
     assert [(len(of_set["shown"]), of_set["left_out"]) for of_set in data["sets"]] == [(1, 2), (1, 2)]
     assert len(data["pictures"]) == 2
-
-
-def test_lengths_by_hand() -> None:
-    assert describe_lengths([]) is None
-    found = describe_lengths([(10, "a"), (12, "b"), (12, "c"), (60, "d")])
-    assert found is not None
-    assert (found["low"], found["mean"], found["high"], found["longest"]) == (10, 24, 60, "d")
-    # 51 lengths in bars of 3: 10 to 12, ..., 58 to 60
-    assert len(found["bars"]) == 17 and sum(bar["count"] for bar in found["bars"]) == 4
-    assert found["bars"][0] == {"count": 3, "low": 10, "high": 12}
-    assert found["bars"][-1] == {"count": 1, "low": 58, "high": 60}
 
 
 def test_a_page_is_written_over_its_own_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from mm_grpo.pages.gallery import (
     describe_completion,
     describe_turn,
     gather_gallery,
-    read_rows,
     split_thinking,
 )
 from mm_grpo.pages.page import Picture
@@ -62,9 +61,7 @@ def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp
     folder = logged(tmp_path, *[[group(i, r) for i, r in enumerate(rewards)] for _ in range(20)])
     whole, pictures = gathered(folder)
     assert len(whole.groups) == 80 and len(pictures.held) == 4  # each image once
-    budget = Budget(
-        int(len(json.dumps(whole.groups[0])) * 2.5 * 8), 10**6, 10**7
-    )  # two groups of each of 8 steps
+    budget = Budget(int(len(json.dumps(whole.groups[0])) * 2.5 * 8), 10**6)  # two groups of each of 8 steps
     found, _ = gathered(folder, budget)
     assert {g["slot"] for g in found.groups} == {1, 3}
     steps_shown = sorted({g["step"] for g in found.groups})
@@ -78,7 +75,7 @@ def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp
 def test_the_budget_of_images_leaves_out_groups_whose_images_do_not_fit(tmp_path: Path) -> None:
     folder = logged(tmp_path, [group(i, (0.0, i / 10)) for i in range(10)])
     size = len(next(iter(gathered(folder)[1].held.values())).uri)
-    gallery, pictures = gathered(folder, Budget(10**6, 3 * size + size // 2, 10**6))
+    gallery, pictures = gathered(folder, Budget(10**6, 3 * size + size // 2))
     assert [g["slot"] for g in gallery.groups] == [7, 8, 9] and len(pictures.held) == 3
 
 
@@ -93,9 +90,6 @@ def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
     assert describe_turn(turn)["images"] == []
 
 
-LONG = "word " * 600
-
-
 @pytest.mark.parametrize(
     ("text", "opened", "parts"),
     [
@@ -104,9 +98,6 @@ LONG = "word " * 600
         ("why</think>red", True, ("why</think>", "red")),
         ("<think>never closed", False, ("<think>never closed", "")),
         ("thinks on", True, ("thinks on", "")),
-        (f"{LONG}<answer>red</answer>", False, (LONG[:-580], LONG[-580:] + "<answer>red</answer>")),
-        (LONG, False, (LONG[:-600], LONG[-600:])),
-        (f"<answer>{LONG}</answer>", False, ("<answer>", f"{LONG}</answer>")),
     ],
 )
 def test_thinking_is_folded_and_the_answer_stays_in_view(
@@ -118,31 +109,19 @@ def test_thinking_is_folded_and_the_answer_stays_in_view(
 
 
 def test_evaluation_rows_are_shown_before_and_after(tmp_path: Path) -> None:
-    folder = logged(tmp_path, [group(0, (1.0, 0.0)), group(1, (1.0, 0.0))])
-    own, other = sorted(file.name for file in folder.paths.images.iterdir())
+    folder = logged(tmp_path, [group(0, (1.0, 0.0))])
+    (own,) = (file.name for file in folder.paths.images.iterdir())
     for step in (0, 4, 8):
         rows: list[dict[str, Any]] = [
             {"step": step, "uid": "a:1", "completion": f"{blind} {step}", "set": name, "blind": blind,
-             "images": [image], "messages": [], "columns": {}}
-            for name, blind, image in (("a", None, own), ("b", None, own), ("a", "shuffled", other))
+             "images": [own], "messages": [], "columns": {}}
+            for name, blind in (("a", None), ("b", None), ("a", "shuffled"))
         ]  # fmt: skip
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        folder.paths.evaluation_file(step).write_text(lines + '{"torn')
+        folder.paths.evaluation_file(step).write_text(lines)
     (folder.paths.rollouts / "eval-notes.jsonl").write_text("mine")
-    gallery, pictures = gathered(folder)
-    first, second = gallery.evaluations
-    blind = first["blind"]
-    for row in (first, second, blind):
-        assert (row["before_step"], row["after_step"], len(row["before"]), len(row["after"])) == (0, 8, 1, 1)
-    assert [first["set"], second["set"], blind["kind"], blind["images"]] == ["a", "b", "shuffled", [other]]
-    texts = [[one["text"] for one in (*row["before"], *row["after"])] for row in (first, blind)]
-    assert texts == [["None 0", "None 8"], ["shuffled 0", "shuffled 8"]]
-    assert "blind" not in second and {own, other} == set(pictures.held)
-
-
-def test_of_a_log_file_the_rows_that_are_whole_in_a_limit_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "f.jsonl"
-    path.write_text('{"step": 1, "uid": "a"}\n{"step": 2, "uid": "b"}\n{"to')
-    assert [row["step"] for row in read_rows(path, 10**6)[0]] == [1, 2]
-    assert read_rows(path, 30) == ([{"step": 1, "uid": "a"}], 30)
-    assert read_rows(tmp_path / "gone", 30) == ([], 0)
+    gallery, _ = gathered(folder)
+    assert [row["set"] for row in gallery.evaluations] == ["a", "b"]
+    for row in gallery.evaluations:
+        assert (row["before_step"], row["after_step"]) == (0, 8)
+        assert [one["text"] for one in (*row["before"], *row["after"])] == ["None 0", "None 8"]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from PIL import Image
-
-from mm_grpo.pages.page import Picture, encode_image, inert_json, policy_hash, render
+from mm_grpo.pages.page import Picture, inert_json, policy_hash, render
 
 EVIL = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)>\"'&\u2028\u202e\x1b[31m\x00\ud800"
 
@@ -35,10 +33,3 @@ def test_a_page_allows_its_own_script_and_style_alone() -> None:
         "base-uri 'none'; form-action 'none'"
     )
     assert "<img" not in page and "alert(1)</script>" not in page and page.count("alert(1)") == 3
-
-
-def test_a_large_image_is_a_jpeg() -> None:
-    small, large = Image.new("RGBA", (9, 9)), Image.effect_noise((300, 300), 90).convert("RGBA")
-    for image, form in ((small, "png"), (large, "jpeg")):
-        uri, found = encode_image(image, 10_000)
-        assert found == form and uri.startswith(f"data:image/{form};base64,")

@@ -1,4 +1,4 @@
-"""Both pages in a browser: what they draw, boxes at their pixels, filters and keys, a phone, the dark, hostile texts."""
+"""Both pages in a browser: what they draw, boxes at their pixels, filters, a phone, hostile texts."""
 
 # ruff: noqa: E501
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.browser import DARK, LIGHT, Site, browse, found_by, needs_browser, serving
+from helpers.browser import LIGHT, Site, browse, found_by, needs_browser, serving
 from helpers.runs import group
 from helpers.runs import run as finished_run
 from PIL import Image
@@ -37,9 +37,7 @@ FRAME = """<!doctype html><iframe id="f" style="width: WIDTHpx; height: 900px; b
   const words = (what) => all(what).map((e) => e.textContent).join("; ");
   const send = (where, event) => where.dispatchEvent(event);
   const fill = (id, text) => { find(id).value = text; send(find(id), new view.Event("input", { bubbles: true })); };
-  const press = (key, where) => send(where || page.body, new view.KeyboardEvent("keydown", { key, bubbles: true }));
-  const slot = () => all(".current .group-head span")[0].textContent;
-  const open = () => all("details.thinking[open]").length;
+  const click = (id) => find(id).click();
   const status = () => find("status").textContent;
   document.body.dataset.found = [SCRIPT].join("|");
 }</script>"""
@@ -164,9 +162,7 @@ def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
 
 
-def test_what_is_drawn_of_a_run_and_what_filters_and_keys_do(
-    report: Path, site: Site, tmp_path: Path
-) -> None:
+def test_what_is_drawn_of_a_run_and_what_filters_do(report: Path, site: Site, tmp_path: Path) -> None:
     drawn = """
       words(".lead").slice(0, 17), words(".card .value"), words(".card .note"), words("figcaption > span:first-child"),
       all("figure")[1].querySelector("polyline.s2").getAttribute("points"), words("figure:nth-child(2) .key"),
@@ -190,15 +186,9 @@ def test_what_is_drawn_of_a_run_and_what_filters_and_keys_do(
       (find("filters").reset(), fill("f-low", ""), fill("f-high", ""), fill("f-uid", "OBJECT 7"), words(".group-head")),
       (fill("f-uid", ""), fill("f-text", "ZOOM"), words(".group-head")),
       (fill("f-text", "nothing at all"), status()), (fill("f-text", ""), status()),
-      (press("n"), status()), (press("n"), press("p"), status()), (press("p"), status()),
-      (press("j"), press("j"), slot()), (press("k"), slot()),
-      open(), (press("t"), open()), (press("t"), open()),
-      (press("/"), page.activeElement.id), (press("j", find("f-text")), slot()),
-      (press("Escape", find("f-text")), page.activeElement.id !== "f-text"),
-      (fill("f-sight", "1"), status()), (fill("f-sight", ""), status()),
-      (press("e"), status()), all(".versus h3").slice(0, 4).map((e) => e.textContent).join(),
-      words(".blind > h3"), all(".versus .text")[0].textContent, (press("e"), status()),
-      (() => { for (let i = 0; i < 11; i++) press("j"); return status() + " " + slot(); })()"""
+      (click("next"), status()), (click("previous"), status()),
+      (fill("f-kind", "evaluations"), status()), all(".versus h3").slice(0, 4).map((e) => e.textContent).join(),
+      all(".versus .text")[0].textContent"""
     found = look(site, tmp_path, report, f"{drawn}, {filters}")
     assert found[:23] == [
         "21 steps so far; ", "75.0%; +50.0 points; 0.625; 21", (
@@ -207,7 +197,7 @@ def test_what_is_drawn_of_a_run_and_what_filters_and_keys_do(
         ),
         "Reward mean reward; Evaluation accuracy share right; Sight nats per completion; Reward parts mean score; "
         "Step time by phase seconds",
-        "58,154 252,145 446,145", "a; images removed; expected a", "expected a, step 20: 0.9",
+        "58,154 252,145 446,145", "a; blind; expected a", "expected a, step 20: 0.9",
         "11101", "0 throughout, and not drawn: kl to the reference."[-47:],
         "11", "1",  # ten groups and the image of a turn: one picture
         "[20, 20, 120, 100]", "thinking, 335 characters",
@@ -224,45 +214,8 @@ def test_what_is_drawn_of_a_run_and_what_filters_and_keys_do(
         "; ".join(f"step {s}slot 7row rows:7object 7" for s in (1, 2, 3)),
         "; ".join(f"step {s}slot 2row rows:2object 2" for s in (1, 2, 3)),
         "nothing fits these filters", "1 to 10 of 36",
-        "11 to 20 of 36", "11 to 20 of 36", "1 to 10 of 36",
-        "slot 1", "slot 0",
-        "0", "1", "0",
-        "f-text", "slot 0",
-        "true",
-        "1 to 6 of 6", "1 to 10 of 36",
-        "1 to 4 of 4", "step 0,step 3,step 0,step 3", "; ".join(["images shuffled"] * 4),
-        "before it", "1 to 10 of 36",
-        "11 to 20 of 36 slot 10",
-    ]  # fmt: skip
-
-
-def test_what_is_drawn_of_a_finished_run_and_of_a_long_one(site: Site, tmp_path: Path) -> None:
-    blind = {"kind": "shuffled", "score": 2.5, "gap": 0.5, "interval": None}
-    ends = {
-        "before": {"interval": [0.125, 0.5], "blind": None},
-        "after": {"interval": [0.5, 0.875], "blind": blind},
-    }
-    scores = {"score_before": 0.25, "score_after": 0.75, "accuracy_before": None, "accuracy_after": None}
-    folder = RunFolder(tmp_path / "run").start("x: 1\n")
-    folder.write_summary(
-        {**scores, "headline": "mean reward", "seconds": 3725, "steps": 800, "first_set": ends,
-         "eval": {"a": {"before": 0.25, "after": 0.75}, "b": {"before": 0.5, "after": 0.375}}}
-    )  # fmt: skip
-    for step in range(1, 801):
-        folder.on_log(
-            step, {"reward": 12_500.0 if step == 77 else 1.0, "entropy": None if step < 400 else 3e-5}
-        )
-    data, pictures = Report([folder.paths]).gather()
-    page = tmp_path / "page.html"
-    page.write_text(render("long", data, pictures), encoding="utf-8")
-    script = """words(".card .word"), words(".card .value"), all("td").slice(0, 20).map((e) => e.textContent).join("; "), words(".key"),
-      all("figure")[0].querySelector("polyline.faint").getAttribute("points").includes(",40 "), all("circle").length, words("figure:nth-child(2) .end")"""
-    assert look(site, tmp_path, page, script) == [
-        "mean reward; what the images add; reward; steps; time", "0.75; +0.5; 1.000; 800; 1 h 2 min",
-        "a; 0.25; 0.75; 0.5 to 0.875; +0.5; a, images shuffled; –; 2.5; –; –; a, what the images add; –; +0.5; –; –; "
-        "b; 0.5; 0.375; –; -0.125",
-        "reward, lowest and highest; reward, mean of 4 steps; entropy, lowest and highest; entropy, mean of 4 steps",
-        "true", "0", "0; 1.0e-5; 2.0e-5; 3.0e-5",
+        "11 to 20 of 36", "1 to 10 of 36",
+        "1 to 4 of 4", "step 0,step 3,step 0,step 3", "before it",
     ]  # fmt: skip
 
 
@@ -279,50 +232,37 @@ def test_what_is_drawn_of_two_runs(site: Site, tmp_path: Path) -> None:
       all(".charts")[0].children.length, all("details.more figure").length > 1, all("details.more[open]").length,
       all("figure .key").filter((key) => /mean|max/.test(key.textContent)).map((key) => `${key.textContent} ${key.firstChild.className.trim()}`).join(),
       words("header h3"), all("header h3 i").map((i) => i.className).join(), all(".message").some((m) => m.textContent.includes("[image]")),
+      words(".card .value"), all("td").map((e) => e.textContent).slice(0, 5).join("; "),
       (fill("f-step", "4"), words(".text.soft"))"""
     assert look(site, tmp_path, page, script) == [
         "Curves; Evaluation; Rollouts; one; two", "true", "6", "true", "0",
-        "one mean s1,one max s1 dashed,two mean s2,two max s2 dashed", "one; two", "s1,s2", "false", "(empty); (empty)",
+        "one mean s1,one max s1 dashed,two mean s2,two max s2 dashed", "one; two", "s1,s2", "false",
+        "75.0%; 0.300; 4; 2 min; 75.0%; 0.300; 4; 2 min", "one: heldout; 12.5%; 75.0%; –; +62.5 points", "(empty); (empty)",
     ]  # fmt: skip
 
 
 PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBoundingClientRect().right > 360.5
-    && !e.closest("pre, figure svg, .picture, .scroll")).length,
-  view.getComputedStyle(page.body).backgroundColor, page.title, all("script:not([type])").length, all("img, link, iframe").length,
-  page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e"), (() => { press("e"); return page.documentElement.scrollWidth; })()"""
-
-
-def on_a_phone(
-    site: Site, tmp_path: Path, page: Path, scheme: str, ground: str, script: str = "1"
-) -> list[str]:
-    """What `script` is on the page, which a screen of 360 pixels shows whole, and which asks for nothing."""
-    title = re.findall("<title>(.*?)</title>", page.read_text(encoding="utf-8"))[0]
-    looks = PHONE.replace("SITE", json.dumps(site.address))
-    found = look(site, tmp_path, page, f"{looks}, {script}", scheme, width=360)
-    assert found[:9] == ["360", "0", ground, title, "1", "0", "true", "false", "360"]
-    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
-    return found[9:]
-
-
-def test_a_phone_in_the_dark_shows_a_run_whole(report: Path, site: Site, tmp_path: Path) -> None:
-    on_a_phone(site, tmp_path, report, DARK, "rgb(20, 21, 25)")
+    && !e.closest("pre, .picture, .scroll")).length, page.title, all("script:not([type])").length,
+  all("img, link, iframe").length, page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e")"""
 
 
 def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
-    script = """words("h2"), words("h2 + p, h2 + p + p"), all(".histogram rect").length, words("h3.bad"), words("ul b"),
+    """A screen of 360 pixels shows it whole, and it asks for nothing."""
+    script = """words("h2"), words("h2 + p, h2 + p + p"), words("h3.bad"), words("ul b"),
       words(".checked:nth-of-type(1) .legend").trim(), all("svg.picture").length, words(".checked:nth-of-type(1) .soft"),
       all(".checked pre")[0].querySelectorAll("b").length, words(".checked:nth-of-type(1) dt")"""
-    found = on_a_phone(site, tmp_path, check, LIGHT, "rgb(247, 247, 245)", script)
-    assert found[0] == "Rows of train in eval; train; eval"
-    assert re.match(
-        r"1 of 3 rows of eval have the images and the text of a row of train: eval.jsonl:1 is train.jsonl:1; 1 more have "
-        r"the images of a row of train with another text: eval.jsonl:2 as train.jsonl:2; 3 rows can be used.* "
-        r"The longest is train.jsonl:3.;", found[1],
-    )  # fmt: skip
-    assert found[3:5] == ["1 row cannot be used", "train.jsonl:4"] and found[6] == "6"
-    assert "196 × 112 pixels, 200 × 100 in the dataset; " in found[7]
-    assert "iou, giou: [49, 28, 147, 84];  clicking: [0, 0, 39.2, 0, 0, 56]" in found[7]
-    assert found[8] == "6" and found[9].startswith(
+    looks = PHONE.replace("SITE", json.dumps(site.address))
+    shown = look(site, tmp_path, check, f"{looks}, {script}", LIGHT, width=360)
+    title = re.findall("<title>(.*?)</title>", check.read_text(encoding="utf-8"))[0]
+    assert shown[:7] == ["360", "0", title, "1", "0", "true", "false"]
+    assert set(site.asked) - {"/favicon.ico"} == {"/frame.html", "/page.html"}
+    found = shown[7:]
+    assert found[0] == "train; eval"
+    assert re.match(r"3 rows can be used.* The longest is train.jsonl:3.;", found[1])
+    assert found[2:4] == ["1 row cannot be used", "train.jsonl:4"] and found[5] == "6"
+    assert "196 × 112 pixels, 200 × 100 in the dataset; " in found[6]
+    assert "iou, giou: [49, 28, 147, 84];  clicking: [0, 0, 39.2, 0, 0, 56]" in found[6]
+    assert found[7] == "6" and found[8].startswith(
         "right answer, iou; right answer, giou; right answer, clicking; box"
     )
 

@@ -10,9 +10,8 @@ import pytest
 from helpers.runs import group
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.pages.curves import MOST_BUCKETS, read_expected_curve
-from mm_grpo.pages.gallery import WHILE_RUNNING
-from mm_grpo.pages.page import inert_json, render
+from mm_grpo.pages.curves import read_expected_curve
+from mm_grpo.pages.page import inert_json
 from mm_grpo.pages.report import LivePage, Report
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.paths import RunPaths
@@ -53,55 +52,18 @@ def test_the_data_of_a_page(tmp_path: Path) -> None:
 
 
 def test_a_page_is_written_while_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def written(every: int | None) -> list[int]:
-        folder = RunFolder(tmp_path / str(every)).start("x: 1\n")
-        live, found = LivePage(folder.paths, every), []
-        for step in range(5):
-            row = {"reward": 0.5, **({"eval/heldout/accuracy": 0.5} if step in (0, 2) else {})}
-            folder.on_log(step, row)
-            live.on_log(step, row)
-            if folder.paths.report.exists():
-                found.append(step)
-                folder.paths.report.unlink()
-        live.write()
-        assert folder.paths.report.exists() is (every is not None)
-        return found
-
-    assert [written(3), written(0), written(None)] == [[0, 2, 3], [0, 2], []]
+    folder = RunFolder(tmp_path / "run").start("x: 1\n")
+    live, found = LivePage(folder.paths, 3), []
+    for step in range(5):
+        row = {"reward": 0.5, **({"eval/heldout/accuracy": 0.5} if step in (0, 2) else {})}
+        folder.on_log(step, row)
+        live.on_log(step, row)
+        if folder.paths.report.exists():
+            found.append(step)
+            folder.paths.report.unlink()
+    assert found == [0, 2, 3]
     LivePage(RunPaths(tmp_path / "gone"), 1).write()  # no run ends for a page
     assert "report.html cannot be written" in caplog.text and not caplog.text.count("Traceback")
-
-
-def test_a_long_run_costs_a_page_no_more_than_a_short_one(tmp_path: Path) -> None:
-    sizes, folder = [], RunFolder(tmp_path).start("x: 1\n")
-    report = Report([folder.paths])
-    rows = 0
-    for until in (2_000, 6_000):
-        with folder.paths.metrics.open("a") as file:
-            for rows in range(rows + 1, until + 1):  # noqa: B020
-                row = {"step": rows, "reward": rows % 7 / 7, "grad_norm": 99.0 if rows == 77 else 1.0}
-                file.write(json.dumps(row) + "\n")
-        data, pictures = report.gather(WHILE_RUNNING)
-        sizes.append(len(render("", data, pictures)))
-        (line,) = next(chart["lines"] for chart in data["charts"] if chart["title"] == "Gradient norm")
-        assert (77, 99.0) in line["points"] and len(line["points"]) <= 2 * MOST_BUCKETS
-        assert len(line["means"]) <= MOST_BUCKETS
-    assert sizes[1] < 1.3 * sizes[0] and sizes[1] < 150_000
-    folder.on_log(6_001, {"reward": 1.0})
-    report.update()
-    assert report.curves[0].last_step == 6_001
-
-
-def test_a_log_that_was_cut_is_read_again(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path).start("x: 1\n")
-    for step in range(1, 6):
-        folder.on_log(step, {"reward": float(step)})
-    report = Report([folder.paths])
-    report.update()
-    log = folder.paths.metrics.read_bytes()
-    folder.cut_after(2, log[: log.index(b'{"step": 3')])
-    report.update()
-    assert (report.curves[0].last_step, list(report.curves[0].rewards)) == (2, [1.0, 2.0])
 
 
 def charts(*folders: RunFolder) -> dict[str, list[dict[str, Any]]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion, heatmap
+from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion
 
 
 def row(pieces: list[str], nats: list[float], **more: Any) -> dict[str, Any]:
@@ -27,8 +27,7 @@ def test_tokens_near_0_are_one_piece() -> None:
     [
         (["<think>", "why", "</think>", "\n\n", " red"], "<think>why</think>"),
         (["<think>", "why</thi", "nk> r", "ed"], "<think>why</think>"),
-        (["a", "wo" * LONGEST_TEXT, "b"], "awo"),
-        (["word "] * 600, "word "),
+        (["<think>a", "wo" * LONGEST_TEXT, "b</think>", "red"], "<think>awo"),
     ],
 )
 def test_the_pieces_joined_are_the_text(pieces: list[str], thinking: str) -> None:
@@ -37,14 +36,6 @@ def test_the_pieces_joined_are_the_text(pieces: list[str], thinking: str) -> Non
     for which in ("text", "thinking"):
         assert "".join(p if isinstance(p, str) else p[0] for p in shaded[which]) == plain[which]
         assert any(isinstance(piece, tuple) for piece in shaded[which])
-
-
-def test_tokens_over_the_ends_of_a_part() -> None:
-    tokens = [("aaa", 1.0), ("bc", 2.0), ("d", 0.0)]
-    assert heatmap(tokens, "aaabcd", 1, 4) == [("aa", 1.0), ("b", 2.0)]
-    assert heatmap(tokens, "aaabcd", 4, 6) == [("c", 2.0), "d"]
-    assert heatmap(tokens, "aaabcd", 5, 6) is None  # nothing is shaded
-    assert heatmap(tokens, "another", 0, 7) is None
 
 
 def test_turns_have_their_own_tokens() -> None:

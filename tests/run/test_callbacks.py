@@ -53,12 +53,6 @@ class Record:
         self.events.append(("on_train_end", step, summary["steps"]))
 
 
-@pytest.fixture(autouse=True)
-def _saves_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints come in their step, as on a host without room for a copy."""
-    monkeypatch.setattr("mm_grpo.run.checkpoint.free_memory", lambda: 0)
-
-
 def trained(record: Any, model: Path, folder: Path, **changes: Any) -> GRPOTrainer:
     run = {"max_steps": 4, "save_every": 2, "report": False, "sight_every": 0, **changes}
     made = GRPOTrainer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,9 @@ from mm_grpo.run.metrics import (
     append_event,
     append_row,
     cut_events,
-    iter_metrics,
-    new_rows,
     read_events,
     read_metrics,
-    read_summary,
-    write_summary,
 )
-from mm_grpo.run.paths import RunPaths
 
 
 def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:
@@ -50,30 +44,6 @@ def test_a_line_that_a_killed_run_left_unfinished_is_none_and_a_broken_one_is_na
         path.write_text('{"step": 1}\n' + line + "\n")
         with pytest.raises(DataError, match="m, line 2: "):
             read_metrics(path)
-
-
-def test_the_summary_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
-    assert read_summary(paths) is None
-    with pytest.raises(ValueError):
-        write_summary(paths, {"eval": {"a": float("nan")}})
-    assert not paths.summary.exists()
-    summary = {"eval": {"heldout": {"before": 0.25, "after": 0.5}}, "accuracy_before": None, "steps": 60}
-    write_summary(paths, summary)
-    assert read_summary(paths) == summary == json.loads((tmp_path / "summary.json").read_text())
-
-
-def test_a_reader_that_comes_again_reads_what_was_added(tmp_path: Path) -> None:
-    path = tmp_path / "m"
-    append_row(path, 1, {"reward": 0.5})
-    rows, at = new_rows(path, 0)
-    assert rows == [{"step": 1, "reward": 0.5}] == list(iter_metrics(path))
-    whole = path.read_text()
-    path.write_text(whole + '{"step": 2, "rew')
-    assert new_rows(path, at) == ([], at)
-    path.write_text(whole)
-    append_row(path, 2, {})
-    assert new_rows(path, at) == ([{"step": 2}], path.stat().st_size)
 
 
 def test_events_come_back_and_are_cut(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from helpers.configs import small_config
 
-from mm_grpo.environments.factories import factory_named, source_of
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.manifest import Checkpoint
@@ -68,7 +67,3 @@ def test_changed_tools_are_refused_unless_they_are_allowed(
     with caplog.at_level(logging.WARNING, "mm_grpo"):
         resume(then, now, allow_changed_code=True)
     assert "those of now are used, for run.allow_changed_code is true" in caplog.text
-
-
-def test_the_address_of_a_server_is_no_code() -> None:
-    assert source_of(factory_named("openenv:http://127.0.0.1:1")) is None

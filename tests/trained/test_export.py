@@ -32,7 +32,7 @@ from mm_grpo.trained import export, proof
 from mm_grpo.trained.card import History
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
-from mm_grpo.trained.source import WholeModel, find_checkpoint, find_model
+from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.types import Group
 
 Runs = Callable[[str], Finished]
@@ -74,7 +74,7 @@ def test_an_export_answers_as_the_trainer_did(
     assert mark["settings"]["data"]["system_prompt"] == "look well"
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names == set(mark["files"])
-    assert {"README.md", "chat_template.jinja", "generation_config.json", "reward.svg"} <= names
+    assert {"README.md", "chat_template.jinja", "generation_config.json"} <= names
     assert adapter == ("adapter_model.safetensors" in names)
     assert adapter or "model-00002-of-" in " ".join(names)
 
@@ -96,9 +96,8 @@ def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path
     paths = RunPaths(tmp_path)
     write_rollouts(paths, 1, [group_with_rewards(g) for g in groups_of(processor)])
     trained = Trained(model.eval(), processor, config, paths, 1)
-    for adapter in (False, True):
-        found = write_export(trained, History(), tmp_path / f"out{adapter}", adapter=adapter)
-        assert found.gap.max <= 1e-4 and found.prompts == 3
+    found = write_export(trained, History(), tmp_path / "out", adapter=number % 3 == 0)
+    assert found.gap.max <= 1e-4 and found.prompts == 3
 
 
 def group_with_rewards(group: Group) -> Group:
@@ -149,10 +148,6 @@ def test_what_is_not_the_trained_model_is_not_kept(
     with pytest.raises(ConfigError, match=words[fault]):
         write_export(trained, History(), tmp_path / "out", adapter=False)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
-    found = write_export(trained, History(), tmp_path / "out", adapter=False)
-    assert found.dtype == dtype and found.gap.mean < 0.03
-    assert found.limit == (1e-4 if dtype == "float32" else 0.1)
 
 
 def trained_in(run: Finished, dtype: str) -> Trained:
@@ -215,8 +210,6 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert "| rewards | `score` |" in card and "2 steps of 4 prompts with 3 completions each" in card
     assert str(tmp_path.parent) not in card and str(run.root) not in card
     assert "learning_rate: 0.01" in card
-    svg = (tmp_path / "out/evaluation.svg").read_text()
-    assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"') and svg.count("<polyline") == 1
 
 
 def test_what_is_not_the_run_s_own_is_refused(runs: Runs, tmp_path: Path) -> None:
@@ -240,24 +233,18 @@ def test_what_is_not_the_run_s_own_is_refused(runs: Runs, tmp_path: Path) -> Non
     refused(r"optim\.learning_rate = 0\.02", copy)
     (copy / "config.yaml").write_text(config)
     shutil.rmtree(copy / "checkpoints")
-    refused("last: .*model", copy)
+    refused("has no checkpoints .*copy/model", copy)
 
 
-def test_a_run_whose_base_was_best_has_no_best_checkpoint(runs: Runs, tmp_path: Path) -> None:
+def test_a_best_without_a_checkpoint_is_refused(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs("full").root, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"checkpoint step-000001: .*step-000003"):  # which was removed
-        find_model(str(tmp_path / "run/checkpoints/step-000001"))
     file = tmp_path / "run/checkpoints/step-000003/manifest.json"
     for best in ({"score": 0.5, "step": 0}, {"score": 0.5, "step": 1}, None):
         manifest = json.loads(file.read_text())
         manifest["extra"]["best"] = best
         file.write_text(json.dumps(manifest))
-        with pytest.raises(ConfigError, match=str(tmp_path / "run")):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/run.*{'step-000003' if best else 'last'}"):
             find_checkpoint(tmp_path / "run", "best")
-        if best is not None and best["step"] == 0:  # there is nothing to export, and something to ask
-            found = find_model(str(tmp_path / "run"), "best")
-            assert isinstance(found, WholeModel) and found.path == runs("full").trainer.config.model.path
-            assert found.name.startswith(f"{found.path}, the base model: the best evaluation")
 
 
 def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> None:

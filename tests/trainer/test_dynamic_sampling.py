@@ -21,10 +21,6 @@ def partly_flat(completions: list[Any], flat: list[bool], **columns: Any) -> lis
     return [0.5 if is_flat else place / 10 for place, is_flat in enumerate(flat)]
 
 
-def always_flat(completion: str) -> float:
-    return 1.0
-
-
 def run(path: Path, folder: Path, reward: Any, **rollout: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     seen: list[Any] = []
     run = {"max_steps": 2, "guards": {"no_update": "warn"}}
@@ -74,17 +70,3 @@ def test_flat_groups_make_room_for_others(models: dict[str, Path], tmp_path: Pat
         assert row["dynamic_sampling/replaced"] == sum(a > 0 for a, _ in want.values())
         assert row["dynamic_sampling/without_spread"] == sum(r % 3 != 0 for _, r in want.values())
     assert {g.attempt for groups in learned for g in groups} > {0}  # the case was tried
-
-
-def test_attempts_end_and_nothing_moves_where_nothing_differs(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    metrics, learned = run(models["qwen2_vl"], tmp_path / "r", always_flat)
-    assert [m["dynamic_sampling/attempts"] for m in metrics] == [3, 3]
-    assert [m["dynamic_sampling/without_spread"] for m in metrics] == [4, 4]
-    assert [m["learner/updates"] for m in metrics] == [0, 0]
-    assert all(g.attempt == 2 for groups in learned for g in groups)
-    # every attempt is paid for: 3 attempts x 4 slots x 3 completions are in the log
-    assert len(rollouts_of(tmp_path / "r", 1)) == 36
-    tokens = metrics[0]["num_tokens"]
-    assert tokens > sum(r["tokens"] for r in rollouts_of(tmp_path / "r", 1))

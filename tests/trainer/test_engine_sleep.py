@@ -112,14 +112,9 @@ def test_a_step_whose_learner_fails_closes_the_engine_asleep(
     assert module.features is None and module.prompts is None
 
 
-@pytest.mark.parametrize(
-    "place",
-    ["mm_grpo.learner.model.AutoModelForImageTextToText.from_pretrained", "mm_grpo.trainer.check_start"],
-)
-def test_a_gpu_that_is_full_before_the_first_step_is_explained(
-    place: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_is_full_while_weights_are_read_is_explained(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While weights are read, and as the engine answers for the first time."""
-    monkeypatch.setattr(place, full)
+    monkeypatch.setattr("mm_grpo.learner.model.AutoModelForImageTextToText.from_pretrained", full)
     with pytest.raises(OutOfDeviceMemory):
         GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "run"), train=ROWS, rewards=[vowels]).train()

@@ -18,9 +18,7 @@ OFF = {"update_happens": "off", "logp_gap": "off"}
     ("rate", "dtype", "guards"),
     [
         (1e3, "bfloat16", {}),  # every token has probability 1
-        (5e18, "float32", {}),  # the update is larger than float32 can square
         (1e15, "float32", OFF),  # logits are NaN, and the engine is to sample from them
-        (5e18, "bfloat16", OFF),
     ],
 )
 def test_a_rate_that_is_far_too_large_stops_the_run_with_one_message(

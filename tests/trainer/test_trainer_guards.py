@@ -20,10 +20,6 @@ def trainer_for(path: Path, folder: Path, reward: Any, guards: Any = None, **cha
     return GRPOTrainer(config_for(path, folder, run=run, **changes), train=ROWS, rewards=[reward])
 
 
-def constant(completion: str) -> float:
-    return 0.5
-
-
 def nothing(completion: str) -> None:
     return None
 
@@ -47,15 +43,6 @@ def test_a_healthy_run_raises_no_alarm(
     assert rows[0]["images/logp_change"] > 0
     # of a random model, every token is nearly as likely as any other
     assert all(-10 < row["completions/mean_logprob"] < -1 for row in rows)
-
-
-def test_constant_rewards_end_without_success_after_everything_was_saved(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    with pytest.raises(GuardStop, match="no update in 12 steps: the rewards of no group differed"):
-        trainer_for(models["qwen2_vl"], tmp_path / "r", constant).train()
-    assert (tmp_path / "r" / "model" / "config.json").exists()
-    assert (tmp_path / "r" / "summary.json").exists() and len(rows_of(tmp_path / "r")) == STEPS
 
 
 def test_images_that_do_not_reach_the_text_stop_the_first_step(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -13,9 +12,8 @@ from helpers.configs import merged
 from helpers.small_runs import config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.data import Mixture, write_jsonl
+from mm_grpo.data import write_jsonl
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.errors import ConfigError, RewardError
 
 
 @pytest.fixture(scope="module")
@@ -109,33 +107,3 @@ def test_evaluations_are_split_by_task(straight: Path) -> None:
         colour, count = (found[f"eval/held/task/{task}/reward"] for task in ("colour", "count"))
         assert count >= 10 > colour
         assert found["eval/held/reward"] == pytest.approx(0.4 * colour + 0.6 * count)
-
-
-@pytest.mark.slow
-def test_another_mixture_is_refused_on_resuming(
-    models: dict[str, Path], folder: Path, tmp_path: Path
-) -> None:
-    run = tmp_path / "run"
-    made = config(models, folder, run, run={"max_steps": 1, "save_every": 1, "save_model": False})
-    GRPOTrainer(made, rewards=REWARDS).train()
-    other = made.with_values({"data.train": train(folder, weight=2)})
-    with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
-        GRPOTrainer(other, rewards=REWARDS, resume=True).train()
-    counts = [json.loads(line) for line in (folder / "counts.jsonl").read_text().splitlines()]
-    counts = [row | {"images": [str(folder / name) for name in row["images"]]} for row in counts]
-    counts[1]["answer"] = "7"
-    other_rows = Mixture([train(folder)[0], {"path": counts, "task": "count"}])
-    with pytest.raises(ConfigError, match=r"data.train: the checkpoint .* other rows"):
-        GRPOTrainer(made, train=other_rows, rewards=REWARDS, resume=True).train()
-    # the same ratio is the same mixture
-    double = Mixture([train(folder, weight=6)[0], train(folder)[1] | {"weight": 2}])
-    GRPOTrainer(made.with_values({"run.max_steps": 2}), train=double, rewards=REWARDS, resume=True).train()
-    assert [row["step"] for row in rows_of(run)] == [0, 1, 2]
-
-
-def test_a_reward_for_a_task_that_is_not_there_is_refused_before_a_model_loads(
-    models: dict[str, Path], folder: Path, tmp_path: Path
-) -> None:
-    made = config(models, folder, tmp_path / "run", model={"path": str(tmp_path)})
-    with pytest.raises(RewardError, match="and no row of the dataset has that; in its rows task is"):
-        GRPOTrainer(made, rewards=[{"name": vowels, "as": "vowels", "when": {"task": "counting"}}])

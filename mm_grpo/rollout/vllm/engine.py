@@ -21,7 +21,6 @@ from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
-from mm_grpo.timing import span
 from mm_grpo.types import Completion, Prompt
 
 if TYPE_CHECKING:
@@ -156,7 +155,6 @@ class VLLMEngine(RolloutEngine):
 
     # memory ----------------------------------------------------------------------------------
 
-    @span("engine sleep")
     def sleep(self) -> None:
         """Free the GPU for the learner, as `settings.sleep_level` says. Does nothing on a CPU, or at level 0."""
         handle = self._held()
@@ -166,7 +164,6 @@ class VLLMEngine(RolloutEngine):
             if level >= 2 and "weights" in handle.asleep:
                 self._current = False
 
-    @span("engine wake")
     def wake(self) -> None:
         """Take the memory back. After level 2 the weights are gone until `update_weights` sends them all."""
         internals.wake(self._held())
