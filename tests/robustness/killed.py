@@ -85,7 +85,7 @@ def renaming(act: Act) -> None:
 PLACES: dict[str, Callable[[Act], None]] = {
     "while it updates": lambda act: before(Learner, "update", act),
     "in half a row of metrics.jsonl": half_a_row,
-    "before a checkpoint": lambda act: before(Checkpoints, "begin", act),
+    "before a checkpoint": lambda act: before(Checkpoints, "save", act),
     "in half a state of a checkpoint": half_a_state,
     "before a checkpoint is renamed": renaming,
 }
