@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 from mm_grpo.data.mixture import MixedDataset
 from mm_grpo.data.mixture_order import MixtureOrder
 from mm_grpo.data.order import PromptOrder
-from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.engine_limits import engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
@@ -84,10 +83,6 @@ def plan_run(
         else PromptOrder(len(rows), *how)
     )
     steps = run.max_steps or order.steps_per_epoch
-    if config.data.pass_rate is not None:
-        by_rate = _pass_rate_order(config, rows, steps)
-        if not at_least_an_epoch:  # without learning there is the first pass alone
-            order = by_rate
     updates, warmup = config.updates_in(steps), config.optim.warmup_steps
     cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
     seeds = SeedPlan(
@@ -99,20 +94,6 @@ def plan_run(
         max_turns=rollout.max_turns if several_turns else 1,
     )
     return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut))
-
-
-def _pass_rate_order(config: GRPOConfig, rows: Sized, steps: int) -> PassRateOrder:
-    """The order of `data.pass_rate`. ConfigError where it would change nothing, or where weights say what is drawn."""
-    factor, rollout = config.data.pass_rate or 0.0, config.rollout
-    how = (rollout.prompts_per_step, config.run.seed, factor, rollout.max_staleness)
-    order, why = PassRateOrder(len(rows), *how), ""
-    if isinstance(rows, MixedDataset):
-        why = "data.train is a mixture, whose weights say how often rows come; name one source by its path alone"
-    elif not order.draws_in(steps):
-        why = f"the run of {steps} steps ends before rows are drawn by it, in the second pass; raise run.max_steps"
-    if why:
-        raise ConfigError(f"data.pass_rate = {factor}: {why}, or leave it out")
-    return order
 
 
 # the parts -----------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ import torch
 
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
@@ -189,7 +188,6 @@ class GRPOTrainer:
             version=partial(scheduled_version, staleness=config.rollout.max_staleness),
             reference_logprobs=self.learner.reference_logprobs,
         )  # fmt: skip
-        self._pass_rates = plan.order if isinstance(plan.order, PassRateOrder) else None
         self.pipeline = pipeline_of(self.collector, self.engine, self.ranks, lambda: self.sync.version)
 
     def train(self) -> dict[str, Any]:
@@ -295,9 +293,6 @@ class GRPOTrainer:
         with timed(times, "step_time"):
             rollout = self.pipeline.take(step)  # prompts, completions, rewards, advantages (`collect_step`)
             groups = rollout.groups
-            if self._pass_rates is not None:
-                shares = ranks.broadcast(self.collector.pass_rates(rollout), "pass rates")
-                self._pass_rates.observe(step, shares)
             with ranks.fail_together("guards"):
                 if ranks.first:  # every group that was sampled: the evidence, before a guard may stop the run
                     with timed(rollout.times, "time/log"):
@@ -384,8 +379,6 @@ class GRPOTrainer:
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))
-        if self._pass_rates is not None:
-            self._pass_rates.restore(kept)
         self.collector.begin(done + 1)
         return done, kept
 
@@ -523,7 +516,6 @@ class GRPOTrainer:
             "tokens_seen": self.tokens_seen,
             **self._identity,
             **self.evaluations.state(),
-            **({} if self._pass_rates is None else self._pass_rates.state()),
             **pack_ahead(self.pipeline.finished(), self.ranks),
         }
 

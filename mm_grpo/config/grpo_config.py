@@ -364,14 +364,6 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_in_reward", why
 
 
-def _pass_rate(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Rows that are drawn by their pass rates are drawn, and on a schedule."""
-    if config.data.pass_rate is not None and not config.data.shuffle:
-        yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
-    if config.data.pass_rate is not None and config.rollout.staleness_order == "eager":
-        yield "data.pass_rate", "must be null with rollout.staleness_order = eager, which repeats no order"
-
-
 def _seeds(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """There are seeds enough."""
     rollout = config.rollout
@@ -383,7 +375,7 @@ def _seeds(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
-    _steps, _advantages, _turns, _loss, _kl, _parts, _pass_rate, _seeds,
+    _steps, _advantages, _turns, _loss, _kl, _parts, _seeds,
 )  # fmt: skip
 
 

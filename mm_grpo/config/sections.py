@@ -19,12 +19,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
 from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
-    AnswerFrom,
     Device,
     GuardAction,
     GuardName,
     HeadlineText,
-    Layout,
     Number,
     PathText,
     ProfileChoice,
@@ -108,12 +106,6 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
-    layout: Layout | None = None
-    """Layout of the rows (docs/data.md): trl, openai, verl (also EasyR1), ms_swift, sharegpt (also LLaVA) or r1v; null
-    reads each row by what it holds, and refuses one that could be read in two ways. Default: null."""
-    answer_from: AnswerFrom | None = None
-    """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
-    turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
     prompt_template: Template | None = None
     """Prompt made of columns, as in Where is the {category}?, in place of the row's own, which {prompt} is; names in
     braces are columns, dots reach into mappings and lists; {{ is a brace; null is the row's own. Default: null."""
@@ -137,9 +129,6 @@ class DataConfig(Section):
     step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
-    pass_rate: Number | None = Field(default=None, gt=0, le=1)
-    """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
-    group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
     system_prompt: str | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(

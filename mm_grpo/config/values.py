@@ -106,8 +106,6 @@ Template = Annotated[
     AfterValidator(_template),
     Accepts("text with names of columns in braces, as in Where is the {category}?"),
 ]
-Layout = Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"]
-AnswerFrom = Literal["last_turn", "column"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("auto, cpu, cuda or cuda:N")]
 GuardName = Literal[
     "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",

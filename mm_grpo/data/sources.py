@@ -186,10 +186,6 @@ def _load_checked(
             part.verify()
     if needs is not None:
         needs(dataset.columns, dataset.columns_of_rows, trained)
-    if dataset.layouts not in ((), ("trl",)) and config.data.layout is None:
-        log.info(
-            "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
-        )
     return dataset
 
 

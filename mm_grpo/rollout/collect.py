@@ -181,13 +181,6 @@ class Collector:
         rows = [self._row(*place) for place in places]
         return self.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
 
-    def pass_rates(self, rollout: Rollout) -> list[tuple[int, float]]:
-        """On the first process: the row of each sampled group, and its share of successes where one is known."""
-        shares = [
-            (self._row(rollout.step, g.slot, g.attempt), self.success.share(g)) for g in rollout.sampled
-        ]
-        return [(row, share) for row, share in shares if share is not None]
-
     def _row(self, step: int, slot: int, attempt: int) -> int:
         if attempt:
             return self.order.spare(step, attempt, slot, self.config.rollout.max_attempts)

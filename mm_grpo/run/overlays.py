@@ -3,9 +3,9 @@ model saw it. The page of `mm-grpo check` draws the gold ones, report.html both.
 
 What is gold, and in which space, is what the config says: `OVERLAID` names the column that each built-in compares with,
 and the reward's own options (`gold_space`, `gold_layout`, `image_index`) say how it is read. What is predicted is what
-the same built-in reads in a completion, in its `space` and `layout`. The objects of rows in ms-swift's layout
-(`objects`, data/object_tags.py) are gold too. A reward of the user's own has no known form, so its columns are not
-drawn. To add a built-in: a line in `OVERLAID`; in `_of_reward` and `_predicted`, how column and completion are read.
+the same built-in reads in a completion, in its `space` and `layout`. A reward of the user's own has no known form, so
+its columns are not drawn. To add a built-in: a line in `OVERLAID`; in `_of_reward` and `_predicted`, how column and
+completion are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from mm_grpo.data.object_tags import is_objects
 from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, point_in
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes
 from mm_grpo.rewards.builtins.masks import Polygon, mask_in, read_mask
@@ -122,9 +121,6 @@ def _sources(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[str,
         column = OVERLAID.get(builtin_name(spec) or "")
         if column is not None and spec.applies_to(prompt.sample.columns):
             yield spec.name, _of_reward(column, {**prompt.sample.columns, **spec.bound}, prompt)
-    objects: Any = prompt.sample.columns.get("objects")
-    if is_objects(objects) and objects.get("bbox"):
-        yield "objects", _of_objects(objects, prompt)
 
 
 def _of_reward(column: str, options: Mapping[str, Any], prompt: Prompt) -> Places:
@@ -143,18 +139,6 @@ def _of_reward(column: str, options: Mapping[str, Any], prompt: Prompt) -> Place
         shapes = tuple(_corners(frame.gold(box, layout, space)) for box in boxes)
     for points in moved_shapes(shapes, frame, space, "pixel"):
         yield image, points
-
-
-def _of_objects(objects: Mapping[str, Any], prompt: Prompt) -> Places:
-    """The boxes and points of ms-swift's `objects`; `image_id` says of which image each is, the first by default."""
-    space = "normalized" if objects.get("bbox_type") == "norm1" else "original"
-    which = objects.get("image_id")
-    for at, box in enumerate(objects["bbox"]):
-        image = which[at] if isinstance(which, list | tuple) and at < len(which) else 0
-        frame = Frame.of(prompt.engine_prompt.images, prompt.sample, image)
-        numbers = tuple(float(number) for number in box)
-        shape: Polygon = _corners(frame.gold(box, "xyxy", space)) if len(numbers) == 4 else (numbers[:2],)  # type: ignore[assignment]
-        yield image, moved_shapes([shape], frame, space, "pixel")[0]
 
 
 def _corners(box: Box) -> Polygon:

@@ -70,8 +70,6 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
     if drops or twin is not None or (isinstance(credit, CreditConfig) and credit.control == "other_image"):
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
-    if config.data.pass_rate is not None:  # it says what a success is
-        flat["run.headline"] = config.run.headline
     steps = config.run.max_steps
     cut = steps is not None and config.optim.warmup_steps > config.updates_in(steps)
     # the rate of every step goes by the length of the run

@@ -59,7 +59,7 @@ def refused(path: str, value: Any) -> str:
         ("data.train", {"split": "train"}, "the key task"),
         ("data.train", [{"path": "a", "weight": 0}, "b"], "entry 1"),
         ("data.train", [{"path": "a", "split": "x"}, "b"], "folder:split"),
-        ("data.train", [{"path": "a", "layot": "trl"}, "b"], "the nearest is source.layout"),
+        ("data.train", [{"path": "a", "colums": {}}, "b"], "the nearest is source.columns"),
         ("data.eval", {}, "set names"),
         ("data.eval", {"test": "a.jsonl", "size": 20}, "the set size"),
         ("rewards", [{"name": "iou", "weight": "big"}], "weight"),
@@ -96,8 +96,8 @@ def test_sources() -> None:
     assert config(data={"eval": task}).data.eval_sets() == {"eval": kept}
     assert config(data={"eval": "rows.jsonl"}).data.eval_sets() == {"eval": "rows.jsonl"}
     assert config().data.eval_sets() == {}
-    mixed = [{"path": "a.jsonl", "weight": "3", "layout": None, "columns": {"answer": "label"}}, "b.jsonl"]
-    entry = {"path": "a.jsonl", "weight": 3.0, "layout": None, "columns": {"answer": "label"}}
+    mixed = [{"path": "a.jsonl", "weight": "3", "columns": {"answer": "label"}}, "b.jsonl"]
+    entry = {"path": "a.jsonl", "weight": 3.0, "columns": {"answer": "label"}}
     assert config(data={"train": mixed}).data.train == [entry, "b.jsonl"]
 
 

@@ -55,7 +55,7 @@ def lines_of(values: dict[str, Any]) -> list[str]:
         ("rollout.vllm.tensor_parallel_size", "leave it out"),
         ("optim.deepspeed_config", "optim.zero_stage"),
         ("data.task", "data.train: {task: ...}"),
-        ("data.zzz", "data has train, eval, columns, layout,"),
+        ("data.zzz", "data has train, eval, columns, prompt_template,"),
         ("data.num_workers", "two threads"),
     ],
 )

@@ -168,10 +168,6 @@ processors/special_tokens.py < processors/test_special_tokens.py
     wrong order | key=lambda token: (-len(token), token) ==> key=lambda token: (len(token), token)
 data/order.py < data/test_order.py
     wrong key | f"{self.seed}/spare" ==> self.seed
-data/pass_rate_order.py < data/test_pass_rate_order.py
-    wrong peak | 4 * rate * (1 - rate) ==> 4 * rate * (1 - rate / 2)
-    wrong factor | rate + self.factor * (share - rate) ==> rate + (share - rate) / 2
-    * late pass | self.factor, self.lag = factor, 2 + staleness ==> self.factor, self.lag = factor, 1 + staleness
 data/mixture_order.py < data/test_mixture_order.py
     skipped check | if lag >= self.total: ==> if lag >= 0:
 data/images.py < data/test_images.py

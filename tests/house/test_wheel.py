@@ -112,7 +112,7 @@ def rows_of(folder: Path) -> dict[str, str]:
             file.write(json.dumps({"messages": turns}) + "\n")
     return {
         "labels.csv": "data.image_dir=photos|data.columns={image: file, prompt: question, answer: label}",
-        "openai.jsonl": "data.layout=openai",
+        "openai.jsonl": "data.eval=null",
     }
 
 

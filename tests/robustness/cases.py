@@ -87,7 +87,7 @@ ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
     ("<img> without image", row() + '\n{"prompt": "<img> ?", "answer": "a"}', ("rows.jsonl:2", "'<img>'")),
     ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
-    ("columns of two trainers", row(problem="another"), ("data.layout",)),
+    ("columns of two trainers", row(problem="another"), ("data.columns.prompt",)),
 ]  # fmt: skip
 
 SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]] = [

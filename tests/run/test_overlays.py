@@ -59,23 +59,14 @@ def test_rewards_with_the_same_gold_share_a_mark() -> None:
     assert notes == []
 
 
-def test_the_objects_of_a_layout() -> None:
-    objects = {"ref": ["a", "b"], "bbox": [[10, 20, 60, 120], [50, 100]]}
-    marks, notes = gold_overlays([], prompt(objects=objects))
-    assert (rounded(marks), notes) == ([(0, "objects", BOX), (0, "objects", [(28.0, 42.0)])], [])
-    shares = {"bbox": [[0.1, 0.1, 0.6, 0.6]], "bbox_type": "norm1"}
-    assert rounded(gold_overlays([], prompt(objects=shares))[0]) == [(0, "objects", BOX)]
-    assert gold_overlays([], prompt(objects="other")) == ([], [])
-
-
 def test_the_image_that_is_meant() -> None:
-    row = prompt(box=[10, 20, 60, 120], objects={"bbox": [[100, 50]], "image_id": [1]})
+    row = prompt(box=[10, 20, 60, 120])
     sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, 200, 100)))
     row = replace(
         row, sample=sample, engine_prompt=EnginePrompt((), (tiny.picture(0, *SEEN), tiny.picture(1, 56, 28)))
     )
     marks, notes = gold_overlays([resolve_entry("iou")], row)
-    assert (rounded(marks), notes) == ([(0, "iou", BOX), (1, "objects", [(28.0, 14.0)])], [])
+    assert (rounded(marks), notes) == ([(0, "iou", BOX)], [])
     _, notes = gold_overlays([resolve_entry({"name": "iou", "image_index": 2})], row)
     assert notes == ["iou: image_index=2, and the row has 2 image(s), counted from 0"]
 
@@ -86,11 +77,10 @@ def test_the_image_that_is_meant() -> None:
         ("iou", {"box": [0, 0, 150, 100]}),  # not in its image
         ("clicking", {"target": "here"}),
         ("mask_iou", {"mask": {"size": [2, 2], "counts": [0, 4]}}),  # an RLE
-        ("objects", {"objects": {"bbox": [[0, 0, 10**400, 4]]}}),
     ],
 )
 def test_what_cannot_be_drawn_is_a_note(entry: str, columns: dict[str, Any]) -> None:
-    marks, (note,) = gold_overlays([] if entry == "objects" else [resolve_entry(entry)], prompt(**columns))
+    marks, (note,) = gold_overlays([resolve_entry(entry)], prompt(**columns))
     assert marks == [] and note.startswith(f"{entry}: ")
 
 

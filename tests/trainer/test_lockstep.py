@@ -133,7 +133,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
 ) -> None:
     use_server(monkeypatch, updates_in_flight=False)
     rollout = {"max_staleness": 2, "max_attempts": 2}
-    changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}
+    changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat}
     changes["run"] = {
         "max_steps": STEPS,
         "save_every": 1,
