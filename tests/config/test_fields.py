@@ -51,8 +51,6 @@ def refused(path: str, value: Any) -> str:
         ("algorithm.epsilon_high", -1, "a number >= 0 or null"),
         ("algorithm.loss_type", "drgrpo", "the nearest is dr_grpo"),
         ("algorithm.loss_options", {"sapo_temperature_pos": 1.0}, "no options"),
-        ("algorithm.scale_rewards", "gdpo", "algorithm.multi_objective_aggregation: normalize_then_sum"),
-        ("algorithm.importance_sampling_level", "gspo", "write sequence"),
         ("algorithm.advantage_estimator", "GAE", "mm_grpo has none"),
         ("optim.zero_stage", 3, "stage 3 shares out the weights"),
         ("data.gold_template", "answer", "{gold}"),
