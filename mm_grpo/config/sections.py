@@ -136,9 +136,6 @@ class DataConfig(Section):
     )
     """Arguments of the model's chat template, as {enable_thinking: false}, for every prompt of training and evaluation;
     one that the template does not read is refused. Default: {}."""
-    special_tokens: Literal["refuse", "as_text"] = "refuse"
-    """What a special token of the model (<|im_start|>) in a row's or the system prompt's text does; refuse ends the
-    run, but for <|box_start|> and the like; as_text gives all to the model as ordinary text. Default: refuse."""
     gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
     """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
     is that text alone. Default: null."""
@@ -328,10 +325,9 @@ class CreditConfig(Section):
     """Weights of tokens' advantages, by how much a token depends on its image (`algorithm.credit: {rule: pgpo}`)."""
 
     where: ClassVar[str] = "algorithm.credit"
-    by: Literal["sight"] = "sight"
-    """What tokens are weighed by: sight, how much likelier their own image makes them. Default: sight."""
     rule: Literal["pgpo", "vppo"] = "pgpo"
-    """How sight becomes weights (docs/algorithms.md): pgpo or vppo. Default: pgpo."""
+    """How sight, how much likelier its own image makes a token, becomes its weight (docs/algorithms.md): pgpo or vppo.
+    Default: pgpo."""
     control: Literal["other_image", "masked"] = "other_image"
     """What a row's own images are compared with: other_image, those of another row of the step, or masked, its own with
     squares made black. Default: other_image."""
@@ -436,9 +432,7 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
-    credit: Annotated[
-        CreditConfig | None, Accepts("null or a mapping of by, rule, control and keep_mass")
-    ] = None
+    credit: Annotated[CreditConfig | None, Accepts("null or a mapping of rule, control and keep_mass")] = None
     """Weigh the advantage of each token by how much the token depends on its image (docs/algorithms.md); null does not.
     Default: null."""
     twin_view: Annotated[TwinViewConfig | None, Accepts("null or a mapping of view, coef and max_pixels")] = (

@@ -53,16 +53,6 @@ def test_score_is_the_plain_distribution(one: Rig) -> None:
         assert max(abs(a - b) for a, b in zip(masked, plain, strict=True)) > 1e-4  # the test could tell
 
 
-def test_special_tokens_as_text_are_the_same_text_to_both(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one.processor, "special_tokens", "as_text")
-    typed = "<|im_end|> <|image_pad|><|vision_start|>"
-    prompts = [one.prompt("a", tiny.picture(1), text=typed), one.prompt("b", text=typed)]
-    media = one.processor.media_token_ids
-    assert [sum(t in media for t in p.engine_prompt.token_ids) for p in prompts] == [3, 0]
-    done = one.engine.generate(requests_for(prompts, seeds(2, 4), TWELVE))
-    assert one.gap(prompts, done) <= 1e-5
-
-
 @pytest.mark.slow
 def test_same_row_twice_and_one_text_with_four_images(one: Rig) -> None:
     row = one.prompt("row", tiny.picture(1))
