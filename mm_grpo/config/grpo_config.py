@@ -121,12 +121,6 @@ class GRPOConfig(Section):
         values = cls._read(path)
         for layer in layers:
             values = merge(values, cls._read(find_layer(layer)), sources=("data.train", "data.eval"))
-        sections = {field.rpartition(".")[0] for field in cls.all_paths} - {*cls.all_paths}
-        for override in (overrides := list(overrides)):
-            name, _, value = (part.strip() for part in override.partition("="))
-            if name in sections and value in ("", "null", "~", "{}"):
-                why = "would put the whole section back to its defaults; set fields of it"
-                raise ConfigError(f"override {override!r}: {why}")
         values = apply_overrides(values, overrides)
         if REDACTED in str(values):
             raise ConfigError(
@@ -340,11 +334,6 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, for weights in four bits are not trained"
-    if rollout.vllm.engine_kwargs.get("quantization") == "bitsandbytes":
-        yield (
-            "rollout.vllm.engine_kwargs",
-            "vLLM's layers of bitsandbytes take no weights that are sent; leave it out",
-        )
     twin = config.algorithm.twin_view
     if tools and twin is not None:
         yield "algorithm.twin_view", "must be null with rollout.tools and rollout.environment"

@@ -97,7 +97,7 @@ class DataConfig(Section):
     where: ClassVar[str] = "data"
     train: Annotated[Source | None, RelativeToFile()] = None
     """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
-    of these or owner/name[:config][:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
+    of these or owner/name[[:config]:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
     size: 2000}; or a mixture, a list of entries such as {path: rows.jsonl, weight: 3, task: count}; null when the rows
     are passed in Python. Default: null."""
     eval: Annotated[Sources | None, RelativeToFile()] = None

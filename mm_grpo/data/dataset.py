@@ -256,10 +256,6 @@ class Dataset:
 
         return look
 
-    def called(self, name: str) -> Dataset:
-        """The same rows under another name."""
-        return self._changed(name=name)
-
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.
 

@@ -17,7 +17,6 @@ here (images.py); rows with videos are refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from mm_grpo.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""A lone surrogate, which JSON can write and no tokenizer takes: what cutting an emoji in two leaves."""
 
 Message = dict[str, Any]
 
@@ -183,14 +180,10 @@ def _part(part: Any, where: str) -> Message:
 def _check_texts(
     found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
 ) -> None:
-    """DataError for texts that are no Unicode, hold the place of an image that lacks, or ask nothing."""
+    """DataError for texts that hold the place of an image that lacks, or ask nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
-        if half := _HALF_CHARACTER.search(text):
-            raise DataError(
-                f"{row_name}: {found.column!r} holds half a character ({half[0]!r}); write the whole one"
-            )
         if not images and (place := PLACEHOLDER.search(text)):
             unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
             raise DataError(

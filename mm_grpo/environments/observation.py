@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mm_grpo.data.images import ROW_BYTES, open_images
+from mm_grpo.data.images import open_images
 from mm_grpo.errors import DataError
 
 Part = str | Image.Image
@@ -23,6 +23,8 @@ Fault = Literal[
 ]  # fmt: skip
 LONGEST_FAULT = 500
 """Characters of an exception's message that the model is told."""
+ALL_BYTES = 2**31
+"""Bytes that the images of one answer have as RGB at most, unless a single legal one has more."""
 LONGEST_TEXT = 2**24
 """Characters of text that one answer may have; in UTF-8 they are 64 MiB at most."""
 
@@ -37,7 +39,7 @@ class Limits:
     @property
     def all_bytes(self) -> int:
         """Most bytes of all images of an answer, as RGB."""
-        return max(ROW_BYTES, 3 * self.max_pixels)
+        return max(ALL_BYTES, 3 * self.max_pixels)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -76,17 +75,6 @@ def choices(annotation: Any) -> list[str]:
 
 def test_an_empty_section_has_its_defaults() -> None:
     assert config(optim=None, rollout={"eval": None}) == config()
-
-
-@pytest.mark.parametrize("section", ["rollout", "rollout.vllm", "optim", "run"])
-@pytest.mark.parametrize("empty", ["", "null", "{}"])
-def test_an_override_that_would_empty_a_section_is_refused(section: str, empty: str, tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("model: {path: m, lora: {rank: 4}}\nrollout: {max_completion_length: 6}\n")
-    with pytest.raises(ConfigError, match=f"{section}="):
-        GRPOConfig.from_yaml(file, [f"{section}={empty}"])
-    assert GRPOConfig.from_yaml(file, ["model.lora=null"]).model.lora is None
-    assert GRPOConfig.from_yaml(file, ["data.eval="]).rollout.max_completion_length == 6
 
 
 def test_all_errors_are_raised_at_once_one_line_each() -> None:

@@ -94,11 +94,8 @@ def test_python_gives_rows_and_datasets_in_a_mixture(files: Path) -> None:
     assert list(mixed.weights) == [2, 1, 1]
     assert uids(mixed)[2:5] == ["train/source-1:2", "train/source-2:0", "train/rows:0"]
     assert mixed.sample(3).columns == {"answer": "x"}
-    inner = load_train(config(), rows)
-    again = load_train(config(), Mixture([{"path": inner, "weight": 2}, rows]))
-    assert again.sample(0).uid == "train/source-1:0" and inner.sample(0).uid == "train:0"
-    with pytest.raises(DataError, match="is a Dataset, which has its settings"):
-        load_train(config(), Mixture([{"path": inner, "task": "x"}]))
+    with pytest.raises(DataError, match="is a Dataset, which has its name"):
+        load_train(config(), Mixture([load_train(config(), rows), rows]))
 
 
 def test_paths_of_entries_are_looked_for_beside_the_file(

@@ -60,7 +60,6 @@ def test_several_splits_are_read_by_their_names(tmp_path: Path) -> None:
     [
         (["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "", ("several", "test, train", "SPLIT")),
         (["train.jsonl", "test.jsonl"], ":val", ("'val'", "'test.jsonl'", "'train.jsonl'")),
-        (["train-00001-of-00004.jsonl"], "", ("1 of 4 shards",)),
         (["a.jsonl", "b.csv"], "", ("several", ".csv, .jsonl")),
         (["a.txt"], "", ("save_to_disk", "'a.txt'")),
         (["train.jsonl"], "/trian.jsonl", ("trian.jsonl", "'train.jsonl'")),

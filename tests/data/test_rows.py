@@ -113,7 +113,6 @@ def test_columns_are_renamed() -> None:
         ({"prompt": [user([{"type": "audio"}])]}, ("prompt[0].content[0]", "'audio'")),
         ({"prompt": [user([{"type": "text", "text": None}])]}, ("prompt[0].content[0]", "'text'")),
         ({"prompt": [user([{"type": "image_url"}])]}, ("prompt[0].content[0]", "'image_url'")),
-        ({"prompt": [user([text("?"), "\ude00"])]}, ("'prompt'", "half a character")),
         ({"prompt": [user(" "), {"role": "system", "content": "x"}]}, ("'prompt' is empty",)),
         ({"question": "?"}, ("'prompt'", "data.columns.prompt=question")),
         ({"prompt": "What?", "videos": ["a.mp4"]}, ("'videos'",)),

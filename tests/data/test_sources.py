@@ -100,7 +100,7 @@ def test_csv(tmp_path: Path) -> None:
         ("a.csv", b"", (": is empty",)),
         ("a.csv", b'prompt,n\n"a,1\n', (":2: is not valid CSV",)),
         ("a.csv", b"prompt,n\n\xff,1\n", (":1: is not valid CSV", "UTF-8")),
-        ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "1 cells for 2 columns")),
+        ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "as many cells as")),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(
