@@ -101,9 +101,9 @@ def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str
 
 
 def test_a_value_that_does_not_go_together_with_the_others_is_left_out() -> None:
-    found = convert({"dataset_name": "a.jsonl", "max_steps": 10**9})
-    assert found.left["max_steps"].startswith("run.max_steps = 1000000000: ")
-    assert found.values["run"] == {} and found.values["data"] == {"train": "a.jsonl"}
+    found = convert({"dataset_name": "a.jsonl", "delta": 1.1})
+    assert found.left["delta"].startswith("algorithm.delta = 1.1: ")
+    assert found.values["algorithm"] == {} and found.values["data"] == {"train": "a.jsonl"}
 
 
 def test_a_config_of_ms_swift() -> None:
