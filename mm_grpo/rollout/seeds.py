@@ -60,8 +60,8 @@ class SeedPlan:
             )
         if (needed := planned * (self.max_turns - 1)) > TURN_SEEDS:
             raise ConfigError(
-                f"rollout.max_turns = {self.max_turns}: {planned} generations x {self.max_turns - 1} further turns need "
-                f"{needed} seeds, and there are {TURN_SEEDS}"
+                f"rollout.max_turns = {self.max_turns}: {planned} generations x {self.max_turns - 1} further turns "
+                f"need {needed} seeds, and there are {TURN_SEEDS}"
             )
 
     def group(self, step: int, slot: int, attempt: int = 0) -> range:

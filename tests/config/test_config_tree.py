@@ -28,13 +28,6 @@ def message(**sections: Any) -> str:
 # Defaults and help
 
 
-def test_two_configs_share_nothing_and_the_defaults_are_legal() -> None:
-    one, two = config(), config()
-    one.check()
-    one.run.guards["update_happens"] = "off"
-    assert (one.run.guards, two.run.guards) == ({"update_happens": "off"}, {})
-
-
 def test_help_names_path_type_default_and_description() -> None:
     by_path = {entry.path: entry for entry in GRPOConfig.field_help()}
     text = "G: completions per prompt, >= 2. Default: 8."
@@ -104,14 +97,6 @@ def test_the_python_constructors_raise_the_same(make: Callable[[], Any], named: 
         make()
 
 
-def test_from_dict_leaves_its_argument_alone() -> None:
-    values = {"model": dict(MODEL), "data": {"train": {"task": "shapes", "kinds": ["colour"]}}}
-    made = GRPOConfig.from_dict(values)
-    assert isinstance(made.data.train, dict)
-    made.data.train["kinds"].append("shape")
-    assert values == {"model": MODEL, "data": {"train": {"task": "shapes", "kinds": ["colour"]}}}
-
-
 # Changed copies
 
 
@@ -139,9 +124,6 @@ def test_check_finds_what_was_changed_inside_a_mapping() -> None:
     made.run.guards["nonsense"] = "off"  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"^run\.guards\.nonsense: must be"):
         made.check()
-
-
-# Checks between sections: contradictions are in test_config_options
 
 
 # The sentence

@@ -10,7 +10,7 @@ import pytest
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import leaves
 from mm_grpo.config.yaml_file import set_value
-from mm_grpo.errors import ConfigError, RewardError, did_you_mean, nearest
+from mm_grpo.errors import ConfigError, RewardError
 from mm_grpo.migrate.keys import FIELDS, PREFIXES, REASONS, REWARDS, VALUES
 from mm_grpo.rewards import names, resolve_entry
 
@@ -112,10 +112,3 @@ def test_a_reward_of_another_trainer() -> None:
     assert set(REWARDS.values()) <= set(names())
     with pytest.raises(RewardError, match="unknown reward 'accuracy_reward'; the nearest here is math"):
         resolve_entry("accuracy_reward")
-
-
-def test_the_nearest_name_and_the_question_about_it() -> None:
-    assert nearest("Epsilon-High", ["epsilon", "epsilon_high"]) == "epsilon_high"
-    assert nearest("beta", ["alpha", "gamma"]) is None
-    assert did_you_mean("iuo", ["iou", "length"]) == "did you mean 'iou'? "
-    assert did_you_mean("beta", ["alpha", "gamma"]) == ""

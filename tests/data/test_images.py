@@ -88,7 +88,7 @@ def test_no_file_stays_open_and_nothing_is_shared(red_blue: Image.Image, tmp_pat
     assert red_blue.getpixel((0, 0)) == RED
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_exif_orientation_is_applied(kind: str, red_blue: Image.Image) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: show it a quarter turn clockwise
@@ -115,16 +115,6 @@ def test_transparency_is_laid_over_white(red_blue: Image.Image) -> None:
     clear = palette.getpixel((1, 0))
     assert pixels(opened(encoded(palette, transparency=clear))) == [[RED, WHITE]]
     assert pixels(opened(encoded(red_blue, transparency=BLUE))) == [[RED, WHITE]]
-
-
-def test_other_modes() -> None:
-    cmyk = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
-    for image, colour in (
-        (Image.new("1", (1, 1), 1), WHITE),
-        (Image.new("L", (1, 1), 90), (90, 90, 90)),
-        (cmyk, RED),
-    ):
-        assert pixels(opened(image)) == [[colour]]
 
 
 def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
@@ -161,15 +151,9 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     [
         (b"hello there", ("is not an image", "PNG")),
         (b"\0\0\0\x20ftypheic\0\0", ("HEIC",)),
-        (encoded(Image.new("RGB", (2, 2)), "PPM"), ("is not an image", "PNG")),
         ("empty.png", ("'empty.png'", "is empty")),
         ("gone.png", ("'gone.png'", "cannot be read", "data.image_dir")),
-        (".", ("'.'", "cannot be read")),
-        ("/dev/null", ("'/dev/null'", "device")),
-        ("photos/a" * 1000, ("cannot be read",)),
-        ("", ("cannot be read",)),
         ("data:image/png,abc", ("data:image/png;base64",)),
-        ("data:image/png;base64,", ("is empty",)),
         (encoded(Image.fromarray(np.zeros((1, 1), dtype=np.uint16))), ("'I;16'", "8 bits")),
         (Image.new("F", (1, 1)), ("'F'", "8 bits")),
         (np.zeros((2, 2, 3)), ("ndarray", "a path, bytes")),

@@ -134,7 +134,7 @@ def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(fi
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("weight", 0), ("weight", True), ("wieght", 1), ("task", ""), ("text_only", "yes")],
+    [("weight", 0), ("wieght", 1)],
 )
 def test_a_wrong_entry_is_named_by_its_number_and_key(key: str, value: Any) -> None:
     wrong = {"path": "a.jsonl", key: value}
@@ -142,14 +142,6 @@ def test_a_wrong_entry_is_named_by_its_number_and_key(key: str, value: Any) -> N
         config(["b.jsonl", wrong])
     with pytest.raises(DataError, match=f"^entry 2 of the mixture: .*{key}"):
         Mixture(["b.jsonl", wrong])
-
-
-def test_what_is_no_mixture() -> None:
-    for wrong in ([], ["a.jsonl", {"weight": 2}]):
-        with pytest.raises(ConfigError, match=r"data.train"):
-            config(wrong)
-    with pytest.raises(DataError, match="a mixture has no sources"):
-        Mixture([])
 
 
 def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
@@ -187,14 +179,6 @@ def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Pat
     (files / "counts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
     other = of(two())
     assert [a == b for a, b in zip(first["sources"], other["sources"], strict=True)] == [True, False]
-
-
-def test_the_first_rows_of_a_mixture_are_of_every_source(files: Path) -> None:
-    mixed = load_train(config(two()))
-    head = mixed.head(2)
-    assert [head.sample(i).uid for i in range(len(head))] == ["train/rows:0", "train/rows-2:0"]
-    tasks = [columns["task"] for columns in mixed.columns_of_rows()]
-    assert tasks == ["grounding", "count", "grounding", "count", "grounding"]
 
 
 def test_metrics_are_made_by_task_only_where_tasks_are_few(files: Path) -> None:
