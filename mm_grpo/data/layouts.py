@@ -71,7 +71,8 @@ def read_conversation(
             f"{row_name}: the columns {column!r} and {others[0]!r} may both be the prompt. Set data.columns.prompt="
             f"{column} or data.columns.prompt={others[0]}"
         )
-    prompt, known_as, used, answer = values[column], mapped or column, (column,), None
+    prompt, known_as, used = values[column], mapped or column, [column]
+    answer = None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
         raise DataError(
             f"{row_name}: {column!r} holds {tag[0]!r}, which ms-swift replaces by what 'objects' holds and mm_grpo "
@@ -81,13 +82,13 @@ def read_conversation(
     if turns:
         prompt = _as_messages(prompt, column, row_name)
     if turns or known_as == "messages":
-        prompt, used = _with_system(prompt, values, row_name), (column, "system")
+        prompt, used = _with_system(prompt, values, row_name), [column, "system"]
         if (reply := _reply(prompt)) is not None:
             prompt = list(prompt)[:-1]
             answer = _answer_of(reply, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
         answer = _other_answer(values, known_as)
-    return Conversation(column, prompt, used, {} if answer is None else {"answer": answer})
+    return Conversation(column, prompt, tuple(used), {} if answer is None else {"answer": answer})
 
 
 def _missing(

@@ -85,9 +85,7 @@ def test_all_errors_are_raised_at_once_one_line_each() -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda: OptimConfig(learning_rate=-1), r"optim\.learning_rate = -1"),
         (lambda: EvalSampling(top_p=2), r"rollout\.eval\.top_p = 2"),
-        (lambda: OptimConfig(lr=1e-5), r"optim\.lr: .* optim\.learning_rate"),
         (lambda: GRPOConfig(model={"path": "m"}, run={"seed": "x"}), r"run\.seed = 'x'"),
         (lambda: GRPOConfig.from_dict([1]), r"the config = \[1\]"),
     ],
@@ -117,13 +115,6 @@ def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
     ):
         with pytest.raises(ConfigError, match=f"^{named}"):
             made.with_values({path: value})
-
-
-def test_check_finds_what_was_changed_inside_a_mapping() -> None:
-    made = config()
-    made.run.guards["nonsense"] = "off"  # type: ignore[index]
-    with pytest.raises(ConfigError, match=r"^run\.guards\.nonsense: must be"):
-        made.check()
 
 
 # The sentence

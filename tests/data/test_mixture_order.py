@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -62,18 +60,6 @@ def test_steps_hold_exact_shares_in_an_order_that_strides_do_not_alias() -> None
         assert Counter(source_of(sizes, row) for row in rows) == {0: 4, 1: 2, 2: 2}
         first_half.update(source_of(sizes, row) for row in rows[0::2])  # what the first of two processes gets
     assert abs(first_half[0] - 200) < 40 and min(first_half.values()) > 60
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_row_comes_once_a_pass_of_its_source(shuffle: bool) -> None:
-    sizes = [6, 4, 9]
-    made = order(sizes, [2, 1, 1], 4, shuffle=shuffle)  # 2, 1 and 1 in each step
-    rows = list(chain.from_iterable(made.rows(step) for step in range(1, 37)))
-    for source, size in enumerate(sizes):
-        own = [row - sum(sizes[:source]) for row in rows if source_of(sizes, row) == source]
-        passes = [own[at : at + size] for at in range(0, len(own), size)]
-        assert all(sorted(each) == list(range(size)) for each in passes)
-        assert (len({tuple(each) for each in passes}) > 1) == shuffle
 
 
 def test_a_later_step_alone_is_the_step_of_a_whole_run() -> None:

@@ -25,7 +25,6 @@ from robustness.parts import (
     engine_fails,
     faulty_engine,
     flip,
-    gif,
     instead,
     no_error,
     one_row_a_step,
@@ -44,9 +43,7 @@ TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.y
 NO_HOME = "~nobody-of-this-name/x"
 
 CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
-    ("a megabyte", "# " + "x" * 1_000_000, ("config.yaml", "200000 bytes")),
     ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "line 1")),
-    ("a Python object", "model: !!python/object/apply:os.system ['true']", ("config.yaml", "YAML")),
     ("nothing", "", ("model.path",)),
     ("not UTF-8", b"model: {path: \xff\xfe}", ("config.yaml", "utf-8")),
     ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
@@ -73,28 +70,20 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
 ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("nothing", "", ("rows.jsonl", "empty")),
     ("half a row", '{"prompt": "a"', ("rows.jsonl:1", "JSON")),
-    ("NaN", row(x=float("nan")), ("rows.jsonl:1", "NaN")),
-    ("not UTF-8", b'{"prompt": "\xff"}', ("rows.jsonl:1", "UTF-8")),
     ("no prompt", '{"image": "a.png"}', ("'prompt'",)),
     ("an empty prompt", row(prompt=" \n"), ("'prompt'", "empty")),
     ("an answer at the end", row(prompt=[{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]),
      ("rows.jsonl:1",)),
     ("a video", row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), ("rows.jsonl:1",
      "video")),
-    ("more tags than images", row(prompt="<image><image>?"), ("rows.jsonl:1", "<image>")),
-    ("both image columns", row(images=["a.png"]), ("'image'", "'images'")),
     ("text alone", '{"prompt": "?", "answer": "a"}', ("data.text_only",)),
     ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
-    ("<img> without image", row() + '\n{"prompt": "<img> ?", "answer": "a"}', ("rows.jsonl:2", "'<img>'")),
     ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
     ("columns of two trainers", row(problem="another"), ("data.columns.prompt",)),
 ]  # fmt: skip
 
 SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]] = [
     ("a path that is not there", {"train": "none.jsonl"}, {}, ("train: none.jsonl",)),
-    ("an unknown suffix", {"train": "rows.xlsx"}, {"rows.xlsx": "a"}, ("rows.xlsx",)),
-    ("CSV with a cell too many", {"train": "r.csv"}, {"r.csv": "prompt,image\nA, or B?,a.png\n"}, ("r.csv:2",)),
-    ("text for Parquet", {"train": "r.parquet"}, {"r.parquet": "hello"}, ("r.parquet",)),
     ("an unknown task", {"train": {"task": "shapse"}}, {}, ("train: ", "'shapse'", "'shapes'")),
     ("a task with a wrong option", {"train": {"task": "shapes", "sise": 3}}, {}, ("train: ", "'sise'", "'size'")),
     ("a column that is not there", {"columns": {"images": "pics"}}, {}, ("data.columns.images", "'pics'")),
@@ -104,12 +93,10 @@ SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
 ]  # fmt: skip
 
 MEDIA: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("nothing in the file", b"", ("empty",)),
     ("half a JPEG", picture("JPEG")[:400], ("truncated",)),
     ("an HTML page", b"<!DOCTYPE html><html><body>404</body></html>", ("HTML",)),
     ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
     ("a bomb", png_claiming(60_000, 60_000), ("pixels",)),
-    ("an animated GIF", gif(), ("frame",)),
     ("a link that leads nowhere", lambda path: path.symlink_to("none.png"), ()),
 ]
 IMAGES: list[tuple[str, Any, tuple[str, ...]]] = [
@@ -242,7 +229,6 @@ CASES: list[Case] = [
         for name, source, words in MEDIA
     ),
     *(Case(f"media: {name}", CHECK, words, files={"rows.jsonl": row(image=image)}) for name, image, words in IMAGES),
-    Case("media: a palette with a clear colour", CHECK, code=0, files={"a.png": picture("PNG", "P", transparency=0)}),
     Case("media: CMYK", CHECK, code=0, files={"a.png": picture("JPEG", "CMYK")}),
     *(
         Case(f"rewards: {name}", CHECK, words, config={"rewards": ["r.py:f"]}, files={"r.py": text})

@@ -40,13 +40,6 @@ def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def gif() -> bytes:
-    first, *others = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
-    buffer = BytesIO()
-    first.save(buffer, "GIF", save_all=True, append_images=others)
-    return buffer.getvalue()
-
-
 def png_claiming(width: int, height: int) -> bytes:
     """A PNG whose header claims a size, and whose pixels are not there."""
 
