@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from helpers import tiny
@@ -58,15 +56,6 @@ def test_images_are_fingerprinted_by_their_files_contents(
     assert with_picture("blue", 1) != found, "exchanged behind its path"
     file.unlink()
     assert held is Path.read_bytes or of([row(image=held(file)), row()]) != found, "gone"
-
-
-def test_a_file_and_a_dataset_of_it_are_read_the_same_twice(tmp_path: Path) -> None:
-    rows = [{"prompt": "what", "answer": str(n)} for n in range(5)]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert of(str(file)) == of(str(file)) == of(rows)
-    table = datasets.Dataset.from_list([dict(r, image=tiny.picture(1)) for r in rows])
-    assert of(table) == of(table) and of(table)["rows"] == 5
 
 
 def test_of_many_rows_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,16 +154,6 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
     assert load_train(config([renamed])).sample(0).columns == {"kind": "mine", "task": "count"}
 
 
-def test_a_source_whose_images_are_not_read_is_found_beside_a_good_one(files: Path) -> None:
-    blind = {k: v for k, v in COUNT_ENTRY.items() if k != "columns"} | {"columns": {"prompt": "question"}}
-    with pytest.raises(DataError, match=r"counts/rows.jsonl:1: the column 'picture' looks like images and"):
-        load_train(config(["boxes/rows.jsonl", blind]))
-    allowed = load_train(config(["boxes/rows.jsonl", blind | {"text_only": True}]))
-    assert [len(allowed.fields(i).images) for i in range(5)] == [1, 1, 1, 0, 0]
-    with pytest.raises(DataError, match=r"^data\.columns\.answer is 'gold', and the dataset 'train/rows-2'"):
-        load_train(config(["boxes/rows.jsonl", COUNT_ENTRY | {"columns": {"answer": "gold"}}]))
-
-
 def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Path) -> None:
     def of(train: list[Any]) -> dict[str, Any]:
         return fingerprint(load_train(config(train)))
