@@ -149,8 +149,8 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Values at which a key asks for nothing that differs here."""
 READ_ELSEWHERE = (
-    "vllm_mode reward_weights dataset_config dataset_train_split dataset_test_split lora_r lora_rank lora_alpha "
-    "lora_target_modules target_modules"
+    "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode reward_weights dataset_config "
+    "dataset_train_split dataset_test_split lora_r lora_rank lora_alpha lora_target_modules target_modules"
 )
 """Keys that the rule of another one reads."""
 
@@ -229,6 +229,9 @@ def _vllm(found: Conversion, value: Any) -> str | None:
     if value:
         served = found.given.get("vllm_mode") == "server"
         found.put("rollout.engine", "vllm_server" if served else "vllm")
+        if found.given.get("vllm_importance_sampling_correction", True):
+            mode = found.given.get("vllm_importance_sampling_mode", "sequence_mask")
+            found.put("algorithm.importance_sampling_mode", mode)
     return None
 
 

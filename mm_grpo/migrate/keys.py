@@ -28,6 +28,7 @@ FIELDS: Mapping[str, str] = {
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
     "data.max_pixels": "max_pixels",
+    "data.max_prompt_length": "max_prompt_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
     "rollout.temperature": "temperature",

@@ -132,7 +132,12 @@ def test_a_config_of_verl() -> None:
     found = convert(
         {
             "algorithm": {"adv_estimator": "grpo"},
-            "data": {"train_files": "t.parquet", "train_batch_size": 16, "max_response_length": 256},
+            "data": {
+                "train_files": "t.parquet",
+                "train_batch_size": 16,
+                "max_prompt_length": 99,
+                "max_response_length": 256,
+            },
             "actor_rollout_ref": {
                 "model": {"path": "Qwen/Q", "enable_gradient_checkpointing": True},
                 "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 8, "clip_ratio_high": 0.28},
@@ -149,7 +154,9 @@ def test_a_config_of_verl() -> None:
     }
     assert found.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
     assert found.values["algorithm"] == {"epsilon_high": 0.28}
-    assert found.values["data"] == {"train": "t.parquet"} and found.values["run"] == {"save_every": 20}
+    assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99} and found.values[
+        "run"
+    ] == {"save_every": 20}
     assert list(found.left) == [
         "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.model.path",
         "trainer.total_epochs",
