@@ -36,7 +36,8 @@ def test_a_script_of_trl() -> None:
         "rollout": {"prompts_per_step": 8, "num_generations": 8, "engine": "vllm",
                     "vllm": {"gpu_memory_utilization": 0.5}},
         "rewards": [{"name": "math", "weight": 1.0}, {"name": "my.rewards:brief", "weight": 0.5}],
-        "algorithm": {"num_iterations": 2, "loss_type": "grpo", "beta": 0.001},
+        "algorithm": {"num_iterations": 2, "importance_sampling_mode": "sequence_mask", "loss_type": "grpo",
+                      "beta": 0.001},
         "optim": {"updates_per_step": 2, "learning_rate": 1e-5, "warmup_steps": 40, "lr_scheduler_type": "cosine"},
         "run": {"dir": "runs/vlm", "eval_every": 20, "max_steps": 100, "save_every": 25, "trackers": ["wandb"]},
     }  # fmt: skip
