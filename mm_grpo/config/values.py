@@ -84,10 +84,6 @@ def _scale(value: Any) -> Any:
     return ("group" if value else "none") if isinstance(value, bool) else value
 
 
-def _action(value: Any) -> Any:
-    return "off" if value is False else value  # PyYAML reads `off` as false
-
-
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 _MARK = "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
@@ -112,5 +108,5 @@ GuardName = Literal[
     "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost",
     "tools_failing", "tools_unused", "phantom_advantage",
 ]  # fmt: skip
-GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]
+GuardAction = Literal["stop", "warn", "off"]
 ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

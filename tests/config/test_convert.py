@@ -155,9 +155,8 @@ def test_a_config_of_verl() -> None:
     }
     assert found.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
     assert found.values["algorithm"] == {"epsilon_high": 0.28}
-    assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99} and found.values[
-        "run"
-    ] == {"save_every": 20}
+    assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99}
+    assert found.values["run"] == {"save_every": 20}
     assert list(found.left) == [
         "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.model.path",
         "trainer.total_epochs",

@@ -63,7 +63,6 @@ def test_values_of_trl_and_of_pyyaml_are_read_as_ours() -> None:
         assert config(algorithm={"scale_rewards": given}).algorithm.scale_rewards == kept
     made = config(optim={"learning_rate": "1e-6"}, algorithm={"epsilon_high": "2.8e-1"})
     assert (made.optim.learning_rate, made.algorithm.epsilon_high) == (1e-6, 0.28)
-    assert config(run={"guards": {"update_happens": False}}).run.guards == {"update_happens": "off"}
 
 
 def test_sources() -> None:
