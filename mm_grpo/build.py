@@ -168,7 +168,6 @@ def build_parts(
         resolve_dtype,
     )
     from mm_grpo.parity.sync import VerifiedSync
-    from mm_grpo.processors.special_tokens import set_special_tokens
     from mm_grpo.rollout.weights import WeightLedger
 
     for name, given in (("model", model), ("processor", processor)):
@@ -190,7 +189,6 @@ def build_parts(
                 f"data.chat_template_kwargs = {asked}: the processor that was passed in has {own}; give "
                 "load_processor(...) the same"
             )
-        set_special_tokens(processor, config.data.special_tokens)
         if twin is not None and twin.view == "high_resolution":
             raise ConfigError(
                 "algorithm.twin_view: high_resolution makes a processor with other limits from model.path; pass none"
@@ -336,9 +334,8 @@ def _prompts(
 def processor_of(config: GRPOConfig) -> Processor:
     """The processor that a config names, with its pixel limits and template arguments."""
     from mm_grpo.processors.base import load_processor
-    from mm_grpo.processors.special_tokens import set_special_tokens
 
-    processor = load_processor(
+    return load_processor(
         config.model.path,
         named=config.model.processor,
         min_pixels=config.data.min_pixels,
@@ -346,8 +343,6 @@ def processor_of(config: GRPOConfig) -> Processor:
         trust_remote_code=config.model.trust_remote_code,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
-    set_special_tokens(processor, config.data.special_tokens)
-    return processor
 
 
 def pipeline_of(collector: Collector, engine: RolloutEngine, ranks: Ranks) -> Synchronous:

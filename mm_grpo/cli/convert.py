@@ -12,7 +12,7 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str, typer.Argument(help="YAML, JSON, a Python script, or a command.", show_default=False)
+        str, typer.Argument(help="YAML, JSON, or a script with a command line.", show_default=False)
     ],
     output: Annotated[
         str | None,
@@ -31,6 +31,6 @@ def convert(
         typer.echo(printable(text), nl=False)
     else:
         written.write(text)
-    left = f"; {len(found.left)} not, with their reasons as comments at the end" if found.left else ""
+    left = f" but {len(found.left)}, with their reasons as comments at the end" if found.left else ""
     where = f" into {output}" if output is not None else ""
-    typer.echo(printable(f"{len(found.taken)} of {len(found.given)} keys taken over{where}{left}"), err=True)
+    typer.echo(printable(f"all keys taken over{where}{left}"), err=True)

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig, check_seed_plan
+    from mm_grpo.config.grpo_config import FieldHelp, GRPOConfig
     from mm_grpo.config.sections import (
         AlgorithmConfig,
         DataConfig,
@@ -49,7 +49,6 @@ __all__ = [
     "TwinViewConfig",
     "VLLMConfig",
     "apply_overrides",
-    "check_seed_plan",
 ]
 
 

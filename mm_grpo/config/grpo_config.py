@@ -43,10 +43,6 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_write
 from mm_grpo.terminal import REDACTED, redact
 
-TRAINING_SEEDS = 2**30
-"""Seeds of training are below this number; those of evaluation are not (the seed law)."""
-
-
 MATTER = (
     "model.path model.lora model.freeze_vision data.train data.eval data.columns data.image_dir data.max_pixels "
     "data.system_prompt data.max_prompt_length data.on_overlong rollout.engine rollout.prompts_per_step "
@@ -121,12 +117,6 @@ class GRPOConfig(Section):
         values = cls._read(path)
         for layer in layers:
             values = merge(values, cls._read(find_layer(layer)), sources=("data.train", "data.eval"))
-        sections = {field.rpartition(".")[0] for field in cls.all_paths} - {*cls.all_paths}
-        for override in (overrides := list(overrides)):
-            name, _, value = (part.strip() for part in override.partition("="))
-            if name in sections and value in ("", "null", "~", "{}"):
-                why = "would put the whole section back to its defaults; set fields of it"
-                raise ConfigError(f"override {override!r}: {why}")
         values = apply_overrides(values, overrides)
         if REDACTED in str(values):
             raise ConfigError(
@@ -329,11 +319,6 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, for weights in four bits are not trained"
-    if rollout.vllm.engine_kwargs.get("quantization") == "bitsandbytes":
-        yield (
-            "rollout.vllm.engine_kwargs",
-            "vLLM's layers of bitsandbytes take no weights that are sent; leave it out",
-        )
     twin = config.algorithm.twin_view
     if tools and twin is not None:
         yield "algorithm.twin_view", "must be null with rollout.tools and rollout.environment"
@@ -356,41 +341,9 @@ def _pass_rate(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
 
 
-def _seeds(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """There are seeds enough."""
-    rollout = config.rollout
-    plan = (rollout.max_attempts, rollout.prompts_per_step, rollout.num_generations)
-    try:
-        check_seed_plan(config.run.max_steps or 1, *plan)
-    except ConfigError as error:
-        yield "run.max_steps", str(error).partition(": ")[2]
-
-
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
-    _steps, _advantages, _turns, _loss, _kl, _parts, _pass_rate, _seeds,
+    _steps, _advantages, _turns, _loss, _kl, _parts, _pass_rate,
 )  # fmt: skip
-
-
-def check_seed_plan(
-    max_steps: int, attempts: int, prompts: int, generations: int, max_turns: int = 1
-) -> None:
-    """Refuse a run that would need more seeds than there are (the seed law).
-
-    A run plans max_steps x attempts x prompts x generations seeds; there are M, the largest multiple
-    of `generations` not above 2^30. The further turns of conversations have 2^30 seeds of their own.
-    """
-    seeds = TRAINING_SEEDS // generations * generations
-    planned = max_steps * attempts * prompts * generations
-    if planned > seeds:
-        product = f"{max_steps} steps x {attempts} attempts x {prompts} prompts x {generations} generations"
-        raise ConfigError(
-            f"run.max_steps = {max_steps}: {product} (num_generations) need {planned} seeds, and there are {seeds}"
-        )
-    if (needed := planned * (max_turns - 1)) > TRAINING_SEEDS:
-        product = f"{planned} generations x {max_turns - 1} further turns"
-        raise ConfigError(
-            f"rollout.max_turns = {max_turns}: {product} need {needed} seeds, and there are {TRAINING_SEEDS}"
-        )
 
 
 def _counted(count: int, noun: str) -> str:

@@ -19,12 +19,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
 from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
-    AnswerFrom,
     Device,
     GuardAction,
     GuardName,
     HeadlineText,
-    Layout,
     Number,
     PathText,
     ScaleRewards,
@@ -50,15 +48,6 @@ class LoRAConfig(Section):
     vision: bool = False
     """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
     Default: false."""
-
-    @field_validator("target_modules")
-    @classmethod
-    def _names(cls, value: list[str]) -> list[str]:
-        if not value or not all(re.fullmatch(r"[\w.]+", name) for name in value):
-            raise FieldError(
-                "must be the last parts of layers' names, at least one, such as [q_proj, v_proj]"
-            )
-        return value
 
 
 class ModelConfig(Section):
@@ -98,7 +87,7 @@ class DataConfig(Section):
     where: ClassVar[str] = "data"
     train: Annotated[Source | None, RelativeToFile()] = None
     """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
-    of these or owner/name[:config][:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
+    of these or owner/name[[:config]:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
     size: 2000}; or a mixture, a list of entries such as {path: rows.jsonl, weight: 3, task: count}; null when the rows
     are passed in Python. Default: null."""
     eval: Annotated[Sources | None, RelativeToFile()] = None
@@ -107,12 +96,6 @@ class DataConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
-    layout: Layout | None = None
-    """Layout of the rows (docs/data.md): trl, openai, verl (also EasyR1), ms_swift, sharegpt (also LLaVA) or r1v; null
-    reads each row by what it holds, and refuses one that could be read in two ways. Default: null."""
-    answer_from: AnswerFrom | None = None
-    """Where the column answer is from: last_turn (a turn of the assistant that the prompt ends with) or column (such a
-    turn is left out); null is last_turn in openai, ms_swift and sharegpt, column in the others. Default: null."""
     prompt_template: Template | None = None
     """Prompt made of columns, as in Where is the {category}?, in place of the row's own, which {prompt} is; names in
     braces are columns, dots reach into mappings and lists; {{ is a brace; null is the row's own. Default: null."""
@@ -146,9 +129,6 @@ class DataConfig(Section):
     )
     """Arguments of the model's chat template, as {enable_thinking: false}, for every prompt of training and evaluation;
     one that the template does not read is refused. Default: {}."""
-    special_tokens: Literal["refuse", "as_text"] = "refuse"
-    """What a special token of the model (<|im_start|>) in a row's or the system prompt's text does; refuse ends the
-    run, but for <|box_start|> and the like; as_text gives all to the model as ordinary text. Default: refuse."""
     gold_template: Annotated[str | None, Accepts("text that holds {gold}, or null")] = None
     """How a right answer is written, for `mm-grpo check`: {gold} in it stands for the text of the answer's column; null
     is that text alone. Default: null."""
@@ -243,10 +223,7 @@ class ServerConfig(Section):
                 raise FieldError(f"holds {url!r}, which is no http://127.0.0.1:8000 or unix:///run/vllm.sock")
             if "@" in url and not url.startswith("unix://"):
                 raise FieldError("holds a url with a password in it; set MM_GRPO_SERVER_KEY instead")
-        cleaned = [url.rstrip("/") for url in value]
-        if len(set(cleaned)) < len(cleaned):
-            raise FieldError("holds a url twice; name each server once")
-        return cleaned
+        return [url.rstrip("/") for url in value]
 
 
 class RolloutConfig(Section):

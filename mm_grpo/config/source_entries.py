@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, FieldError, Section
-from mm_grpo.config.values import AnswerFrom, Layout, Number, PathText, Template, path_text, plain_mapping
+from mm_grpo.config.values import Number, PathText, Template, path_text, plain_mapping
 from mm_grpo.config.yaml_file import is_source, shown
 from mm_grpo.errors import ConfigError
 
@@ -32,8 +32,6 @@ class SourceEntry(Section):
     task: _Text | None = None
     """What the column task of the rows holds."""
     columns: dict[str, str] = Field(default_factory=dict)
-    layout: Layout | None = None
-    answer_from: AnswerFrom | None = None
     prompt_template: Template | None = None
     image_dir: PathText | None = None
     system_prompt: _Text | None = None

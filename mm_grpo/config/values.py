@@ -84,10 +84,6 @@ def _scale(value: Any) -> Any:
     return ("group" if value else "none") if isinstance(value, bool) else value
 
 
-def _action(value: Any) -> Any:
-    return "off" if value is False else value  # PyYAML reads `off` as false
-
-
 PathText = Annotated[str, BeforeValidator(_path), Field(min_length=1), Accepts("a path")]
 Number = Annotated[float, BeforeValidator(_number)]
 _MARK = "a reward and its least mark, such as exact_match >= 1, a reward and mean, such as iou mean, or null"
@@ -105,13 +101,11 @@ Template = Annotated[
     AfterValidator(_template),
     Accepts("text with names of columns in braces, as in Where is the {category}?"),
 ]
-Layout = Literal["trl", "openai", "verl", "ms_swift", "sharegpt", "r1v"]
-AnswerFrom = Literal["last_turn", "column"]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("auto, cpu, cuda or cuda:N")]
 GuardName = Literal[
     "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",
     "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost",
     "phantom_advantage",
 ]  # fmt: skip
-GuardAction = Annotated[Literal["stop", "warn", "off"], BeforeValidator(_action)]
+GuardAction = Literal["stop", "warn", "off"]
 ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

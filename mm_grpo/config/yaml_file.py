@@ -22,9 +22,6 @@ from typing import Any
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob, read_regular_file
 
-LARGEST_FILE = 200_000
-"""Bytes of a config file."""
-
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
@@ -32,14 +29,11 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises ConfigError, in one line with file, line and column, when there is no such mapping.
     """
     try:
-        data = read_regular_file(Path(path), LARGEST_FILE + 1)
-        text = data.decode("utf-8-sig")
+        text = read_regular_file(Path(path)).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no such config file (looked in {Path.cwd()})") from None
     except (OSError, ValueError) as error:  # no file, or no UTF-8
         raise ConfigError(f"{path}: the config file cannot be read ({error})") from None
-    if len(data) > LARGEST_FILE:
-        raise ConfigError(f"{path}: a config file has at most {LARGEST_FILE} bytes")
     loaded = _parse(text, str(path))
     if loaded is None:
         return {}

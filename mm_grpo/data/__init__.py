@@ -3,22 +3,20 @@
     sources   paths, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
     paths     what a string names: files, folders of shards, globs, a hub's dataset
     readers   the rows of what was found, one source after the other; CSV
-    coco      COCO's instances: images, annotations and categories, joined
     jsonl     rows in JSON files: read, and written with their images in a folder
     hf_datasets   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
     dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   where a row of one ecosystem or another holds its prompt and its answer
-    object_tags   <ref-object> and <bbox> of ms-swift, replaced by what the column `objects` holds
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
     images    one image source → an upright RGB picture within the limits
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step
-    pass_rate_order which rows fill the slots of a step, where those near a pass rate of one half come more often
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
+    pass_rate_order   the same, where those near a pass rate of one half come more often
     lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
     recipe_prepare   a dataset of the hub on disk, for a recipe's prepare.py

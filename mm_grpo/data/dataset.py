@@ -54,7 +54,7 @@ TASK = "task"
 MOST_TASKS, LONGEST_TASK = 32, 64
 """Most values of it, and most characters of one."""
 FIRST_ROWS = 16
-"""Rows that are looked at for what all are like: where the prompt is, and what the layout makes of a row."""
+"""Rows that are looked at for what all are like: where the prompt is, and whether the answer is."""
 
 
 class Dataset:
@@ -120,7 +120,7 @@ class Dataset:
     def columns(self) -> tuple[str, ...]:
         """The names that rewards may ask for: of all rows, after `data.columns`, without prompt and images.
 
-        A row of a list need not have them all. What a layout makes (`answer` of a reply) is found in the first rows.
+        A row of a list need not have them all. An `answer` that is no column (a reply) is found in the first rows.
         """
         first = list(self._first_fields())
         made = dict.fromkeys(name for fields in first for name in fields.columns)
@@ -167,11 +167,6 @@ class Dataset:
         for index in chain(range(0, len(self), step), (at for at in range(len(self)) if at % step)):
             with suppress(DataError):
                 yield self.encoded_fields(index).columns
-
-    @cached_property
-    def layouts(self) -> tuple[str, ...]:
-        """The layouts that the first rows are read in."""
-        return tuple(dict.fromkeys(fields.layout for fields in self._first_fields()))
 
     @property
     def conversational(self) -> bool:
@@ -261,10 +256,6 @@ class Dataset:
 
         return look
 
-    def called(self, name: str) -> Dataset:
-        """The same rows under another name."""
-        return self._changed(name=name)
-
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
         """The same rows, each with the images of another row: what a model scores when it cannot see.
 
@@ -326,8 +317,7 @@ class Dataset:
 
     def _read(self, row: Any, at: int) -> Fields:
         given = {
-            name: getattr(self._settings, name)
-            for name in ("columns", "system_prompt", "layout", "answer_from", "prompt_template")
+            name: getattr(self._settings, name) for name in ("columns", "system_prompt", "prompt_template")
         }
         fields = read_row(row, row_name=self._rows.row_name(at), **given)
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields

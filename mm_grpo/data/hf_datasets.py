@@ -68,33 +68,27 @@ def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any
 
 
 def open_hub(given: str, columns: Mapping[str, str], remedy: str) -> Any:
-    """A dataset of the hub, by `owner/name[:config][:split]`; without a network, what the library's cache holds of it.
+    """A dataset of the hub, by `owner/name[[:config]:split]`; without a network, what the library's cache holds of it.
 
-    One word behind the name is a config, or else a split. `remedy` is what to do if no dataset was meant. DataError:
-    the hub cannot be reached or has no such dataset.
+    `remedy` is what to do if no dataset was meant. DataError: the hub cannot be reached or has no such dataset.
     """
     import datasets
 
     repository, *rest = given.split(":")
-    choices: list[tuple[str | None, str | None]] = [(None, None)]
-    if rest:
-        choices = [(rest[0], rest[1])] if len(rest) == 2 else [(rest[0], None), (None, rest[0])]
+    config, split = (None, *rest, None)[:2] if len(rest) < 2 else rest
     with _reading(given):
         fault = hub_fault(repository, dataset=True)
-    reasons = [fault] if fault else []
-    for config, split in choices:
-        try:
-            with _reading(given, bars=True), _offline() if fault else nullcontext():
-                dataset = datasets.load_dataset(repository, config, split=split)
-        except DataError as error:
-            reasons.append(str(error).removeprefix(f"{given}: "))
-            continue
-        return library_rows(dataset, columns, given, f"{given}:SPLIT")
-    raise DataError(
-        f"{given}: is no path here, and as a dataset of the hub it cannot be read ({'; '.join(reasons)}). If it is "
-        "one, mend the connection, log in (`hf auth login`) where it is private, or download it and give the folder. "
-        f"If it is a path: {remedy}"
-    )
+    try:
+        with _reading(given, bars=True), _offline() if fault else nullcontext():
+            dataset = datasets.load_dataset(repository, config, split=split)
+    except DataError as error:
+        reason = "; ".join(filter(None, [fault, str(error).removeprefix(f"{given}: ")]))
+        raise DataError(
+            f"{given}: is no path here, and as a dataset of the hub it cannot be read ({reason}). If it is one, mend "
+            "the connection, log in (`hf auth login`) where it is private, or download it and give the folder. If it "
+            f"is a path: {remedy}"
+        ) from None
+    return library_rows(dataset, columns, given, f"{repository}:SPLIT, or {repository}:CONFIG:SPLIT")
 
 
 @contextmanager

@@ -29,8 +29,7 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
     """Refuse rows that would be trained on without their images. Without `verify`, a row that cannot be read is passed,
     unless none has a prompt.
 
-    Warn once of a column that holds images beside those that are read, which may be meant for a reward, and of boxes in
-    a prompt, whose pixels a model may count otherwise.
+    Warn once of a column that holds images beside those that are read, which may be meant for a reward.
 
     Raises:
         DataError: a row without an image of its own has a column that looks like one, or no row has an image, or with
@@ -48,13 +47,6 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
                 raise
             continue
         row_name, readable = dataset.row_name(index), readable + 1
-        if fields.boxes and "" not in warned:
-            warned.add("")
-            log.warning(
-                "%s: the prompt's boxes (<bbox>) are written with the numbers of 'objects'; a model that counts "
-                "pixels of the resized image, or thousandths, reads others: write them as the model counts",
-                row_name,
-            )
         if fields.images:
             with_image += 1
             for name in fields.columns.keys() - warned:

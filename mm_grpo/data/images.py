@@ -8,7 +8,7 @@ or a PIL image. In this order:
     limit      the header's pixel count, before a pixel is decoded (decompression bombs)
     decode     fully: a truncated file fails here, and no file handle stays open
     turn       by the EXIF orientation
-    convert    to RGB: transparency over white, 16-bit grey scaled to 8 bits
+    convert    to RGB: transparency over white; pixels of more than 8 bits a channel are refused
 
 Not here: resizing (processors/), and which images belong to a row (rows.py). Colour profiles are
 not applied. To allow one more format: `FORMATS` and a case in the tests.
@@ -42,8 +42,6 @@ MAX_PIXELS = 178956970 // 2
 """Pixels of the largest image that is decoded, before resizing."""
 HEADER_BYTES = 2**14
 """First bytes of a file, which hold the header of nearly every picture."""
-ROW_BYTES = 2**31
-"""Bytes that the images of a row, or of a tool's answer, have as RGB at most, unless a single legal one has more."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LEGAL_SOURCES = (
     "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
@@ -51,8 +49,6 @@ LEGAL_SOURCES = (
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
-_SIXTEEN_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
-_BITS_PER_SAMPLE = 258  # the TIFF tag
 _JPEG = b"\xff\xd8\xff"
 _BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
@@ -62,12 +58,7 @@ _IMPOSTORS = (
     (b"version https://git-lfs", 0, "a Git LFS pointer: run `git lfs pull`"),
     (b"<!doctype html", 0, "an HTML page, as a failed download leaves behind"),
     (b"<html", 0, "an HTML page, as a failed download leaves behind"),
-    (b"<svg", 0, "an SVG drawing"),
-    (b"<?xml", 0, "an XML file, perhaps an SVG drawing"),
-    (b"%pdf", 0, "a PDF"),
-    (b"ftypavif", 4, "an AVIF image"),
     (b"ftyphei", 4, "a HEIC image"),
-    (b"ftyp", 4, "a video"),
 )
 
 
@@ -116,7 +107,7 @@ def open_image(
     with _GIVEN if given else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
-    return _to_rgb(decoded, where, from_png=opened.format == "PNG")
+    return _to_rgb(decoded, where)
 
 
 def look_at_image(source: Any, row: str, image_dir: str | Path | None) -> None:
@@ -137,22 +128,11 @@ def look_at_image(source: Any, row: str, image_dir: str | Path | None) -> None:
     _limit_pixels(found, where, MAX_PIXELS)
 
 
-def open_images(
-    sources: Sequence[Any], *, row: str, max_pixels: int = MAX_PIXELS, **options: Any
-) -> tuple[Image.Image, ...]:
-    """The pictures of a row, as `open_image` makes each. DataError also when they have more than ROW_BYTES together:
-    none is opened behind the one that is too much."""
-    images: list[Image.Image] = []
-    most, size = max(ROW_BYTES, 3 * max_pixels), 0
-    for number, source in enumerate(sources, start=1):
-        name = row if len(sources) == 1 else f"{row}, image {number} of {len(sources)}"
-        images.append(image := open_image(source, row=name, max_pixels=max_pixels, **options))
-        size += 3 * image.width * image.height
-        if size > most:
-            raise BadImage(
-                f"{name}: the images so far have {size} bytes as pixels, and a row may have {most}; shrink them"
-            )
-    return tuple(images)
+def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Image.Image, ...]:
+    """The pictures of a row, as `open_image` makes each."""
+    names = [f"{row}, image {number} of {len(sources)}" for number in range(1, len(sources) + 1)]
+    named = zip(sources, names if len(sources) > 1 else [row], strict=False)
+    return tuple(open_image(source, row=name, **options) for source, name in named)
 
 
 def read_encoded(
@@ -274,9 +254,6 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
 
 def _decode(image: Image.Image, where: str) -> Image.Image:
     """A decoded, upright copy of an image that has one frame."""
-    bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE)
-    if bits is not None and not set(bits) <= {1, 2, 4, 8, 16}:
-        raise BadImage(f"{where} has {bits[0]} bits per sample; save it with 8 or 16")
     try:
         # A phone's multi-picture JPEG (MPO) is one photo with previews: its first picture is the photo.
         animated = image.format != "MPO" and getattr(image, "is_animated", False)
@@ -295,9 +272,7 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
     )
 
 
-def _to_rgb(image: Image.Image, where: str, from_png: bool) -> Image.Image:
-    if image.mode in _SIXTEEN_BITS or (image.mode == "I" and from_png):  # PNG integers are 16-bit
-        return _sixteen_bits_to_rgb(image)
+def _to_rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode not in _EIGHT_BITS:
         raise BadImage(
             f"{where} has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
@@ -307,15 +282,3 @@ def _to_rgb(image: Image.Image, where: str, from_png: bool) -> Image.Image:
     # convert("RGB") alone would show whatever colour lies beneath the transparent pixels.
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-
-
-def _sixteen_bits_to_rgb(image: Image.Image) -> Image.Image:
-    """Grey levels 0 to 65535 scaled to 0 to 255; Pillow's own conversion would clip them at 255."""
-    import numpy as np
-
-    levels = np.asarray(image)
-    scaled = np.rint(levels / 257).astype(np.uint8)
-    clear = image.info.get("transparency")
-    if isinstance(clear, int):
-        scaled[levels == clear] = 255
-    return Image.fromarray(scaled).convert("RGB")

@@ -17,7 +17,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mm_grpo.data.coco import instance_rows, is_instances
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
@@ -103,10 +102,8 @@ class JsonLines:
 
 
 def read_json(path: Path) -> list[Any]:
-    """The rows of a JSON file: of a list, of the only list of objects in one object, or of COCO's instances."""
+    """The rows of a JSON file: of a list, or of the only list of objects in one object."""
     found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
-    if is_instances(found):
-        return instance_rows(found, path)
     values = found.values() if isinstance(found, dict) else [found]
     lists = [each for each in values if isinstance(each, list) and each and isinstance(each[0], dict)]
     if len(lists) != 1:

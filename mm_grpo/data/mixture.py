@@ -131,10 +131,6 @@ class MixedDataset(Dataset):
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(chain.from_iterable(part.columns for part in self._parts)))
 
-    @cached_property
-    def layouts(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(chain.from_iterable(part.layouts for part in self._parts)))
-
     @property
     def conversational(self) -> bool:
         """True when the first prompt of any source is a list of messages: rewards get one form for all."""

@@ -5,7 +5,7 @@
     shards                                 a folder of files of one kind, of one split
     saved:test, shards:test                one split of it
     rows/*.parquet, rows/**/*.jsonl        every file that matches, in the order of their names
-    owner/name[:config][:split]            nothing here, but perhaps a dataset of the hub
+    owner/name[[:config]:split]            nothing here, but perhaps a dataset of the hub
 
 Not here: how any of them is read (readers.py). To add a kind of file: its suffix here and its reader there.
 """
@@ -16,7 +16,6 @@ import difflib
 import glob
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,11 +27,11 @@ from mm_grpo.files import expand_glob, expand_home, short_path
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LEGAL = (
     f"legal is the path of a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file, of a folder of those or of one written "
-    "by save_to_disk, a glob, a list of paths, owner/name[:config][:split] of the hub, a list of rows, a "
+    "by save_to_disk, a glob, a list of paths, owner/name[[:config]:split] of the hub, a list of rows, a "
     "datasets.Dataset, or a mapping such as {task: shapes, ...}"
 )
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
-_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?\d{5}-of-(?P<count>\d{5})$")
+_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?\d{5}-of-\d{5}$")
 _SPLITS = re.compile(
     r"(train|training|test|testing|validation|valid|val|dev|eval)(?![A-Za-z])", re.IGNORECASE
 )
@@ -101,7 +100,7 @@ def _folder(path: Path, split: str | None, name: str) -> list[Found]:
 
 
 def _one_set(paths: list[Path], what: Path, name: str) -> list[Found]:
-    """What the paths hold. DataError where there is none, for several kinds or splits, and for a part of one."""
+    """What the paths hold. DataError where there is none, and for several kinds or splits."""
     if not paths:
         raise DataError(f"{name}: no file matches; {missing(what)}")
     files = [each for each in paths if not each.is_dir()]
@@ -112,12 +111,6 @@ def _one_set(paths: list[Path], what: Path, name: str) -> list[Found]:
             f"{name}: {what} holds files of several kinds or splits ({', '.join(kinds)}; {', '.join(splits)}); give a "
             "narrower pattern, a folder as FOLDER:SPLIT, or a list of paths to have them all"
         )
-    shards = Counter((each.parent, int(m["count"])) for each in files if (m := _SHARD.match(each.stem)))
-    for (_, count), there in shards.items():
-        if there < count:
-            raise DataError(
-                f"{name}: {what} has {there} of {count} shards; download the rest, or name the files in a list"
-            )
     return [Found("saved" if each.is_dir() else "file", str(each)) for each in paths]
 
 

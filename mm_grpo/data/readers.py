@@ -71,20 +71,20 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     lines: list[int] = []
     csv.field_size_limit(LARGEST_CELL)  # an image may be a cell; csv's own bound is 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
-            head = next(reader, [])
-            if len(set(head)) != len(head):
-                raise ValueError(f"the first line names the columns, once each; it is {head}")
-            for cells in filter(None, reader):
-                if len(cells) != len(head):
+            names = list(reader.fieldnames or ())
+            if len(set(names)) < len(names):
+                raise ValueError(f"the first line names the columns, once each; it is {names}")
+            for row in reader:
+                if None in row or None in row.values():
                     raise ValueError(
-                        f"{len(cells)} cells for {len(head)} columns; a comma in a cell needs quotes"
+                        "a row has as many cells as there are names; a comma in a cell needs quotes"
                     )
-                rows.append({key: cell or None for key, cell in zip(head, cells, strict=True)})
+                rows.append({key: cell or None for key, cell in row.items()})
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
-            line = max(reader.line_num, 1)
+            line = max(reader.reader.line_num, 1)
             raise DataError(f"{path}:{line}: is not valid CSV in UTF-8 ({error}); mend it") from None
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")

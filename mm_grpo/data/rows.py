@@ -17,7 +17,6 @@ here (images.py); rows with videos are refused.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,6 @@ from mm_grpo.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-"""A lone surrogate, which JSON can write and no tokenizer takes: what cutting an emoji in two leaves."""
 
 Message = dict[str, Any]
 
@@ -42,20 +39,16 @@ class Fields:
 
     `messages` have a role and a content that is a string or a list of `{"type": "text", "text": ...}` and
     `{"type": "image"}` parts; the i-th image part of the conversation stands for `images[i]`. `columns` are
-    the row's other fields under our names, with `answer` where the layout makes it of something else.
-
-    `layout` is the one that the row was read in, `prompt_column` our name of the column that held the prompt.
+    the row's other fields under our names, with `answer` where the row has it elsewhere. `prompt_column` is our name of
+    the column that held the prompt.
     """
 
     messages: tuple[Message, ...]
     images: tuple[Any, ...]
     columns: dict[str, Any]
-    layout: str = "trl"
     prompt_column: str = "prompt"
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
-    boxes: bool = False
-    """True when the prompt holds coordinates out of the row's `objects`."""
 
 
 def read_row(
@@ -64,31 +57,23 @@ def read_row(
     row_name: str,
     columns: Mapping[str, str] | None = None,
     system_prompt: str | None = None,
-    layout: str | None = None,
-    answer_from: str | None = None,
     prompt_template: str | None = None,
 ) -> Fields:
     """The fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt`, `layout`, `answer_from` and `prompt_template` are as in the config's section `data`.
+    `system_prompt` and `prompt_template` are as in the config's section `data`.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
             answer, videos, or a count of images other than the count of places for them.
     """
-    values = renamed(row, row_name, columns or {})
-    mapped = (columns or {}).get("prompt")
+    columns = columns or {}
+    values = renamed(row, row_name, columns)
     if prompt_template is not None:
-        values["prompt"], mapped = fill_template(prompt_template, values, row_name), mapped or "prompt"
-    found = read_conversation(
-        values,
-        row_name,
-        names=row,
-        mapped=mapped,
-        layout=layout,
-        answer_from=answer_from,
-    )
+        values["prompt"] = fill_template(prompt_template, values, row_name)
+        columns = {"prompt": "prompt", **columns}
+    found = read_conversation(values, row_name, columns, names=row)
     messages = _messages(found.prompt, found.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
     others = {name: value for name, value in values.items() if name not in (*PROMPT_FIELDS, *found.used)}
@@ -99,10 +84,8 @@ def read_row(
         tuple(messages),
         tuple(images),
         {**others, **found.answers},
-        layout=found.layout,
         prompt_column=found.column,
         conversational=not isinstance(found.prompt, str),
-        boxes=found.boxes,
     )
 
 
@@ -153,7 +136,8 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{row_name}: {column!r} ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer', or set data.answer_from=last_turn where it is the answer"
+            "move it to a column of its own, such as 'answer', or where it is the answer set data.columns.messages to "
+            "this column's name"
         )
     return messages
 
@@ -196,14 +180,10 @@ def _part(part: Any, where: str) -> Message:
 def _check_texts(
     found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
 ) -> None:
-    """DataError for texts that are no Unicode, hold the place of an image that lacks, or ask nothing."""
+    """DataError for texts that hold the place of an image that lacks, or ask nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
-        if half := _HALF_CHARACTER.search(text):
-            raise DataError(
-                f"{row_name}: {found.column!r} holds half a character ({half[0]!r}); write the whole one"
-            )
         if not images and (place := PLACEHOLDER.search(text)):
             unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
             raise DataError(

@@ -188,10 +188,6 @@ def _load_checked(
             part.verify()
     if needs is not None:
         needs(dataset.columns, dataset.columns_of_rows, trained)
-    if dataset.layouts not in ((), ("trl",)) and config.data.layout is None:
-        log.info(
-            "%s: rows are read in the layout %s (data.layout names one)", name, " and ".join(dataset.layouts)
-        )
     return dataset
 
 
@@ -201,12 +197,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
     for label, entry in zip(mixture.names, mixture.entries, strict=True):
         of = f"{name}/{label}"
         if isinstance(entry["path"], Dataset):
-            if set(entry) - {"path", "weight"}:
-                raise DataError(
-                    f"{of}: is a Dataset, which has its settings; give its rows, or only a weight"
-                )
-            parts.append(entry["path"].called(of))
-            continue
+            raise DataError(f"{of}: is a Dataset, which has its name and settings; give its rows")
         added = {TASK: entry["task"]} if "task" in entry else None
         own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
         parts.append(load(entry["path"], own, of, verify=verify, added=added))

@@ -25,7 +25,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import DataError
 from mm_grpo.learner.pack import Item
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.processors.special_tokens import set_special_tokens
 from mm_grpo.rewards.builtins.boxes import Frame
 from mm_grpo.types import Group, Prompt, Sample
 
@@ -91,7 +90,7 @@ def gold_crop(sample: Sample, area: int) -> Image:
 def _seeing_more(config: GRPOConfig) -> Processor:
     """The processor of the run's model with the pixel limit of the twin view."""
     assert config.algorithm.twin_view is not None
-    processor = load_processor(
+    return load_processor(
         config.model.path,
         named=config.model.processor,
         min_pixels=config.data.min_pixels,
@@ -99,5 +98,3 @@ def _seeing_more(config: GRPOConfig) -> Processor:
         trust_remote_code=config.model.trust_remote_code,
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
-    set_special_tokens(processor, config.data.special_tokens)
-    return processor

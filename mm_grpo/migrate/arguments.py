@@ -31,8 +31,6 @@ ARGUMENTS: Mapping[str, str] = {
     "optimizers": "the optimizer is AdamW; set it in the config: optim=OptimConfig(...)",
     "rollout_func": "write tools=[...] or environment_factory=..., where the model is to act in several turns",
     "ref_model": "write it into the config: algorithm=AlgorithmConfig(beta=..., reference_path=...)",
-    "data_collator": "images and text are laid out by the processor of the model's family; leave it out",
-    "compute_metrics": "rewards score evaluations too; run.headline names the one that counts",
 }
 
 

@@ -1,8 +1,8 @@
 """A config of TRL (its script arguments), ms-swift or verl as one of ours: `mm-grpo convert`.
 
-`files` reads it, `convert` makes ours of it. Each key is taken over, found needless, or left out with a reason; none is
-dropped in silence. What TRL or ms-swift do where a key is absent, and mm_grpo would do otherwise, is written out
-(ASSUMED). The table of keys is in `keys`; here are the rules of those that need arithmetic, or that depend on others.
+Each key is taken over, found needless, or left out with a reason; none is dropped in silence. What TRL or ms-swift do
+where a key is absent, and mm_grpo would do otherwise, is written out (`_assumed`). The table of keys is in `keys`; here
+are the rules of those that need arithmetic, or that depend on others.
 
 Words of TRL that mean something else here: its `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours
 count steps, which make several; its batches are per device, ours are whole. With S = steps_per_generation,
@@ -25,7 +25,6 @@ from mm_grpo.config.grpo_config import GRPOConfig
 from mm_grpo.config.messages import leaves
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.files import Computed
 from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
 from mm_grpo.terminal import printable, redact
 from mm_grpo.types import is_number
@@ -39,25 +38,26 @@ Rule = Callable[["Conversion", Any], "str | None"]
 
 @dataclass
 class Conversion:
-    """What became of a config. `given` are its keys, dotted; `assumed` what its trainer takes for absent ones; `values`
-    ours; `left` reasons by key; `notes` what was written that no key said."""
+    """What became of a config. `given` are its keys, dotted, and what its trainer takes for absent ones; `values` ours;
+    `left` reasons by key; `notes` what was written that no key said."""
 
     given: dict[str, Any]
-    devices: int = 1
-    assumed: Mapping[str, Any] = field(default_factory=dict)
+    devices: int
     values: dict[str, Any] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    taken: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    key: str = ""
+    """The key that is being taken over."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """The key that each of our fields is from."""
 
     def put(self, path: str, value: Any) -> None:
         set_value(self.values, path.split("."), value, path)
+        self.origin[path] = self.key
 
     def number(self, key: str, default: Any) -> Any:
         """The number at a key. ConfigError where it is no number above 0 or, of steps, -1."""
-        value = self.given.get(key, self.assumed.get(key))
-        if value is None or isinstance(value, Computed):
-            return default
+        value = self.given.get(key, default)
         if not is_number(value) or not (value > 0 or value == -1):
             raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")
         return value
@@ -81,7 +81,7 @@ class Conversion:
         ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
         given = redact(self.given)
         lines = [write_yaml(redact(ordered)).rstrip("\n")]
-        left = [f"{key} = {shown(given[key])}: {why}" for key, why in self.left.items()]
+        left = [f"{key} = {shown(given.get(key))}: {why}" for key, why in self.left.items()]
         for title, entries in (("Written although no key said it:", self.notes), ("Not taken over:", left)):
             shown_entries = [printable(redact(entry), lines=False) for entry in entries]
             lines += ["", f"# {title}", *(f"#   {entry}" for entry in shown_entries)] if entries else []
@@ -95,15 +95,18 @@ def convert(given: Mapping[str, Any], *, devices: int = 1) -> Conversion:
     """
     nested = any(key.partition(".")[0] in ("actor_rollout_ref", "worker") for key in given)
     trainer = "" if nested else "ms-swift" if "rlhf_type" in given else "TRL"
-    found = Conversion(_flat(given), devices, _assumed(given, trainer, devices))
+    theirs = _flat(given)
+    assumed = _assumed(theirs, trainer, devices)
+    found = Conversion({**assumed, **theirs}, devices)
     for key, value in found.given.items():
-        why = _take(found, key, value)
-        if why is not None:
+        found.key = key
+        if (why := _take(found, key, value)) is not None:
             found.left[key] = why
-        else:
-            found.taken.setdefault(key, "")
-    if trainer:
-        _defaults(found, trainer)
+    found.notes += [
+        f"{path}: {trainer}'s default ({key})" for path, key in found.origin.items() if key in assumed
+    ]
+    if trainer and not theirs.keys() & {"max_steps", "num_train_epochs"}:
+        found.notes.append(f"run.max_steps: {trainer}'s default is 3 epochs; null is one pass over the data")
     if not found.values.get("model", {}).get("path"):
         found.put("model.path", NO_MODEL)
         found.notes.append(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
@@ -126,51 +129,45 @@ def _take_back(found: Conversion, line: str, error: ConfigError) -> None:
     if name not in holder or path == ["model", "path"]:
         raise error
     del holder[name]
-    keys = [key for key, taken in found.taken.items() if taken == ".".join(path)]
-    found.notes += [] if keys else [f"left out: {line}"]
-    for key in keys:
-        del found.taken[key]
-        found.left[key] = line
+    found.left[found.origin.get(".".join(path), ".".join(path))] = line
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
         path = f"{above}.{key}" if above else str(key)
-        is_section = (
-            isinstance(value, Mapping)
-            and value
-            and not re.search(r"columns$|(template|init|generation|scheduler)_kwargs$", path)
-        )
-        found |= _flat(value, path) if is_section else {path: value}
+        whole = re.search(r"columns$|(template|init|generation|scheduler)_kwargs$", path)
+        found |= _flat(value, path) if isinstance(value, Mapping) and value and not whole else {path: value}
     return found
 
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
     "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
     "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
-    "deepspeed": (None,), "fsdp": (None, "", []), "load_in_4bit": (False,), "load_in_8bit": (False,),
-    "push_to_hub": (False,), "use_liger_kernel": (False,), "lora_dropout": (0, 0.0), "torch_compile": (False,),
-    "bf16": (True,), "quant_method": ("bnb",), "bnb_4bit_quant_type": ("nf4",),
+    "load_in_4bit": (False,), "push_to_hub": (False,), "lora_dropout": (0, 0.0), "bf16": (True,),
+    "save_strategy": ("steps",), "eval_strategy": ("steps",), "num_train_epochs": (1,), "report_to": ("none",),
 }  # fmt: skip
 """Values at which a key asks for nothing that differs here."""
+READ_ELSEWHERE = (
+    "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode reward_weights dataset_config "
+    "dataset_train_split dataset_test_split lora_r lora_rank lora_alpha lora_target_modules target_modules"
+)
+"""Keys that the rule of another one reads."""
 
 
 def _take(found: Conversion, key: str, value: Any) -> str | None:
     """Take one key over; the reason where it cannot be."""
-    row = row_of(key)
-    advice = advice_on(key, [name for name, _ in leaves(GRPOConfig)])
-    if isinstance(value, Computed):
-        return f"its value is not in this file{f'; {advice}' if advice else ''}"
-    if key in RULES and value not in NEEDLESS.get(key, ()):
+    if value in NEEDLESS.get(key, ()) or key in READ_ELSEWHERE.split():
+        return None
+    if key in RULES:
         return RULES[key](found, value)
-    if value in NEEDLESS.get(key, ()) or (row is not None and row.path is not None and value is None):
-        found.taken[key] = "needless"
-    elif row is None or row.path is None:
-        return advice or "mm_grpo knows no such key; `mm-grpo config` shows every field"
-    else:
-        found.put(row.path, value)
-        found.taken[key] = row.path
+    known = [name for name, _ in leaves(GRPOConfig)]
+    row, homes = row_of(key), [path for path in known if path.rpartition(".")[2] == key]
+    path = row.path if row is not None else min(homes, key=lambda home: home.count("."), default=None)
+    if path is None:
+        return advice_on(key, known) or "mm_grpo knows no such key; `mm-grpo config` shows every field"
+    if value is not None:
+        found.put(path, value)
     return None
 
 
@@ -190,12 +187,10 @@ def _batch(found: Conversion, value: Any) -> str | None:
     return None
 
 
-def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
-    """A number of updates as steps; where `strategy` names another key, only while that says steps."""
+def _steps(path: str) -> Rule:
+    """A number of updates as steps."""
 
     def rule(found: Conversion, value: Any) -> str | None:
-        if found.given.get(strategy, default) != "steps":
-            return f"counts only with {strategy}: steps"
         if not is_number(value) or 0 < value < 1:
             return f"is {shown(value)}; {path} is a number of steps"
         if value <= 0 and path == "run.max_steps":
@@ -209,69 +204,25 @@ def _steps(path: str, strategy: str = "", default: str = "steps") -> Rule:
     return rule
 
 
-def _epochs(found: Conversion, value: Any) -> str | None:
-    if found.number("max_steps", -1) > 0 or value == 1:
-        return None
-    return "run.max_steps counts steps, not epochs: write rows x epochs / rollout.prompts_per_step (null is one pass)"
-
-
-def _strategy(path: str, steps: str) -> Rule:
-    def rule(found: Conversion, value: Any) -> str | None:
-        if value == "no":
-            found.put(path, 0)
-            return None
-        counted = value == "steps" and (steps in found.given or steps == "save_steps")
-        return None if counted else f"{path} counts steps; write it, or leave it out"
-
-    return rule
-
-
 def _warmup(found: Conversion, value: Any) -> str | None:
     total = found.number("max_steps", -1)
-    if not is_number(value) or (0 < value < 1 and total <= 0):
-        return (
-            f"is {shown(value)}, and the length of the run is not known; write optim.warmup_steps (updates)"
-        )
-    if 0 < value < 1 or "warmup_steps" not in found.values.get("optim", {}):
-        found.put("optim.warmup_steps", int(value * total) if 0 < value < 1 else int(value))
+    if 0 < value < 1 and total <= 0:
+        return "the length of the run is not known; write optim.warmup_steps (updates)"
+    if value:
+        found.put("optim.warmup_steps", int(value * total) if value < 1 else int(value))
     return None
 
 
-def _choice(path: str, ours: Mapping[Any, Any]) -> Rule:
-    """One of several values, each with ours."""
-
-    def rule(found: Conversion, value: Any) -> str | None:
-        if value not in ours:
-            return f"{path} is one of {', '.join(map(str, dict.fromkeys(ours.values())))}"
-        found.put(path, ours[value])
-        return None
-
-    return rule
-
-
-def _with(*keys: str) -> Rule:
-    """A key that the rule of another one reads."""
-
-    def rule(found: Conversion, value: Any) -> str | None:
-        used = any(found.given.get(key, found.assumed.get(key)) not in (None, False, "full") for key in keys)
-        return None if used else f"counts only with {keys[0]}"
-
-    return rule
-
-
-def _dynamic(found: Conversion, value: Any) -> str | None:
-    if value:
-        found.put("rollout.max_attempts", int(found.number("max_resample_times", 3)) + 1)
+def _system(found: Conversion, value: Any) -> str | None:
+    if str(value).endswith(".txt"):
+        return "its text is in another file; write it into data.system_prompt"
+    found.put("data.system_prompt", value)
     return None
 
 
 def _trackers(found: Conversion, value: Any) -> str | None:
-    named = value if isinstance(value, list) else [value]
-    ours = [name for name in named if name in ("tensorboard", "wandb", "trackio")]
-    found.put("run.trackers", ours)
-    other = [name for name in named if name not in (*ours, "none", None)]
-    said = f"run.trackers has tensorboard, wandb and trackio, not {', '.join(map(str, other))}"
-    return said if other else None
+    found.put("run.trackers", value if isinstance(value, list) else [value])
+    return None
 
 
 def _vllm(found: Conversion, value: Any) -> str | None:
@@ -293,8 +244,6 @@ def _rewards(found: Conversion, value: Any) -> str | None:
         if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
             entries.append(entry if weight is None else {"name": entry, "weight": float(weight)})
     found.put("rewards", entries)
-    if same := [f"{name} -> {REWARDS[name]}" for name in named if name in REWARDS]:
-        found.notes.append(f"rewards: {', '.join(same)}; see `mm-grpo rewards NAME` for what they compare")
     unknown = ", ".join(str(name) for name in named if name not in REWARDS and "." not in str(name))
     return f"no reward here is named {unknown}; write path/to/file.py:function" if unknown else None
 
@@ -306,7 +255,7 @@ def _dataset(found: Conversion, value: Any) -> str | None:
     config = found.given.get("dataset_config")  # of a dataset of the hub
     hub = f"{value}:{config}" if config else str(value)
     found.put("data.train", f"{hub}:{found.given.get('dataset_train_split', 'train')}")
-    if found.given.get("eval_strategy", "no") != "no" and "eval_dataset" not in found.given:
+    if found.given.get("eval_strategy", "no") != "no":
         found.put("data.eval", f"{hub}:{found.given.get('dataset_test_split', 'test')}")
     return None
 
@@ -319,84 +268,42 @@ def _lora(found: Conversion, value: Any) -> str | None:
         if isinstance(named, list) and named != ["all-linear"]:
             section["target_modules"] = named
         found.put("model.lora", section)
-    elif value != "full":
-        return "model.lora trains adapters; null every weight"
-    return None
+    return None if value in (True, "lora", "full") else "model.lora trains adapters; null every weight"
 
 
-_DTYPES = {None: "auto", "auto": "auto", "float32": "float32", "bfloat16": "bfloat16"}
-_SCHEDULES = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-}
+_BATCH = [
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+]
 RULES: Mapping[str, Rule] = {
-    key: rule
-    for keys, rule in {
-        "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size": _batch,
-        "max_steps": _steps("run.max_steps"),
-        "save_steps": _steps("run.save_every", "save_strategy"),
-        "eval_steps": _steps("run.eval_every", "eval_strategy", "no"),
-        "save_strategy": _strategy("run.save_every", "save_steps"),
-        "eval_strategy": _strategy("run.eval_every", "eval_steps"),
-        "num_train_epochs": _epochs,
-        "warmup_steps warmup_ratio": _warmup,
-        "lr_scheduler_type": _choice("optim.lr_scheduler_type", _SCHEDULES),
-        "dtype torch_dtype": _choice("model.dtype", _DTYPES),
-        "report_to": _trackers,
-        "use_vllm": _vllm,
-        "load_in_4bit quant_bits": _choice("model.quantization", {True: "nf4", 4: "nf4"}),
-        "vllm_enable_sleep_mode": _choice("rollout.vllm.sleep_level", {True: 2, False: 0}),
-        "reward_funcs": _rewards,
-        "dataset_name": _dataset,
-        "use_peft train_type tuner_type": _lora,
-        "dynamic_sample": _dynamic,
-        "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode": _with("use_vllm"),
-        "reward_weights": _with("reward_funcs"),
-        "dataset_config dataset_train_split dataset_test_split": _with("dataset_name"),
-        "lora_r lora_rank lora_alpha lora_target_modules target_modules": _with(
-            "use_peft", "train_type", "tuner_type"
-        ),
-        "max_resample_times": _with("dynamic_sample"),
-    }.items()
-    for key in keys.split()
+    **dict.fromkeys(_BATCH, _batch),
+    "max_steps": _steps("run.max_steps"),
+    "save_steps": _steps("run.save_every"),
+    "eval_steps": _steps("run.eval_every"),
+    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
+    "report_to": _trackers,
+    "use_vllm": _vllm,
+    "reward_funcs": _rewards,
+    "dataset_name": _dataset,
+    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
+    "system": _system,
 }
-
-
-ASSUMED: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"lr_scheduler_type": "linear"},
-    "ms-swift": {
-        "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04, "temperature": 0.9,
-        "train_type": "lora", "per_device_train_batch_size": 1,
-    },
-}  # fmt: skip
-"""What a trainer takes where a key is absent, and mm_grpo would not."""
 
 
 def _assumed(given: Mapping[str, Any], trainer: str, devices: int) -> dict[str, Any]:
-    """The keys that are absent, as the trainer takes them."""
-    found = dict(ASSUMED.get(trainer, {}))
+    """What a trainer takes for keys that are absent, where mm_grpo would not."""
+    found: dict[str, Any] = {"lr_scheduler_type": "linear"} if trainer == "TRL" else {}
     if trainer == "ms-swift":
-        if "tuner_type" in given:  # the later name
-            del found["train_type"]
+        found = {
+            "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04, "temperature": 0.9,
+            "train_type": given.get("tuner_type", "lora"), "per_device_train_batch_size": 1,
+        }  # fmt: skip
         if "full" in (given.get("train_type"), given.get("tuner_type")):
             found["learning_rate"] = 1e-5
-        batch = Conversion(dict(given), assumed=found).number("per_device_train_batch_size", 1) * devices
+        batch = Conversion({**found, **given}, devices).number("per_device_train_batch_size", 1) * devices
         found["gradient_accumulation_steps"] = max(1, ceil(16 / batch))
+    if trainer == "TRL" and not given.keys() & set(_BATCH):
+        found["per_device_train_batch_size"] = 8
     return {key: value for key, value in found.items() if key not in given}
-
-
-def _defaults(found: Conversion, trainer: str) -> None:
-    """Write out what the trainer does without being told, where ours would differ."""
-    named = any(key in found.given for key, rule in RULES.items() if rule is _batch)
-    if not named and _batch(found, None) is None:
-        found.notes.append(f"rollout.prompts_per_step: of {trainer}'s default batches")
-    for key, value in found.assumed.items():
-        before = _flat(found.values)
-        if RULES.get(key) is not _batch and _take(found, key, value) is None:
-            found.taken.pop(key, None)
-            new = [path for path in _flat(found.values) if path not in before]
-            found.notes += [f"{path}: {trainer}'s default" for path in new]
-    if "max_steps" not in found.given and "num_train_epochs" not in found.given:
-        found.notes.append(f"run.max_steps: {trainer}'s default is 3 epochs; null is one pass over the data")

@@ -4,10 +4,9 @@ A row is our field, where the value means the same, or what is said about the ke
 with the full path of a right name in the wrong place, or with the nearest known name; `convert` takes the value over.
 Nothing here knows the config classes: the caller passes the known paths.
 
-To add a key: its name, or the end of a dotted path, in lower case, behind our field in FIELDS (or SAME), else behind
-the words in REASONS; a key in both is taken over, and the words are what is said. A key that begins as one of PREFIXES
-needs no row. A foreign value of a field goes into VALUES, a reward's name into REWARDS. A test checks that every path
-that a row names exists.
+It has what scripts for vision-language models use; any other key gets the nearest name. To add one: its name, or the
+end of a dotted path, in lower case, behind our field in FIELDS, else behind the words in REASONS; of a key in both they
+are what is said. The last name of a field of ours, and a key that begins as one of PREFIXES, need no row.
 """
 
 from __future__ import annotations
@@ -17,23 +16,9 @@ from dataclasses import dataclass
 
 from mm_grpo.errors import nearest
 
-SAME = (
-    "model.trust_remote_code data.columns data.min_pixels data.max_pixels data.max_prompt_length "
-    "data.chat_template_kwargs rollout.temperature algorithm.advantage_estimator "
-    "algorithm.multi_objective_aggregation algorithm.loss_type algorithm.importance_sampling_level algorithm.beta "
-    "algorithm.kl_in_reward "
-    "algorithm.off_policy_mask_threshold algorithm.scale_rewards algorithm.mask_truncated_completions "
-    "algorithm.top_entropy_quantile algorithm.loss_options.sapo_temperature_pos "
-    "algorithm.loss_options.sapo_temperature_neg algorithm.loss_options.vespo_k_pos "
-    "algorithm.loss_options.vespo_lambda_pos algorithm.loss_options.vespo_k_neg "
-    "algorithm.loss_options.vespo_lambda_neg optim.weight_decay optim.adam_beta1 optim.adam_beta2 "
-    "optim.adam_epsilon run.seed"
-)
-"""Our fields whose last name is theirs."""
-
 FIELDS: Mapping[str, str] = {
-    **{path: path.rpartition(".")[2] for path in SAME.split()},
-    "model.path": "model_name_or_path model_id_or_path model actor_rollout_ref.model.path actor.model.model_path",
+    "model.path": "model_name_or_path model actor_rollout_ref.model.path actor.model.model_path",
+    "model.dtype": "dtype torch_dtype",
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower",
     "data.train": "dataset data.train_files",
@@ -41,21 +26,25 @@ FIELDS: Mapping[str, str] = {
     "data.image_dir": "data.image_dir",
     "data.shuffle": "shuffle_dataset dataset_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
+    "data.min_pixels": "min_pixels",
+    "data.max_pixels": "max_pixels",
+    "data.max_prompt_length": "max_prompt_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
+    "rollout.temperature": "temperature",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len",
     "rollout.eval.num_generations": "num_generations_eval val_kwargs.n val_override_config.n",
     "rollout.eval.temperature": "val_kwargs.temperature val_override_config.temperature",
     "rollout.eval.top_p": "val_kwargs.top_p val_override_config.top_p",
+    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
     "algorithm.epsilon": "epsilon clip_ratio clip_ratio_low",
     "algorithm.epsilon_high": "epsilon_high clip_ratio_high",
     "algorithm.delta": "delta clip_ratio_c clip_ratio_dual",
     "algorithm.entropy_coef": "entropy_coef entropy_coeff",
     "algorithm.num_iterations": "num_iterations actor.ppo_epochs",
-    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
-    "algorithm.importance_sampling_clip_min": "vllm_importance_sampling_clip_min",
+    "optim.weight_decay": "weight_decay",
     "optim.learning_rate": "learning_rate actor.optim.lr",
     "optim.max_grad_norm": "max_grad_norm actor.grad_clip",
     "optim.warmup_steps": "optim.lr_warmup_steps",
@@ -66,23 +55,14 @@ FIELDS: Mapping[str, str] = {
     "run.eval_every": "test_freq val_freq",
     "run.save_every": "save_freq",
     "run.keep_checkpoints": "save_total_limit save_limit",
-}  # fmt: skip
+}
 """Our field, and the keys whose value means the same."""
 
-_SAMPLING = (
-    "truncated sampling and penalties are for evaluation; write rollout.eval.{} (completions would come from one"
-    " distribution, and the learner's log-probs from another)"
-)
-_SERVED = "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls"
-_VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
+_SAMPLING = "truncated sampling and penalties are for evaluation; write rollout.eval.{}"
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
 _ZERO = "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; there is no FSDP, and no config of DeepSpeed"
-_HUB = (
-    "mm_grpo uploads nothing; upload the run folder's model/ when the run has ended (mm-grpo export --push)"
-)
-_IMAGES = "images are made ahead by two threads of each process"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
-_VIDEO = "videos are not in this version of mm_grpo yet; leave it out"
+_VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 _NONE = "mm_grpo has no such setting; leave it out"
 
 REASONS: Mapping[str, str] = {
@@ -90,86 +70,47 @@ REASONS: Mapping[str, str] = {
     **{_SAMPLING.format(name): name for name in ("top_p", "top_k", "min_p", "repetition_penalty")},
     "write rollout.prompts_per_step (= per-device batch x devices x steps_per_generation / num_generations)":
         "per_device_train_batch_size generation_batch_size",
-    "accumulation is derived from rollout.prompts_per_step, optim.updates_per_step and optim.max_tokens_per_pack; leave"
-    " it out": "gradient_accumulation_steps",
+    "accumulation is derived from optim.updates_per_step and optim.max_tokens_per_pack; leave it out":
+        "gradient_accumulation_steps",
     "write optim.updates_per_step (= steps_per_generation / gradient_accumulation_steps)": "steps_per_generation",
-    "write rollout.prompts_per_step": "train_batch_size rollout_batch_size mini_rollout_batch_size gen_batch_size",
+    "write rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "write rollout.prompts_per_step and optim.updates_per_step (= prompts a step / prompts an update)":
         "ppo_mini_batch_size actor.global_batch_size",
     "memory is bounded by optim.max_tokens_per_pack; accumulation is derived":
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu auto_find_batch_size"
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu"
         " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience",
-    "write optim.max_tokens_per_pack": "ppo_max_token_len_per_gpu",
     "write run.max_steps (steps, not epochs; null is one pass over the data)": "num_train_epochs total_epochs",
-    "write run.max_steps": "total_training_steps",
     # the run
-    "write run.dir": "experiment_name",
     "write run.eval_every (steps; 0 is before and after the run only)": "eval_steps eval_strategy test_freq val_freq",
     "write run.trackers (a list)": "report_to trainer.logger",
     "write run.save_every (steps; 0 is no checkpoint)": "save_steps save_strategy save_freq",
-    "write run.keep_checkpoints (the newest that are kept)": "save_total_limit save_limit",
-    "the best evaluation's checkpoint is kept (run.headline says what is best)":
-        "load_best_model_at_end metric_for_best_model greater_is_better",
-    "it is an option of the command: mm-grpo train CONFIG --resume (in Python GRPOTrainer(config, resume=True))":
-        "resume_from_checkpoint resume_mode resume_from_path",
+    "it is the first argument of the command: mm-grpo train CONFIG": "config",
+    "it is an option of the command: mm-grpo train CONFIG --resume": "resume_from_checkpoint resume_mode",
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
-        "nnodes n_gpus_per_node nproc_per_node local_rank average_tokens_across_devices",
-    "it is the first argument of the command: mm-grpo train CONFIG": "config config_file",
-    "one seed, run.seed, orders the data and seeds the sampling": "data_seed full_determinism",
-    "the command says what is done: mm-grpo train, eval or check": "do_train do_eval do_predict rlhf_type debug",
-    "write model.device": "use_cpu",
-    _HUB: "log_completions_hub_repo",
+        "nnodes n_gpus_per_node nproc_per_node",
     _NONE:
-        "torch_empty_cache_steps gradient_checkpointing_kwargs use_cache pad_to_multiple_of skip_memory_metrics"
-        " use_liger_kernel liger_kernel_config use_liger_loss disable_tqdm run_name project num_completions_to_print"
-        " include_num_input_tokens_seen parallelism_config accelerator_config ds3_gather_for_generation"
-        " per_device_eval_batch_size prediction_loss_only include_for_metrics batch_eval_metrics bf16_full_eval"
-        " fp16_full_eval enable_jit_checkpoint restore_callback_states_from_checkpoint tf32 cast_lm_head_to_fp32"
-        " model_init_kwargs optim optim_args optim_target_modules lr_scheduler_kwargs disable_dropout"
-        " label_smoothing_factor label_names neftune_noise_alpha ignore_bias_buffers router_aux_loss_coef"
-        " generation_kwargs cache_implementation use_transformers_continuous_batching use_transformers_paged"
-        " transformers_continuous_batching_config use_bias_correction_kl use_adaptive_entropy entropy_coef_min"
-        " entropy_coef_max entropy_coef_delta entropy_target sync_ref_model ref_model_mixup_alpha"
-        " ref_model_sync_steps",
+        "gradient_checkpointing_kwargs use_liger_kernel run_name experiment_name project_name disable_dropout tf32"
+        " optim use_cache generation_kwargs rlhf_type model_init_kwargs lr_scheduler_kwargs remove_unused_columns"
+        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
     # the model and the optimizer
     "write model.path": "model.model_path model_path",
-    "write algorithm.reference_path, with algorithm.beta > 0": "teacher_model_name_or_path ref_model",
-    "the model's family is read from its own config; leave it out (model.path names the model)": "model_type",
-    "write model.dtype: auto, float32 or bfloat16": "torch_dtype bf16 fp16 model_dtype",
-    _LORA: "use_peft train_type tuner_type lora",
-    "model.lora has rank, alpha, target_modules and vision alone":
-        "lora_dropout lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora",
+    "write algorithm.reference_path, with algorithm.beta > 0": "ref_model",
+    "write model.dtype: auto, float32 or bfloat16": "dtype torch_dtype bf16 fp16",
+    _LORA: "use_peft train_type tuner_type",
+    "model.lora has rank, alpha, target_modules and vision alone": "lora_dropout lora_modules_to_save use_rslora",
     _ZERO: "deepspeed",
-    "download that revision, and name its folder in model.path": "model_revision",
-    _QUANTIZED: "load_in_8bit load_in_4bit use_bnb_nested_quant quantization_config quant_bits quant_method qlora",
-    "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio",
-    "write optim.warmup_steps": "lr_warmup_steps",
-    "write optim.adam_beta1 and optim.adam_beta2": "adam_beta optim.betas",
-    "write optim.adam_epsilon": "optim.eps",
+    _QUANTIZED: "load_in_8bit load_in_4bit quant_bits quant_method qlora",
+    "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
     "write optim.learning_rate": "optim.lr lr",
-    "write optim.lr_scheduler_type": "lr_scheduler",
-    "write optim.max_grad_norm": "grad_clip",
     # the data
     "write data.train": "dataset_name train_dataset train_files",
     "write data.eval": "eval_dataset val_files",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
-    "write data.train: [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}]":
-        "interleave_prob dataset_mixer datasets",
-    "a source is one mapping: write data.train: {task: ...}": "data.task",
-    "write weight (shares are weights over their sum)": "source.probability",
-    "write columns: {answer: ...}": "source.answer",
-    "write data.shuffle": "train_dataloader_shuffle",
-    _IMAGES:
-        "num_workers train_sampling_strategy length_column_name ignore_data_skip dataset_num_proc dataset_streaming",
-    "every column reaches the rewards; leave it out": "remove_unused_columns",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
     "write data.max_prompt_length and rollout.max_completion_length": "max_length",
     "write data.on_overlong (a longer prompt is never cut)":
         "truncation_strategy data.truncation filter_overlong_prompts",
-    "write data.chat_template_kwargs: {enable_thinking: ...}": "enable_thinking apply_chat_template_kwargs",
-    "write data.image_dir": "image_folder",
-    "write data.max_pixels (tokens x 784 in Qwen2.5-VL, x 1,024 in Qwen3-VL)": "image_max_token_num",
     "map it in data.columns (our name: the dataset's column)": "prompt_key answer_key image_key images_key",
     "write rollout.max_completion_length": "max_new_tokens response_length max_response_length",
     # rewards and the algorithm
@@ -177,51 +118,38 @@ REASONS: Mapping[str, str] = {
     "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]": "reward_weights",
     "write rewards: [path/to/file.py:function]":
         "external_plugins reward_function custom_reward_function.path custom_reward_function.name",
-    "write rewards: [{name: reward_model, model: ...}]": "reward_model_name_or_path",
-    "write algorithm.perception_coef (0 is no perception term)": "use_kl_prcp kl_prcp_coef",
-    "write algorithm.loss_options: {perception_entropy_coef: ...} (of both entropies)":
-        "perception_entropy_coef aug_entropy_loss_coef ori_entropy_loss_coef",
-    "write algorithm.loss_options: {perception_mask_ratio: ...}": "black_prob perception_mask_ratio",
-    "write algorithm.scale_rewards: batch, or algorithm.advantage_estimator: reinforce_plus_plus_baseline":
-        "normalize_advantages",
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
     "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)": "adv_estimator",
     "write algorithm.loss_type": "loss_agg_mode",
-    "write algorithm.num_iterations": "ppo_epochs",
+    "write it into algorithm.loss_options":
+        "sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
         "kl_coef kl_loss_coef use_kl_loss disable_kl",
-    "write algorithm.kl_in_reward (and algorithm.beta, the weight of the KL)": "use_kl_in_reward",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",
     "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
-        "dynamic_sample online_filtering filter_groups.enable dynamic_sampling filter_groups.max_num_gen_batches",
-    "write rollout.max_turns (= max_tool_calling_iterations + 1)": "max_tool_calling_iterations",
+        "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
-    "write rollout.num_generations": "rollout.n n_samples_per_prompt",
+    "write rollout.num_generations": "rollout.n",
     "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode",
-    "each process has a vLLM of its own here, and one engine over several processes is not in this version yet; leave"
-    " it out": "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
+    "each process has a vLLM of its own here; leave it out":
+        "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
     "write rollout.vllm.sleep_level (0, 1 or 2)": "vllm_enable_sleep_mode",
-    "write rollout.vllm.max_images": "vllm_limit_mm_per_prompt",
     "write algorithm.importance_sampling_mode (none is no correction)":
         "vllm_importance_sampling_correction vllm_importance_sampling_mode",
-    "ports are chosen by the transfer (rollout.server.transfer)": "vllm_group_port",
     _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens",
 }  # fmt: skip
 """What is said, and the keys about which."""
 
 PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
-    **dict.fromkeys(("video_", "fps"), _VIDEO),
-    **dict.fromkeys(("push_to_hub", "hub_", "trackio_"), _HUB),
-    **dict.fromkeys(
-        ("save_", "log_", "logging_", "eval_", "torch_compile", "vllm_structured_", "vllm_model_"), _NONE
-    ),
-    "vllm_server_": _SERVED,
+    **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
+    **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
+    **dict.fromkeys(("save_", "log_", "logging_", "eval_", "torch_compile"), _NONE),
+    "vllm_server_": "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
     "vllm_": _VLLM,
-    "sglang_": "SGLang is not in mm_grpo; write rollout.engine: transformers, vllm or vllm_server",
     "lora_": _LORA,
-    "dataloader_": _IMAGES,
+    "dataloader_": "images are made ahead by two threads of each process",
     "bnb_": _QUANTIZED,
 }
 """What is said about keys that begin so."""
@@ -253,9 +181,8 @@ def row_of(path: str) -> Row | None:
 
 
 NO_ZERO_3 = (
-    "stage 3 shares out the weights themselves, and a rollout engine in the trainer's processes needs them whole at"
-    " every step. Where memory is short, set optim.offload_optimizer=true, optim.gradient_checkpointing=true or a"
-    " lower optim.max_tokens_per_pack"
+    "stage 3 shares out the weights themselves, which an engine in the trainer's processes needs whole at every step;"
+    " set optim.offload_optimizer=true, optim.gradient_checkpointing=true or a lower optim.max_tokens_per_pack"
 )
 
 REWARDS: Mapping[str, str] = {
@@ -266,42 +193,15 @@ REWARDS: Mapping[str, str] = {
 }
 """Rewards of other trainers, and ours of the same purpose."""
 
-_FLASH = "flash_attention_2 flash_attention_3 flash_attn flash_attn_2 kernels-community/flash-attn2"
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "model.lora.target_modules": {
-        "all-linear": "leave it out: the default names the linear layers of the language model (vision: true adds the"
-        " tower's)"
-    },
-    "run.trackers": dict.fromkeys(
-        ("swanlab", "mlflow", "comet_ml", "clearml", "all"), "no other tracker is known to mm_grpo"
-    ),
     "optim.zero_stage": {"3": NO_ZERO_3},
     "model.attn": dict.fromkeys(
-        _FLASH.split(),
+        ("flash_attention_2", "flash_attention_3", "flash_attn", "kernels-community/flash-attn2"),
         "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash kernel"
         " has no mask for that",
     ),
-    "algorithm.importance_sampling_level": {
-        "gspo": "write sequence, which is GSPO, with algorithm.loss_type: grpo"
-    },
-    "algorithm.scale_rewards": {"gdpo": "write algorithm.multi_objective_aggregation: normalize_then_sum"},
-    "algorithm.loss_type": {
-        "geo_mean": "write gmpo",
-        "gspo": "write grpo, with algorithm.importance_sampling_level: sequence",
-        "vanilla": "write grpo or dapo",
-        "dppo": "write dppo_tv or dppo_kl",
-    },
-    "algorithm.advantage_estimator": {
-        "group_norm": "write grpo",
-        "gdpo": "write algorithm.multi_objective_aggregation: normalize_then_sum",
-        "dr_grpo": "write grpo, with algorithm.scale_rewards: none",
-        "leave_one_out": "write rloo",
-        "reinforce_baseline": "write reinforce_plus_plus_baseline",
-        "reinforce_plus_plus": "write reinforce_plus_plus_baseline, which subtracts the group's mean (ms-swift's"
-        " reinforce_plus_plus; verl's, without that mean, is not in mm_grpo)",
-        "gae": "gae needs a value model, and mm_grpo has none",
-        "gspo": "write grpo, with algorithm.loss_type: grpo and algorithm.importance_sampling_level: sequence",
-    },
+    "algorithm.loss_type": {"gspo": "write grpo, with algorithm.importance_sampling_level: sequence"},
+    "algorithm.advantage_estimator": {"gae": "gae needs a value model, and mm_grpo has none"},
 }
 """Values of other trainers, in lower case, by the field that refuses them."""
 
@@ -315,11 +215,7 @@ def unknown_key(path: str, value: object, known: Sequence[str]) -> list[str]:
     is_section = path.rpartition(".")[2] in {each.partition(".")[0] for each in known}
     if isinstance(value, Mapping) and value and (is_section or advice is None):
         return [line for key, inner in value.items() for line in unknown_key(f"{path}.{key}", inner, known)]
-    row = row_of(path)
-    field = (row and row.path) or ""
-    note = VALUES.get(field, {}).get(str(value).casefold())  # the value has another name here as well
-    said = advice or _nearest_advice(path, known)
-    return [f"{path}: unknown key; {said}{f'; {value} there: {note}' if note else ''}"]
+    return [f"{path}: unknown key; {advice or _nearest_advice(path, known)}"]
 
 
 def advice_on(path: str, known: Sequence[str]) -> str | None:

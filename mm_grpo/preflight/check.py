@@ -100,8 +100,6 @@ def check_config(  # noqa: PLR0915
         builder = prompt_builder if dataset is train else prompt_builder.evaluation
         lengths, images, failed, dropped = _walk(looked, builder, limit, rewards, console, shown)
         reports[name] = rewards.finish()
-        if dataset.layouts not in ((), ("trl",)):
-            notes.append(f"{name}: rows in the layout {' and '.join(dataset.layouts)} (data.layout)")
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
         failures += _listed(name, failed, len(looked))

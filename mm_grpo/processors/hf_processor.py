@@ -14,19 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from unittest.mock import patch
 
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
-from transformers import AutoProcessor, GenerationConfig, processing_utils
+from transformers import AutoProcessor, GenerationConfig
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
 from mm_grpo.processors.model_folder import refuse_own_code
-from mm_grpo.processors.special_tokens import SpecialTokensMode, conversation_ids
+from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
 from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
 
@@ -49,8 +48,6 @@ class HFProcessor(ABC):
 
     family: Family
     layout: Layout = "shared_prefix"
-    special_tokens: SpecialTokensMode = "refuse"
-    """Policy for special tokens that a row types (`data.special_tokens`)."""
     stable: ClassVar[str] = "an area that fits data.min_pixels and data.max_pixels"
     """Describes images of a stable size, for the message where one has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
@@ -179,10 +176,13 @@ class HFProcessor(ABC):
             end = next((token for token in ends if rest.startswith(token)), None)
             return "" if end is None else rest[len(end) :]
 
+        # what a tool says is text, whatever it says
+        plain = [
+            [defused(p, self.tokenizer) if isinstance(p, str) else p for p in parts] for parts in answers
+        ]
         for as_tool in (True, False) if knows_tools(self.template) else (False,):
-            messages = [*before, *answer_messages(answers, as_tool=as_tool)]
-            # what a tool says is text, whatever it says
-            ids = conversation_ids(render, self.tokenizer, messages, row, "as_text")
+            messages = [*before, *answer_messages(plain, as_tool=as_tool)]
+            ids = conversation_ids(render, self.tokenizer, messages, row)
             if ids and sum(token == self.image_token_id for token in ids) == images:
                 return ids
         raise DataError(
@@ -235,7 +235,7 @@ class HFProcessor(ABC):
 
     def _load(self, path: str) -> Any:
         try:
-            return _from_pretrained(path, trust_remote_code=self.trust_remote_code)
+            return AutoProcessor.from_pretrained(path, trust_remote_code=self.trust_remote_code)
         except _UNREADABLE as error:
             refuse_own_code(path, error, self.trust_remote_code)
             raise ConfigError(
@@ -255,7 +255,7 @@ class HFProcessor(ABC):
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
             return change(self._text(messages, sample.uid, **given))
 
-        return conversation_ids(render, self.tokenizer, messages, sample.uid, self.special_tokens)
+        return conversation_ids(render, self.tokenizer, messages, sample.uid)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:
         """A conversation as the chat template writes it, with one placeholder for each image."""
@@ -312,18 +312,3 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
-
-
-def _from_pretrained(path: str, **options: Any) -> Any:
-    """`AutoProcessor.from_pretrained`, which imports mistral_common only for a tokenizer of that.
-
-    transformers compares the class of every tokenizer with its own and with that of mistral_common, and imports the
-    package for it, where it is installed (vLLM brings it along): 0.2 s.
-    """
-    classes: dict[str, Any] = getattr(processing_utils, "MODALITY_TO_BASE_CLASS_MAPPING", {})
-    with patch.dict(classes, tokenizer="PreTrainedTokenizerBase"):
-        try:
-            return AutoProcessor.from_pretrained(path, **options)
-        except TypeError:
-            pass
-    return AutoProcessor.from_pretrained(path, **options)

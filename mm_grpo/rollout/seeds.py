@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mm_grpo.config import check_seed_plan
+from mm_grpo.errors import ConfigError
 
 TRAIN_SEEDS = 1 << 30
 TURN_SEEDS = 1 << 30
@@ -49,7 +49,20 @@ class SeedPlan:
     max_turns: int = 1
 
     def __post_init__(self) -> None:
-        check_seed_plan(self.max_steps, self.attempts, self.prompts, self.generations, self.max_turns)
+        planned = self.max_steps * self.attempts * self.prompts * self.generations
+        if planned > self._modulus:
+            product = (
+                f"{self.max_steps} steps x {self.attempts} attempts x {self.prompts} prompts x {self.generations} "
+                "generations"
+            )
+            raise ConfigError(
+                f"run.max_steps = {self.max_steps}: {product} need {planned} seeds, and there are {self._modulus}"
+            )
+        if (needed := planned * (self.max_turns - 1)) > TURN_SEEDS:
+            raise ConfigError(
+                f"rollout.max_turns = {self.max_turns}: {planned} generations x {self.max_turns - 1} further turns "
+                f"need {needed} seeds, and there are {TURN_SEEDS}"
+            )
 
     def group(self, step: int, slot: int, attempt: int = 0) -> range:
         """The G consecutive seeds of one group. `step` counts from 1, `slot` and `attempt` from 0."""

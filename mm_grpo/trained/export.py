@@ -34,7 +34,7 @@ SHARD = "5GB"
 """Largest file of weights."""
 SETTINGS = (
     "model.processor", "model.trust_remote_code", "data.system_prompt", "data.chat_template_kwargs",
-    "data.min_pixels", "data.max_pixels", "data.special_tokens", "rollout.max_completion_length", "rollout.eval",
+    "data.min_pixels", "data.max_pixels", "rollout.max_completion_length", "rollout.eval",
 )  # fmt: skip
 """Fields of the run that decide how the model is asked; they stand in the mark."""
 

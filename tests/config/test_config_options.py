@@ -10,7 +10,6 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 
 LORA = {"lora": {"rank": 4}}
-SEEDS = {"prompts_per_step": 3, "num_generations": 7}
 GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
 MASKED = {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 2.0}
 
@@ -31,26 +30,14 @@ def line_of(**sections: Any) -> str:
     [
         ("epsilon_high", {"loss_type": "cispo", "epsilon_high": 0.2}, "loss_type"),
         ("scale_rewards", {"advantage_estimator": "rloo", "scale_rewards": "batch"}, "advantage_estimator"),
-        (
-            "scale_rewards",
-            {"advantage_estimator": "reinforce_plus_plus_baseline", "scale_rewards": False},
-            "advantage_estimator",
-        ),
         ("advantage_estimator", {**GDPO, "advantage_estimator": "rloo"}, "multi_objective_aggregation"),
         ("kl_in_reward", {**GDPO, "kl_in_reward": True, "beta": 0.1}, "multi_objective_aggregation"),
-        ("kl_in_reward", {"advantage_estimator": "maxrl", "kl_in_reward": True, "beta": 0.1}, "maxrl"),
-        ("kl_in_reward", {"kl_in_reward": True}, "beta"),
         ("kl_estimator", {"kl_estimator": "k1", "beta": 0.04}, "kl_in_reward"),
         ("delta", {"delta": 1.25, "epsilon_high": 0.28}, "epsilon_high, which is 1.28"),
         ("delta", {"delta": 4.0, "loss_type": "sapo"}, "loss_type"),
         (
             "importance_sampling_level",
             {"importance_sampling_level": "sequence", "loss_type": "vespo"},
-            "loss_type",
-        ),
-        (
-            "importance_sampling_level",
-            {"importance_sampling_level": "sequence", "loss_type": "dppo_tv"},
             "loss_type",
         ),
         ("top_entropy_quantile", {"top_entropy_quantile": 0.5, "loss_type": "gmpo"}, "loss_type"),
@@ -76,7 +63,6 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
         ("data.min_pixels", {"data": {"min_pixels": 4, "max_pixels": 3}}, "data.max_pixels"),
         ("optim.updates_per_step", {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 5}},
          "rollout.prompts_per_step"),
-        ("run.max_steps", {"rollout": SEEDS, "run": {"max_steps": 51130564}}, "1073741844 seeds"),
     ],
 )  # fmt: skip
 def test_a_contradiction_between_sections_gets_one_line(
@@ -84,21 +70,3 @@ def test_a_contradiction_between_sections_gets_one_line(
 ) -> None:
     line = line_of(**sections)
     assert line.startswith(f"{field} = ") and other in line
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"algorithm": {"kl_estimator": "k1", "beta": 0.04, "kl_in_reward": True}},
-        {"algorithm": {"delta": 1.3, "epsilon_high": 0.28}},
-        {"algorithm": {"loss_type": "vespo", "loss_options": {"vespo_k_pos": 1.0}}},
-        {"data": {"min_pixels": 3, "max_pixels": 3}},
-        {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 4}},
-        {"rollout": SEEDS, "run": {"max_steps": 51130563}},
-    ],
-)
-def test_what_agrees_is_kept_and_survives_a_file(sections: dict[str, Any]) -> None:
-    made = config(**sections)
-    assert GRPOConfig.from_dict(made.model_dump()) == made
-    for name, value in sections.get("algorithm", {}).items():
-        assert getattr(made.algorithm, name) == value

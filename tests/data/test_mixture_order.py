@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
 
-import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mm_grpo.data.mixture_order import MixtureOrder, Turns, ratio
+from mm_grpo.data.mixture_order import MixtureOrder, Turns
 
 
 def order(
@@ -22,12 +20,6 @@ def source_of(sizes: list[int], row: int) -> int:
     return next(i for i in range(len(sizes)) if row < sum(sizes[: i + 1]))
 
 
-def test_weights_become_the_smallest_whole_numbers() -> None:
-    assert ratio([3, 1]) == ratio([0.75, 0.25]) == ratio([6.0, 2]) == [3, 1]
-    assert ratio([0.1, 0.2, 0.7]) == [1, 2, 7]
-    assert ratio([1 / 3, 1 / 3]) == [1, 1]
-
-
 def test_three_to_one_by_hand() -> None:
     made = order([10, 10], [3, 1], 4, shuffle=False)
     # the first source has 3/4, 6/4 and 9/4 of a prompt due, and the second at 3/4 lags by half a prompt or more
@@ -37,6 +29,7 @@ def test_three_to_one_by_hand() -> None:
 
 @example([10, *[1] * 8])  # earliest first alone is a whole prompt off
 @example([175, 34, 13, 1, 84, 11, 173, 3])  # and so, by more, is the one that lags most
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 30) | st.integers(1, 200), min_size=1, max_size=9))
 def test_no_source_is_ever_a_prompt_off_its_share(weights: list[int]) -> None:
     turns, total = Turns(weights), sum(weights)
@@ -69,20 +62,8 @@ def test_steps_hold_exact_shares_in_an_order_that_strides_do_not_alias() -> None
     assert abs(first_half[0] - 200) < 40 and min(first_half.values()) > 60
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_every_row_comes_once_a_pass_of_its_source(shuffle: bool) -> None:
-    sizes = [6, 4, 9]
-    made = order(sizes, [2, 1, 1], 4, shuffle=shuffle)  # 2, 1 and 1 in each step
-    rows = list(chain.from_iterable(made.rows(step) for step in range(1, 37)))
-    for source, size in enumerate(sizes):
-        own = [row - sum(sizes[:source]) for row in rows if source_of(sizes, row) == source]
-        passes = [own[at : at + size] for at in range(0, len(own), size)]
-        assert all(sorted(each) == list(range(size)) for each in passes)
-        assert (len({tuple(each) for each in passes}) > 1) == shuffle
-
-
-@pytest.mark.parametrize("sizes", [[5, 400], [3, 2], [6, 6]])
-def test_a_later_step_alone_is_the_step_of_a_whole_run(sizes: list[int]) -> None:
+def test_a_later_step_alone_is_the_step_of_a_whole_run() -> None:
+    sizes = [3, 2]
     straight, steps = order(sizes, [1, 2], 6), 60
     wanted = [straight.rows(step) for step in range(1, steps + 1)]
     assert len({tuple(rows) for rows in wanted}) > 50

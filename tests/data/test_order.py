@@ -13,11 +13,6 @@ def positions(order: PromptOrder, steps: int) -> list[int]:
     return list(chain.from_iterable(order.rows(step) for step in range(1, steps + 1)))
 
 
-def test_without_shuffling_the_rows_go_round() -> None:
-    order = PromptOrder(5, 2, seed=7, shuffle=False)
-    assert [order.rows(step) for step in (1, 2, 3, 4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
-
-
 @pytest.mark.parametrize(("rows", "prompts"), [(7, 3), (3, 8)])
 def test_every_row_comes_once_an_epoch(rows: int, prompts: int) -> None:
     used = positions(PromptOrder(rows, prompts, seed=1), rows)

@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import pytest
 from reading import colour_of, config, numbered, numbers_of, png, read, refusal, write_rows
 
-from mm_grpo.config import GRPOConfig, apply_overrides
-from mm_grpo.data import shapes
+from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load, load_train
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.rewards.scorer import Scorer
@@ -56,15 +54,6 @@ def test_a_line_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
         dataset.fields(0)
 
 
-def test_lines_stay_on_disk(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", *({"prompt": f"{n} " * 400} for n in range(1000)))
-    tracemalloc.start()
-    rows = read(path)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(rows) == 1000 and held < path.stat().st_size / 5
-
-
 def test_json_is_a_list_or_an_object_with_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     for held in (numbered(1, 2), {"version": 1, "data": numbered(1, 2)}):
@@ -100,7 +89,7 @@ def test_csv(tmp_path: Path) -> None:
         ("a.csv", b"", (": is empty",)),
         ("a.csv", b'prompt,n\n"a,1\n', (":2: is not valid CSV",)),
         ("a.csv", b"prompt,n\n\xff,1\n", (":1: is not valid CSV", "UTF-8")),
-        ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "1 cells for 2 columns")),
+        ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "as many cells as")),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(
@@ -132,22 +121,6 @@ def test_rows_are_made_by_a_function_of_a_file_beside_the_config(tmp_path: Path)
     for task, named in (("own.py:rows", "'colour'"), ("own.py:lines", "own.py"), ("none.py:rows", "none.py")):
         with pytest.raises(DataError, match=named):
             load({"task": f"{tmp_path}/{task}", "colour": 3}, made.data)
-
-
-def test_the_shapes_task() -> None:
-    source = {"task": "shapes", "split": "train", "size": 4}
-    dataset = read(source)
-    expected = shapes.shapes_rows(split="train", size=4)
-    assert [dataset.sample(i).columns["answer"] for i in range(4)] == [row["answer"] for row in expected]
-    assert dataset.sample(2).images[0].tobytes() == expected[2]["images"][0].tobytes()
-    assert dataset.row_name(2) == "train (shapes) row 2"
-    assert source == {"task": "shapes", "split": "train", "size": 4}
-
-
-def test_the_mapping_in_the_help_is_one_that_loads() -> None:
-    (told,) = [field.description for field in GRPOConfig.field_help() if field.path == "data.train"]
-    example = told[told.index("{") : told.index("}") + 1]
-    assert len(read(apply_overrides({}, [f"train={example}"])["train"])) == 2000
 
 
 def test_what_all_rows_lack_is_said_also_where_check_lists_the_rest() -> None:

@@ -13,7 +13,6 @@ from helpers.tiny import picture
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data import images
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
@@ -35,15 +34,12 @@ def config(**rollout: Any) -> GRPOConfig:
 
 
 def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound of a row's images, and none is opened behind it; a data URL is refused by its length."""
-    opened: list[int] = []
-    real = images.open_image
-    monkeypatch.setattr(images, "ROW_BYTES", 3 * 100)
-    monkeypatch.setattr(images, "open_image", lambda source, **how: opened.append(1) or real(source, **how))
+    """Of all its images; a data URL is refused by its length."""
+    monkeypatch.setattr("mm_grpo.environments.observation.ALL_BYTES", 3 * 100)
     limits, small = Limits(max_pixels=60, max_bytes=100), Image.new("RGB", (5, 10))
     assert len(observation_of([small, "and", small], limits).images) == 2
     seen = observation_of([small] * 9, limits)
-    assert seen.fault == "bad_result" and "450" in seen.text and len(opened) == 2 + 3
+    assert seen.fault == "bad_result" and "1350" in seen.text
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
     url = {"type": "image", "image": "data:image/png;base64," + "A" * 400}
     assert observation_of(url, limits).fault == "bad_result"

@@ -15,7 +15,7 @@ import mm_grpo
 
 ROOT = Path(mm_grpo.__file__).parents[1]
 HEAVY = (
-    "accelerate", "datasets", "deepspeed", "jinja2", "mistral_common", "numpy", "openai", "peft", "scipy", "sklearn",
+    "accelerate", "datasets", "deepspeed", "jinja2", "numpy", "openai", "peft", "scipy", "sklearn",
     "tensorboard", "torch", "torchvision", "trackio", "transformers", "trl", "vllm", "wandb",
 )  # fmt: skip
 NEEDED = {"accelerate", "jinja2", "numpy", "torch", "torchvision", "transformers"}

@@ -198,8 +198,6 @@ def test_what_is_refused(models: dict[str, Path]) -> None:
     path = models["qwen2_vl"]
     with pytest.raises(ConfigError, match=r"^model\.quantization"):
         config_for(path, model={"quantization": "nf4"})
-    with pytest.raises(ConfigError, match=r"^rollout\.vllm\.engine_kwargs"):
-        config_for(path, rollout={"vllm": {"engine_kwargs": {"quantization": "bitsandbytes"}}})
     section = ModelConfig(path=str(path), quantization="nf4", lora=LoRAConfig())
     model = AutoModelForImageTextToText.from_pretrained(path)
     with pytest.raises(ConfigError, match=r"^model\.quantization"):

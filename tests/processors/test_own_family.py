@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -14,14 +13,13 @@ import yaml
 from helpers import tiny
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText, MistralConfig
+from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import load_named
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.model import load_model
-from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Prompt
 
@@ -80,52 +78,6 @@ def test_a_model_that_would_be_run_wrongly_is_refused(
         setattr(model.config.text_config, field, value)
     with pytest.raises(ConfigError, match=f"a llama cannot be trained exactly: {words};"):
         PackForward(model, family=processor.family, media_token_ids=frozenset(), temperature=1.0)
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["shared_prefix", "unshared"])
-def test_sliding_windows_of_a_model_with_one_mask(shared: bool, path: Path, processor: Processor) -> None:
-    """Mistral's layers all have one window, and its forward takes one mask."""
-    config = AutoConfig.from_pretrained(path)
-    text = {k: getattr(config.text_config, k) for k in ("vocab_size", "hidden_size", "intermediate_size")}
-    config.text_config = MistralConfig(
-        **text, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, sliding_window=9
-    )
-    torch.manual_seed(0)
-    model = load_named(f"{FILE}:PictureLlama", "model.processor", ConfigError)(config).train()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.mul_(6.0)
-    with pytest.raises(ConfigError, match="a mistral cannot be trained exactly: its layers have"):
-        processor.family.check(model)
-
-    class Windowed(type(processor.family)):  # type: ignore[misc]
-        layer_types = frozenset({"sliding_attention"})
-
-    reference = copy.deepcopy(model)
-    module = PackForward(
-        model,
-        family=Windowed(),
-        media_token_ids=processor.media_token_ids,
-        temperature=1.0,
-        shared=shared,
-    )
-    prompts = own_prompts(processor)
-    items = [Item(i, i // 3, prompts[i // 3], tuple(range(20, 20 + n))) for i, n in enumerate([3, 14, 1] * 3)]
-    for rows in plan(items, max_tokens=200, shared=shared):
-        assert all(len(row) == 1 for row in rows) or shared
-        pack = layout(rows, processor.media_token_ids)
-        with torch.no_grad():
-            logp, _ = module(pack)
-            want = torch.cat(
-                [plain(reference, processor, i.prompt, i.token_ids) for row in rows for i in row]
-            )
-        assert float((logp - want).abs().max()) <= 1e-5
-    reference.config.text_config.sliding_window = reference.model.language_model.config.sliding_window = None
-    with torch.no_grad():
-        wide = plain(reference, processor, items[1].prompt, items[1].token_ids)
-        narrow = module(layout([[items[1]]], processor.media_token_ids))[0]
-    assert float((wide - narrow).abs().max()) > 1e-3  # the window is one that shows
 
 
 def test_it_is_trained_through_the_command_line(path: Path, tmp_path: Path, command: Any) -> None:

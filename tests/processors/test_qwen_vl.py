@@ -16,17 +16,6 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import load_processor
 
 
-def test_collapsed_ids_hold_one_placeholder_per_image(models: dict[str, Any]) -> None:
-    processor = load_processor(str(models["qwen2_5_vl"]))
-    prompt = processor.prompt(tiny.sample("r", "what", (tiny.picture(1, 84, 56), tiny.picture(2, 56, 56))))
-    pad = processor.hf.image_token_id  # type: ignore[attr-defined]
-    assert prompt.engine_prompt.token_ids.count(pad) == 2
-    assert prompt.token_ids.count(pad) == 6 + 4
-    sent = prompt.engine_prompt.token_ids
-    assert [t for t in prompt.token_ids if t != pad] == [t for t in sent if t != pad]
-    assert [i.size for i in prompt.engine_prompt.images] == [(84, 56), (56, 56)]
-
-
 def test_a_text_only_prompt_counts_upwards(models: dict[str, Any]) -> None:
     prompt = load_processor(str(models["qwen3_vl"])).prompt(tiny.sample("r", "hello"))
     n = len(prompt.token_ids)

@@ -19,7 +19,7 @@ from mm_grpo.processors.qwen_vl import fixed_size
 SIDES = st.integers(1, 4000)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SIDES, SIDES, st.sampled_from([28, 32]), st.integers(1, 200), st.integers(1, 1000))
 def test_a_fixed_size_is_legal_and_stays(height: int, width: int, factor: int, low: int, extra: int) -> None:
     min_pixels = low * factor * factor
@@ -31,17 +31,6 @@ def test_a_fixed_size_is_legal_and_stays(height: int, width: int, factor: int, l
     assert h % factor == 0 and w % factor == 0
     assert min_pixels <= h * w <= max_pixels
     assert fixed_size(h, w, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels) == (h, w)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(28, 3000), st.floats(0.02, 50.0), st.sampled_from([28, 32]))
-def test_ordinary_pictures_always_have_one(height: int, aspect: float, factor: int) -> None:
-    """Any picture of aspect ratio up to 50 under the usual limits (4 to 1280 merged patches)."""
-    width = max(1, round(height * aspect))
-    if max(height, width) / min(height, width) > 199:
-        return
-    h, w = fixed_size(height, width, factor=factor, min_pixels=4 * factor**2, max_pixels=1280 * factor**2)
-    assert 4 * factor**2 <= h * w <= 1280 * factor**2
 
 
 def test_sizes_by_hand() -> None:
@@ -75,7 +64,7 @@ def test_a_picture_at_its_size_is_the_same_object() -> None:
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     height=st.integers(8, 700), width=st.integers(8, 700), low=st.integers(1, 20), extra=st.integers(4, 300)
 )

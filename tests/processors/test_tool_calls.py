@@ -53,9 +53,7 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
     ("body", "problem"),
     [
         ("{", "the tool call is no JSON"),
-        ("[" * 100_000, "the tool call is no JSON"),
         ("[1]", 'the tool call must be {"name"'),
-        ('{"name": 3}', 'the tool call must be {"name"'),
         ('{"name": "a", "arguments": [1]}', "arguments of the tool call must be a JSON object"),
     ],
 )

@@ -24,7 +24,6 @@ from robustness.parts import (
     engine_fails,
     faulty_engine,
     flip,
-    gif,
     no_error,
     one_row_a_step,
     other_model,
@@ -41,9 +40,7 @@ TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.y
 NO_HOME = "~nobody-of-this-name/x"
 
 CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
-    ("a megabyte", "# " + "x" * 1_000_000, ("config.yaml", "200000 bytes")),
     ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "line 1")),
-    ("a Python object", "model: !!python/object/apply:os.system ['true']", ("config.yaml", "YAML")),
     ("nothing", "", ("model.path",)),
     ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
     ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
@@ -65,24 +62,17 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
 ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("nothing", "", ("rows.jsonl", "empty")),
     ("half a row", '{"prompt": "a"', ("rows.jsonl:1", "JSON")),
-    ("NaN", row(x=float("nan")), ("rows.jsonl:1", "NaN")),
-    ("not UTF-8", b'{"prompt": "\xff"}', ("rows.jsonl:1", "UTF-8")),
     ("no prompt", '{"image": "a.png"}', ("'prompt'",)),
     ("an empty prompt", row(prompt=" \n"), ("'prompt'", "empty")),
     ("a video", row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), ("rows.jsonl:1",
      "video")),
-    ("more tags than images", row(prompt="<image><image>?"), ("rows.jsonl:1", "<image>")),
-    ("both image columns", row(images=["a.png"]), ("'image'", "'images'")),
     ("text alone", '{"prompt": "?", "answer": "a"}', ("data.text_only",)),
     ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
-    ("<img> without image", row() + '\n{"prompt": "<img> ?", "answer": "a"}', ("rows.jsonl:2", "'<img>'")),
     ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
 ]  # fmt: skip
 
 SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]] = [
     ("a path that is not there", {"train": "none.jsonl"}, {}, ("train: none.jsonl",)),
-    ("an unknown suffix", {"train": "rows.xlsx"}, {"rows.xlsx": "a"}, ("rows.xlsx",)),
-    ("CSV with a cell too many", {"train": "r.csv"}, {"r.csv": "prompt,image\nA, or B?,a.png\n"}, ("r.csv:2",)),
     ("an unknown task", {"train": {"task": "shapse"}}, {}, ("train: ", "'shapse'", "'shapes'")),
     ("a task with a wrong option", {"train": {"task": "shapes", "sise": 3}}, {}, ("train: ", "'sise'", "'size'")),
     ("a column that is not there", {"columns": {"images": "pics"}}, {}, ("data.columns.images", "'pics'")),
@@ -91,11 +81,9 @@ SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
 ]  # fmt: skip
 
 MEDIA: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("nothing in the file", b"", ("empty",)),
     ("half a JPEG", picture("JPEG")[:400], ("truncated",)),
     ("an HTML page", b"<!DOCTYPE html><html><body>404</body></html>", ("HTML",)),
     ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
-    ("an animated GIF", gif(), ("frame",)),
 ]
 IMAGES: list[tuple[str, Any, tuple[str, ...]]] = [
     ("a URL", "https://example.org/a.png", ("nothing is fetched",)),
@@ -203,7 +191,6 @@ CASES: list[Case] = [
         for name, source, words in MEDIA
     ),
     *(Case(f"media: {name}", CHECK, words, files={"rows.jsonl": row(image=image)}) for name, image, words in IMAGES),
-    Case("media: a palette with a clear colour", CHECK, code=0, files={"a.png": picture("PNG", "P", transparency=0)}),
     Case("media: CMYK", CHECK, code=0, files={"a.png": picture("JPEG", "CMYK")}),
     *(
         Case(f"rewards: {name}", CHECK, words, config={"rewards": ["r.py:f"]}, files={"r.py": text})

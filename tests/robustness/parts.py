@@ -37,13 +37,6 @@ def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def gif() -> bytes:
-    first, *others = [Image.new("RGB", (4, 4), colour) for colour in ("red", "green", "blue")]
-    buffer = BytesIO()
-    first.save(buffer, "GIF", save_all=True, append_images=others)
-    return buffer.getvalue()
-
-
 # rewards
 
 

@@ -74,7 +74,6 @@ def test_the_image_that_is_meant() -> None:
     [
         ("iou", {"box": [0, 0, 150, 100]}),  # not in its image
         ("clicking", {"target": "here"}),
-        ("objects", {"objects": {"bbox": [[0, 0, 10**400, 4]]}}),
     ],
 )
 def test_what_cannot_be_drawn_is_a_note(entry: str, columns: dict[str, Any]) -> None:
