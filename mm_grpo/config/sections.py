@@ -531,8 +531,8 @@ class RunConfig(Section):
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
-    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, phantom_advantage.
-    Default: {}."""
+    zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
+    phantom_advantage. Default: {}."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
     """Where metrics go as well: tensorboard, wandb, trackio; the last two also get tables of completions with images.
     Default: []."""

@@ -104,8 +104,8 @@ Template = Annotated[
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$"), Accepts("auto, cpu, cuda or cuda:N")]
 GuardName = Literal[
     "duplicate_completions", "logp_gap", "update_happens", "no_update", "zero_std", "no_reward", "zero_kl",
-    "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost",
-    "phantom_advantage",
+    "masked_share", "entropy_collapse", "clipped_lengths", "unread_images", "sight_lost", "tools_failing",
+    "tools_unused", "phantom_advantage",
 ]  # fmt: skip
 GuardAction = Literal["stop", "warn", "off"]
 ScaleRewards = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scale)]

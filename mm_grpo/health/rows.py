@@ -142,6 +142,26 @@ def rows_of(config: GRPOConfig, rewards: Sequence[RewardSpec]) -> list[Guard]:
                 "bounds of that option are too narrow"
             ),
         ),
+        Guard(  # a tool whose every call fails teaches the model only not to call it
+            "tools_failing",
+            "tools/call_frequency",
+            when=lambda calls, run: run.now["tools/failure_frequency"] == 1 if calls else None,
+            steps=5,
+            message=lambda bad, calls, run: (
+                f"for {bad} steps every call of a tool has failed (see `turns` in rollouts/): mend the tool, or show a "
+                "right call in the prompt"
+            ),
+        ),
+        Guard(
+            "tools_unused",
+            "tools/call_frequency",
+            when=lambda calls, run: calls == 0,
+            steps=10,
+            message=lambda bad, calls, run: (
+                f"for {bad} steps no completion has called a tool, although the run has some. Tell the model in the "
+                "prompt when to call one, reward a call, or leave rollout.tools and rollout.environment out"
+            ),
+        ),
         Guard(
             "phantom_advantage",
             "advantages/phantom_share",

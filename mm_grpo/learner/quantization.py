@@ -2,9 +2,10 @@
 
 transformers loads such a model and bitsandbytes' layers run it: each dequantises its weight for a product and its
 gradient. The linear layers of the language model are quantised; the vision tower, its projector, the embedding and the
-head are not. It is done in the host's memory, so that a run's base has the same codes on every device; the scales are
-centred by a mean, whose last bit goes by the number of threads, and checkpoints know the base by its codes. Whatever
-leaves the model (engines, saved models) is made of `dense` weights.
+head are not, nor is a layer whose width is no multiple of BLOCK, as hardly any model has: bitsandbytes 0.50 reads those
+wrongly on CPUs with AVX-512. It is done in the host's memory, so that a run's base has the same codes on every device;
+the scales are centred by a mean, whose last bit goes by the number of threads, and checkpoints know the base by its
+codes. Whatever leaves the model (engines, saved models) is made of `dense` weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.family import Family
 
+BLOCK = 64
+"""Weights that share a scale."""
 NF4_BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight: its code, one of eight bits for the largest of 64, and a float32 for 256 of these."""
 
@@ -42,7 +45,8 @@ def nf4_options(config: ModelConfig, found: Any, family: Family, dtype: torch.dt
         model = AutoModelForImageTextToText.from_config(found, trust_remote_code=config.trust_remote_code)
     text = {id(part) for part in family.language_model(model).modules()}
     # transformers by itself leaves the head alone, and quantises the tower
-    kept = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and id(part) not in text]
+    linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    kept = [name for name, part in linear if id(part) not in text or part.in_features % BLOCK]
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -6,8 +6,9 @@ The completions were sampled with their own images, so the mean over them estima
 answers to the two, and is 0 where the model answers from the text alone. The learner's own packs compute it without
 gradients, under the weights and the distribution that were sampled from.
 
-The other row is the next one in the step, in the order of slots, that differs in every image. Which row lends does not
-depend on the process that holds it. The k-th placeholder of a row's text is given the k-th image of the other row, from
+The other row is the next one in the step, in the order of slots, that differs in every image and has another answer
+(`ANSWERS`), or one that differs in every image where none has another answer. Which row lends does not depend on the
+process that holds it. The k-th placeholder of a row's text is given the k-th image of the other row, from
 its first again where these are fewer. They keep their size, so the prompt may have another length. Rows without images,
 without such another row, or that would no longer fit a pack are not measured. In conversations of several turns the
 images of observations stay.
@@ -33,8 +34,10 @@ if TYPE_CHECKING:
 GROUPS = 4
 """Groups of a step that are measured: with G = 8 the mean of 32 completions, which vary by a few nats, has an error
 below one. Each costs two forwards of its row."""
-Images = tuple[str, ...]
-"""Digests of a row's images."""
+ANSWERS = ("solution", "answer")
+"""Columns with a row's right answer, the first that it has."""
+Row = tuple[tuple[str, ...], str | None]
+"""Digests of a row's images, and its right answer as text if it has one."""
 
 T = TypeVar("T")
 
@@ -99,7 +102,7 @@ def _other_prompts(
     prompt with those images. Collective."""
     what = "other images"
     with ranks.fail_together(what):
-        rows = {g.slot: tuple(map(_digest, g.prompt.engine_prompt.images)) for g in groups if g.prompt.vision}
+        rows = {g.slot: _row(g.prompt) for g in groups if g.prompt.vision}
     shares = ranks.all_gather(rows, "digests of images")
     pairs = pairs_of({slot: row for share in shares for slot, row in share.items()})
     rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
@@ -121,21 +124,23 @@ def _other_prompts(
     return found
 
 
-def pairs_of(rows: Mapping[int, Images], count: int = GROUPS) -> list[tuple[int, int]]:
+def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, int]]:
     """Slots that are measured, `count` at most and spread evenly, each with the slot of the row that lends.
 
     A slot without another row that differs in every image is passed over.
 
-    >>> pairs_of({0: ("a",), 2: ("a",), 3: ("b",), 5: ("c", "a")})
-    [(0, 3), (2, 3), (3, 5), (5, 0)]
+    >>> pairs_of({0: (("a",), "x"), 2: (("b",), "x"), 3: (("c",), "y")})
+    [(0, 3), (2, 3), (3, 0)]
     """
     slots = sorted(rows)
     pairs = []
     for place, slot in enumerate(slots):
+        images, answer = rows[slot]
         after = (*slots[place + 1 :], *slots[:place])
-        other = next((o for o in after if _differs(rows[slot], rows[o])), None)
-        if other is not None:
-            pairs.append((slot, other))
+        others = [o for o in after if _differs(images, rows[o][0])]
+        unlike = (o for o in others if None not in (answer, rows[o][1]) and answer != rows[o][1])
+        if others:
+            pairs.append((slot, next(unlike, others[0])))
     few = min(count, len(pairs))
     return [pairs[i * len(pairs) // few] for i in range(few)]
 
@@ -159,6 +164,12 @@ def _moved(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
 
 def _differs(images: Sequence[str], others: Sequence[str]) -> bool:
     return all(a != b for a, b in zip(images, replacing(others, len(images)), strict=True))
+
+
+def _row(prompt: Prompt) -> Row:
+    columns = prompt.sample.columns
+    answers = (str(columns[name]) for name in ANSWERS if columns.get(name) is not None)
+    return tuple(map(_digest, prompt.engine_prompt.images)), next(answers, None)
 
 
 def _digest(image: Image) -> str:

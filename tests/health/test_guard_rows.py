@@ -62,6 +62,10 @@ def entropy(nats: float | None, reward: float | None = 0.4) -> dict[str, Any]:
     return {"completions/mean_logprob": None if nats is None else -nats, "reward": reward}
 
 
+def tools(calls: float, failing: float = 0.0) -> dict[str, Any]:
+    return {"tools/call_frequency": calls, "tools/failure_frequency": failing}
+
+
 CUT = {"completions/clipped_ratio": 1.0}
 LEFT_OUT = {"algorithm": {"mask_truncated_completions": True}}
 EMPTY = {
@@ -137,6 +141,13 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
     "a KL of 0 after an update": ([(15, STILL)], "zero_kl", [(11, "warn")], {}),
     "without beta": ([(40, STILL)], "", [], {"algorithm": {"beta": 0.0}}),
     "a KL in the reward": ([(40, STILL)], "", [], {"algorithm": {"kl_in_reward": True}}),
+    "every call fails": ([(6, tools(2.0, 1.0))], "tools_failing", [(5, "warn")], {}),
+    "a call works": ([(4, tools(2.0, 1.0)), (1, tools(2.0, 0.99))] * 4, "", [], {}),
+    "steps without calls between": (
+        [(4, tools(2.0, 1.0)), (9, tools(0.0)), (1, tools(2.0, 1.0))], "tools_failing", [(14, "warn")], {},
+    ),
+    "no call": ([(40, tools(0.0))], "tools_unused", [(10, "warn")], {}),
+    "a call in ten": ([(9, tools(0.0)), (1, tools(0.1))] * 4, "", [], {}),
     "other rewards alone differ": ([(40, PHANTOM)], "phantom_advantage", [(30, "warn")], {}),
     "they do until the format is learned": ([(29, PHANTOM), (60, {"advantages/phantom_share": 0.4})], "", [], {}),
     "the demo sees": (DEMO, "", [], {}),

@@ -79,11 +79,15 @@ def test_the_language_models_linear_layers_are_quantised_and_nothing_else(
     text = load_processor(str(path)).family.language_model
     plain: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     inside = {id(part) for part in text(plain).modules()}
-    linear = {f"{n}.weight" for n, m in plain.named_modules() if isinstance(m, nn.Linear) and id(m) in inside}
+    linear = {
+        f"{n}.weight"
+        for n, m in plain.named_modules()
+        if isinstance(m, nn.Linear) and id(m) in inside and m.in_features % 64 == 0
+    }
     found = {
         n.replace(".base_layer", ""): p for n, p in model.named_parameters() if hasattr(p, "quant_state")
     }
-    assert set(found) == linear and len(linear) >= 14
+    assert set(found) == linear and len(linear) >= 12
     merged = dict(merged_tensors(model))
     assert set(merged) == {n for n, _ in plain.named_parameters(remove_duplicate=False)}
     for name, weight in plain.named_parameters(remove_duplicate=False):

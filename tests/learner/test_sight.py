@@ -118,10 +118,12 @@ def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[st
 @pytest.mark.parametrize(
     ("rows", "pairs"),
     [
-        ({3: ("a",)}, []),
-        ({0: ("a", "b"), 1: ("a", "c"), 2: ("b", "a")}, [(0, 2), (1, 2), (2, 0)]),
-        ({0: ("a", "b", "a"), 1: ("b", "a")}, [(0, 1), (1, 0)]),
-        ({i: (str(i),) for i in range(10)}, [(0, 1), (2, 3), (5, 6), (7, 8)]),
+        ({3: ("a", None)}, []),
+        ({0: ("ab", None), 1: ("ac", None), 2: ("ba", None)}, [(0, 2), (1, 2), (2, 0)]),
+        ({0: ("aba", None), 1: ("ba", None)}, [(0, 1), (1, 0)]),
+        ({i: (str(i), None) for i in range(10)}, [(0, 1), (2, 3), (5, 6), (7, 8)]),
+        ({0: ("a", "x"), 1: ("b", "x"), 2: ("c", "y"), 3: ("d", None)}, [(0, 2), (1, 2), (2, 0), (3, 0)]),
+        ({0: ("a", "x"), 1: ("a", "y"), 2: ("b", "x")}, [(0, 2), (1, 2), (2, 1)]),
     ],
 )
 def test_which_rows_lend_their_images(rows: Any, pairs: list[tuple[int, int]]) -> None:
