@@ -23,6 +23,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.quantization import BLOCK
 from mm_grpo.preflight.memory import (
     FORWARD,
     GB,
@@ -87,8 +88,8 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
             ) from None
         if config.model.quantization is not None:
             text = family.language_model(model).named_modules()
-            frozen = [m for n, m in text if isinstance(m, nn.Linear) and ".lora_" not in n]
-            sizes = replace(sizes, quantised=sum(m.weight.numel() for m in frozen))
+            linear = [m.weight for n, m in text if isinstance(m, nn.Linear) and ".lora_" not in n]
+            sizes = replace(sizes, quantised=sum(w.numel() for w in linear if w.shape[1] % BLOCK == 0))
         _KNOWN[key] = sizes, _image(config, model, family)
     return _KNOWN[key]
 

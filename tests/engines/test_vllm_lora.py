@@ -18,7 +18,6 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import build_parts
-from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 
@@ -54,11 +53,6 @@ def test_a_model_that_is_passed_in_is_what_vllm_samples_from(models: dict[str, P
     on_disk = Learner(load_model(config.model, parts.processor.family), parts.processor, config, 10)
     assert gap(parts.learner, parts.engine, prompt) <= 1e-5
     assert gap(on_disk, parts.engine, prompt) > 0.1
-    model.config.text_config.rms_norm_eps = 1e-3
-    with pytest.raises(
-        ConfigError, match=r"text_config\.rms_norm_eps is .* the engine is made from model\.path"
-    ):
-        build_parts(config, 10, [], model=model)
 
 
 def test_vllm_samples_from_the_base_in_four_bits(models: dict[str, Path], tmp_path: Path) -> None:

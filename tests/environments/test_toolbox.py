@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import pytest
 from helpers.configs import small_config
 from helpers.tiny import picture
-from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.environments.builtins import Zoom
-from mm_grpo.environments.observation import Limits, observation_of
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError
 
@@ -31,18 +28,6 @@ def add(a: int, b: int = 1) -> int:
 
 def config(**rollout: Any) -> GRPOConfig:
     return small_config("model", rollout={"environment_workers": 0, **rollout})
-
-
-def test_an_answer_s_images_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all its images; a data URL is refused by its length."""
-    monkeypatch.setattr("mm_grpo.environments.observation.ALL_BYTES", 3 * 100)
-    limits, small = Limits(max_pixels=60, max_bytes=100), Image.new("RGB", (5, 10))
-    assert len(observation_of([small, "and", small], limits).images) == 2
-    seen = observation_of([small] * 9, limits)
-    assert seen.fault == "bad_result" and "1350" in seen.text
-    monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("it was decoded"))
-    url = {"type": "image", "image": "data:image/png;base64," + "A" * 400}
-    assert observation_of(url, limits).fault == "bad_result"
 
 
 def untyped(a):  # type: ignore[no-untyped-def]
