@@ -33,7 +33,7 @@ FRAME = """<!doctype html>
   };
   SCRIPT
 }</script>"""
-MEASURED = 'fill("f-step", "30"); fill("f-uid", "791"); fill("f-sight", "1");'
+MEASURED = 'fill("f-step", "30"); fill("f-uid", "791");'
 ROLLOUTS = f'{MEASURED} show(head("Rollouts"), 10);'
 GROUP = f'{MEASURED} show(page.querySelector("#groups > *"), 10);'
 
