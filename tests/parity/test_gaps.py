@@ -116,7 +116,7 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
     requests = both.requests(both.plain)[:2]
     sound = [made([5, 6], 40, 3), made([5], 41, 3)]
     require_answers(requests, sound, 3)
-    mixed = replace(made([5, 6], 41, 3), weight_versions=((0, 2), (1, 3)))
+    mixed = replace(made([5, 6], 41, 3), weight_versions=((0, 3), (1, 4)))
     cases = [
         (sound[:1], 3, "answered 2 requests with 1 completions"),
         ([sound[0], made([5], 40, 3)], 3, "r:1: seed 41 was asked for, .* used 40"),
@@ -128,12 +128,12 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
             "r:1: seed 41 came back with 1 tokens and 0 log-probs",
         ),
         (sound, 4, "r:1: seed 40 was sampled under weight version 3, and the learner is at version 4"),
-        ([sound[0], mixed], 3, "r:1: seed 41 .* under weight version 2 and 3"),
+        ([sound[0], mixed], 3, "r:1: seed 41 .* under weight version 3 and 4"),
     ]
     for completions, version, words in cases:
         with pytest.raises(GuardStop, match=words):
             require_answers(requests, completions, version)
-    assert versions_of(*sound, mixed) == (2, 3)
+    assert versions_of(*sound, mixed) == (3, 4)
 
 
 def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> None:
