@@ -25,11 +25,11 @@ demo: setup  ## train a small VLM on rendered shapes, on the CPU; ends in runs/d
 # Two processes run the tests, for two cores; each needs some 6 GB. tests/helpers/workers.py says what they keep together.
 WORKERS ?= 2
 PYTEST := -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
-test: setup  ## run the tests that take a second at most, in about three minutes
-	$(BIN)/python $(PYTEST) -m "not slow and not long and not over_a_second"
+test: setup  ## run the tests that take some seconds at most, in about two minutes
+	$(BIN)/python $(PYTEST) -m "not slow and not long"
 
 test-long: setup  ## run the others
-	$(BIN)/python $(PYTEST) -m "slow or long or over_a_second"
+	$(BIN)/python $(PYTEST) -m "slow or long"
 
 # Each process imports torch and vLLM once, builds the tiny models once and starts one fork server.
 test-all: setup  ## run both

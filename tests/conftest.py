@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from helpers import over_a_second, sessions, workers
+from helpers import sessions, workers
 from hypothesis import settings
 
 # A background job of a shell, or one of nohup, ignores these, and so would what tests start and interrupt.
@@ -38,10 +38,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    names = over_a_second.names()
-    for item in items:
-        if item.nodeid.partition("[")[0] in names:
-            item.add_marker(pytest.mark.over_a_second)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         workers.sort(items)
 
