@@ -7,17 +7,20 @@ that the two sides cannot differ by it. The servers end with this process.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from mm_grpo.cli.configs import Config, Overrides, load_config, refuse_missing_data
 from mm_grpo.errors import ConfigError
+from mm_grpo.run.stop_signals import RunInterrupted
 from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ def serve(
     print_phase("importing torch and transformers")
     made = server_settings(loaded, servers, tensor_parallel=tensor_parallel)
     settings = [replace(each, host=host, port=first + number) for number, each in enumerate(made)]
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
     print_phase(f"starting {servers} server(s)")
     folder = None if logs is None else Path(logs)
     with launch.serve(settings, log_folder=folder, report=print_phase) as started:
@@ -149,6 +154,10 @@ def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
     ):
         if wrong:
             raise ConfigError(f"--serve {count}: {why}")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise RunInterrupted(f"ended by {signal.Signals(number).name}, and the servers with it", number)
 
 
 def _describe(started: list[ServerProcess], config: str) -> None:

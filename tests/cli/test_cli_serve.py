@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +84,30 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
         changed = load_config(str(job), []).with_values(fields)
         assert changed.rollout.engine == "vllm_server" and changed.rollout.server.urls == urls
     assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)
+
+
+def test_servers_that_stay_end_with_a_signal(
+    job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ended: list[str] = []
+
+    @contextmanager
+    def none(settings: Any, **options: Any) -> Iterator[list[Any]]:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield []
+        finally:
+            ended.append("with their folder")
+
+    monkeypatch.setattr(launch, "serve", none)
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            serve.serve(str(job))
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGHUP), before, strict=True):
+            signal.signal(number, handler)
+    assert getattr(stopped.value, "code", None) == 143 and ended == ["with their folder"]
 
 
 def test_a_run_is_trained_over_the_servers_that_train_starts(
