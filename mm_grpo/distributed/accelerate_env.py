@@ -17,7 +17,7 @@ UNSET = ("", "auto", "none", "no", "false")
 
 
 def check_launcher(config: GRPOConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError, with a line for each setting, when accelerate was configured with something else.
+    """Raise ConfigError, which names each setting, when accelerate was configured with something else.
 
     `device` and `dtype` are what `model.device` and `model.dtype` mean here. Call it before a model is loaded.
     """
@@ -38,9 +38,10 @@ def check_launcher(config: GRPOConfig, device: torch.device, dtype: torch.dtype)
         "DEEPSPEED_ZERO_STAGE": str(optim.zero_stage),
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE": "",
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu" if optim.offload_optimizer else "",
-        "GRADIENT_CLIPPING": str(float(optim.max_grad_norm)),
+        "GRADIENT_CLIPPING": f"{optim.max_grad_norm:g}",
     }
     given = {name: env.get(f"ACCELERATE_{name}", "").lower() for name in legal}
+    given["GRADIENT_CLIPPING"] = given["GRADIENT_CLIPPING"].removesuffix(".0")
     wrong = [name for name, one in given.items() if one not in (legal[name], *UNSET)]
     if wrong:
         lines = (f"accelerate's {n.lower()} = {given[n]}: must be {legal[n] or 'left out'}" for n in wrong)

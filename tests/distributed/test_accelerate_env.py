@@ -38,6 +38,8 @@ def accept(
         ("DEEPSPEED_ZERO_STAGE", "1", {"zero_stage": 1}),
         ("DEEPSPEED_ZERO_STAGE", "0", {"zero_stage": 0}),
         ("GRADIENT_CLIPPING", "0.5", {"max_grad_norm": 0.5}),
+        ("GRADIENT_CLIPPING", "2", {"max_grad_norm": 2.0}),
+        ("GRADIENT_CLIPPING", "2", {"GRADIENT_CLIPPING": "1.0", "max_grad_norm": 1.0}),
         ("DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu", {"offload_optimizer": True}),
         ("DEEPSPEED_CONFIG_FILE", "ds.json", {"DEEPSPEED_CONFIG_FILE": "none"}),
     ],

@@ -119,9 +119,11 @@ def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPa
         "VLLM_ENABLE_V1_MULTIPROCESSING",
     ):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_KEY", "the user's own")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     found = server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
+    assert found["MASTER_KEY"] == "the user's own"
     if not torch.cuda.is_available():  # engine and worker are one process, whatever the trainer's is
         assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert found["CUDA_VISIBLE_DEVICES"] == "2,3" and found["VLLM_SERVER_DEV_MODE"] == "1"

@@ -43,16 +43,19 @@ ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_extern
 NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
 OF_THE_TRAINER = (
     "RANK",
-    "LOCAL_",
+    "LOCAL_RANK",
     "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
-    "MASTER_",
-    "TORCHELASTIC_",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "PYTHONDONTWRITEBYTECODE",
 )
-"""How variables begin by which a launcher describes this process's group, which a server is not in."""
-NOT_PASSED_ON = ("VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE")
+"""Variables that a server does not get, most of them a launcher's about this process's group, which it is not in."""
 ON_A_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
@@ -147,8 +150,7 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
     """The environment of a server: ours, with vLLM's switches where the user has not set them."""
-    left_out = {name for name in os.environ if name in NOT_PASSED_ON or name.startswith(OF_THE_TRAINER)}
-    here = {name: value for name, value in os.environ.items() if name not in left_out}
+    here = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
     if "VLLM_CPU_OMP_THREADS_BIND" in here:
         here["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment = {
