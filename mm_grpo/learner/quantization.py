@@ -43,10 +43,10 @@ def nf4_options(config: ModelConfig, found: Any, family: Family, dtype: torch.dt
         ) from None
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(found, trust_remote_code=config.trust_remote_code)
-    text = {id(part) for part in family.language_model(model).modules()}
+    chosen = {id(layer) for layer in quantised_layers(model, family)}
     # transformers by itself leaves the head alone, and quantises the tower
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    kept = [name for name, part in linear if id(part) not in text or part.in_features % BLOCK]
+    kept = [name for name, part in linear if id(part) not in chosen]
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -55,6 +55,16 @@ def nf4_options(config: ModelConfig, found: Any, family: Family, dtype: torch.dt
         llm_int8_skip_modules=[f"{re.escape(name)}$" for name in kept],
     )
     return {"quantization_config": four_bits, "device_map": {"": "cpu"}}
+
+
+def quantised_layers(model: Any, family: Family) -> list[nn.Linear]:
+    """The layers of a model that NF4 holds, adapters aside."""
+    linear = [
+        part
+        for name, part in family.language_model(model).named_modules()
+        if isinstance(part, nn.Linear) and ".lora_" not in name
+    ]
+    return [layer for layer in linear if layer.in_features % BLOCK == 0]
 
 
 def run_exactly(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.build import processor_of
@@ -23,7 +22,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
-from mm_grpo.learner.quantization import BLOCK
+from mm_grpo.learner.quantization import quantised_layers
 from mm_grpo.preflight.memory import (
     FORWARD,
     GB,
@@ -78,18 +77,16 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
     if key not in _KNOWN:
         model, family = build_on_meta(config)
         try:
-            sizes = ModelSizes.of(
-                model, model if own else None
-            )  # a reference of its own is taken for as large
+            # a reference of its own is taken for as large
+            sizes = ModelSizes.of(model, model if own else None)
         except (AttributeError, TypeError) as error:
             where = f"model.path = '{config.model.path}'"
             raise ConfigError(
                 f"{where}: its text config names its axes unlike Llama's ({quoted(error)})"
             ) from None
         if config.model.quantization is not None:
-            text = family.language_model(model).named_modules()
-            linear = [m.weight for n, m in text if isinstance(m, nn.Linear) and ".lora_" not in n]
-            sizes = replace(sizes, quantised=sum(w.numel() for w in linear if w.shape[1] % BLOCK == 0))
+            held = quantised_layers(model, family)
+            sizes = replace(sizes, quantised=sum(layer.weight.numel() for layer in held))
         _KNOWN[key] = sizes, _image(config, model, family)
     return _KNOWN[key]
 
