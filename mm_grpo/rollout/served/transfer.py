@@ -28,6 +28,7 @@ from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
 from mm_grpo.rollout.served.protocol import accounts, weights_name
+from mm_grpo.rollout.weights import few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -170,8 +171,9 @@ class ServedTransfer(ABC):
         """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
         first, *others = [account.digests for account in accounts(client, self.timeout)]
         for place, other in enumerate(others, 1):
-            if other != first:
-                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
+            if names := sorted({name for name, _ in first.items() ^ other.items()}):
+                what = f"workers 0 and {place} received different tensors: {few(names)}"
+                raise ServerError(client.url, what)
         return first
 
 

@@ -1,10 +1,11 @@
 """Reads the tensors of an update back from the layers of a vLLM model.
 
-A digest of what was handed over says nothing of what was loaded. So, where the layout allows it, each tensor is looked
-up in the model's own layers: as a view of a parameter, fused layers holding their sources one after the other. What is
-laid out in another way keeps the digest of what came: quantised weights, shards of a tensor-parallel group, the layouts
-of some kernels, linear layers that a CPU has packed. Where a tensor lies is a guess by names and shapes, which the
-first update, the one with all tensors, confirms by values.
+A digest of what was handed over says nothing of what was loaded. So, if the layout allows it, each tensor is looked
+up in the model's own layers: as a view of a parameter, fused layers holding their sources one after the other. A worker
+of a tensor-parallel group holds a part of most tensors, which is compared with that part of what came. What is laid out
+in another way keeps the digest of what came: quantised weights, shards of sources that a checkpoint has fused, the
+layouts of some kernels, linear layers that a CPU has packed. Where a tensor lies is a guess by names and shapes, which
+the first update, the one with all tensors, confirms by values.
 
 Works on the model alone, in the trainer's process and in a server's worker; vLLM need not be imported.
 """
@@ -26,33 +27,42 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker")
 """Loggers above those that warn of layers without new weights."""
+PADDED_TO = 64
+"""Embeddings get rows up to a multiple of this in vLLM."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A tensor as it came; the digest is None where a view is digested later."""
+    """A tensor as it came: digests of the whole and of parts by shape; none if a view is digested later."""
 
     dtype: torch.dtype
     shape: torch.Size
-    digest: str | None
+    digests: Mapping[torch.Size, str]
 
 
 class ReadBack:
-    """Notes the tensors of an update on their way into a model, and finds them again in its layers."""
+    """Notes the tensors of an update on their way into the model of worker `rank` of a tensor-parallel group of `size`,
+    and finds them again in its layers."""
 
-    def __init__(self) -> None:
-        # names whose place is confirmed; None before the first update
-        self._views: set[str] | None = None
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        # by name the shape in the model if the place is confirmed; None before the first update
+        self._views: dict[str, torch.Size] | None = None
         self._noted: dict[str, Noted] = {}
 
     def begin(self) -> None:
-        """A new update: forget what came before."""
+        """Forget what came before, because a new update begins."""
         self._noted = {}
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Remember a tensor that the model is about to be given."""
-        later = self._views is not None and name in self._views
-        self._noted[name] = Noted(tensor.dtype, tensor.shape, None if later else digest(tensor))
+        shapes = {tensor.shape}
+        if self._views is None:
+            shapes |= part_shapes(tensor.shape, self.size)
+        elif (shape := self._views.get(name)) is not None:
+            shapes = set() if shape == tensor.shape else shapes | {shape}
+        parts = {shape: digest(part_of(tensor, shape, self.rank, self.size)) for shape in shapes}
+        self._noted[name] = Noted(tensor.dtype, tensor.shape, parts)
 
     def noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, each noted as it passes."""
@@ -61,50 +71,61 @@ class ReadBack:
             yield name, tensor
 
     def digests(self, model: torch.nn.Module) -> dict[str, str]:
-        """The digest of each noted tensor, of the model's own parameter where it can be read back."""
-        parts = {name: part.to(self._noted[name].dtype) for name, part in self.parts(model).items()}
+        """Return a digest of each noted tensor, of the model's own parameter if it can be read back.
+
+        If the model holds a part, and that part is as it came, this is the digest of the whole tensor as it came.
+        """
+        places = self._places(model)
+        parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
         views = dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
         if self._views is None:
-            self._views = {name for name, value in views.items() if value == self._noted[name].digest}
-        found = {name: noted.digest or views[name] for name, noted in self._noted.items()}
-        return found | {name: value for name, value in views.items() if name in self._views}
+            shapes = {name: shape for name, (_, shape) in places.items()}
+            self._views = {n: s for n, s in shapes.items() if views[n] == self._noted[n].digests.get(s)}
+        result = {}
+        for name, noted in self._noted.items():
+            shape, view = self._views.get(name), views.get(name, "")
+            as_it_came = shape is None or view == noted.digests.get(shape)
+            result[name] = noted.digests[noted.shape] if as_it_came else view
+        return result
 
     def parts(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Views of the model's parameters that hold the noted tensors, as far as their places are confirmed."""
-        own = dict(model.named_parameters(remove_duplicate=False))
-        found = {}
-        for name, (owner, leaf, start) in self._places(model).items():
-            # in a LoRA layer a level deeper
-            parameter = own.get(f"{owner}.{leaf}", own.get(f"{owner}.base_layer.{leaf}"))
-            part = _rows(parameter, start, self._noted[name].shape)
-            if part is not None and (self._views is None or name in self._views):
-                found[name] = part
-        return found
+        return {name: part for name, (part, _) in self._places(model).items()}
 
-    def _places(self, model: torch.nn.Module) -> dict[str, tuple[str, str, int]]:
-        """Layer, parameter and first row of each noted tensor, as far as names and shapes tell."""
+    def _places(self, model: torch.nn.Module) -> dict[str, tuple[Tensor, torch.Size]]:
+        """Return the view that holds each noted tensor, and its shape with padding, as far as names and shapes tell."""
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         fused: Mapping[str, Any] = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
-        layers = {name for name, _ in model.named_modules()}
-        found: dict[str, tuple[str, str, int]] = {}
-        for name in self._noted:
-            layer, start = name, 0
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        places: dict[str, tuple[Tensor, torch.Size]] = {}
+        for name, noted in self._noted.items():
+            layer, siblings = name, [name]
             for target, sources in fused.items():
                 source = next((s for s in sources if f".{s}." in name and s != target), None)
-                if source is None:
-                    continue
-                layer = name.replace(f".{source}.", f".{target}.")
-                before = [
-                    name.replace(f".{source}.", f".{s}.") for s in sources[: list(sources).index(source)]
-                ]
-                if any(sibling not in self._noted for sibling in before):
-                    break
-                start = sum(self._noted[sibling].shape[0] for sibling in before)
+                if source is not None:
+                    layer = name.replace(f".{source}.", f".{target}.")
+                    names = [name.replace(f".{source}.", f".{s}.") for s in sources]
+                    siblings = [sibling for sibling in names if sibling in self._noted]
             mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
             owner, _, leaf = mapped[0].rpartition(".") if mapped else ("", "", "")
-            if owner in layers:
-                found[name] = owner, leaf, start
-        return found
+            # in a LoRA layer a level deeper
+            parameter = parameters.get(f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}"))
+            if parameter is None or parameter.ndim != len(noted.shape):
+                continue
+            rows, number = parameter.shape[:1].numel(), siblings.index(name)
+            counts = [self._noted[sibling].shape[:1].numel() for sibling in siblings]
+            if sum(counts) > rows:
+                # heads of keys and values may be fewer than workers: what queries leave is theirs
+                first = rows if len(counts) == 1 else counts[0] // self.size
+                counts = [first, *((rows - first) * n // sum(counts[1:]) for n in counts[1:])]
+            shape = torch.Size([counts[number], *parameter.shape[1:]][: parameter.ndim])
+            part = parameter.detach()
+            if shape:
+                start, whole = sum(counts[:number]), torch.empty(noted.shape, device="meta")
+                part = part[start : start + len(part_of(whole, shape, self.rank, self.size))]
+            if self._views is None or self._views.get(name) == shape:
+                places[name] = part, shape
+        return places
 
 
 @contextmanager
@@ -121,9 +142,22 @@ def quiet_reload() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _rows(parameter: Tensor | None, start: int, shape: torch.Size) -> Tensor | None:
-    """The rows of a parameter that a tensor of `shape` would lie in, a view; None where it cannot."""
-    if parameter is None or parameter.ndim != len(shape) or parameter.shape[1:] != shape[1:]:
-        return None
-    part = parameter.detach()[start : start + shape[0]] if shape else parameter.detach()
-    return part if part.shape == shape else None
+def part_of(tensor: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor:
+    """Return the part of a tensor that worker `rank` of `size` holds, a view of `shape`, or less if padding follows.
+
+    A part goes to several neighbours if there are fewer parts than workers.
+    """
+    starts = []
+    for whole, length in zip(tensor.shape, shape, strict=True):
+        copies = max(1, size * length // whole) if whole and size * length % whole == 0 else 1
+        starts.append(rank // copies * length)
+    return tensor[tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))]
+
+
+def part_shapes(shape: torch.Size, size: int) -> set[torch.Size]:
+    """Return the shapes that a part of a tensor may have in a group of `size` workers: fewer rows, or fewer columns."""
+    if size == 1 or not shape:
+        return set()
+    shares = [n for n in range(2, size + 1) if size % n == 0 and shape[0] % n == 0]
+    rows = [*(shape[0] // n for n in shares), -(-shape[0] // PADDED_TO) * PADDED_TO // size]
+    return {torch.Size([n, *shape[1:]]) for n in rows} | {torch.Size([*shape[:-1], shape[-1] // size])}
