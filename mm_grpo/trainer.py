@@ -57,6 +57,7 @@ from mm_grpo.run.summary import summary_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import timed
+from mm_grpo.types import Prompt
 
 
 class GRPOTrainer:
@@ -364,6 +365,8 @@ class GRPOTrainer:
     def _begin(self) -> tuple[int, Mapping[str, Any]]:
         """Take up a checkpoint where one is asked for, and begin the folder: the steps done, and what was kept."""
         run = self.folder
+        with self.ranks.fail_together("the parity check"):
+            self.sync.calibrate(self._first_prompt[2])  # before a checkpoint is loaded
         done, kept, log = self._restore()
         self.resumed_at = done
         if self.resume:
@@ -482,7 +485,7 @@ class GRPOTrainer:
         self.checkpoints.load(found)
         self.tokens_seen = found.extra["tokens_seen"]
         with self.ranks.fail_together("weight sync"):
-            self.sync.send(found.step)
+            self.guards.apply("logp_gap", self.sync.update(found.step, None).problem, found.step)
         return found.step, found.extra, found.log
 
     @cached_property
@@ -506,10 +509,15 @@ class GRPOTrainer:
             **pack_ahead(self.pipeline.finished(), self.ranks),
         }
 
-    def _check_parity(self) -> None:
-        """Compare engine and learner on the first prompt with an image among the first P, else on the first."""
+    @cached_property
+    def _first_prompt(self) -> tuple[int, int, Prompt]:
+        """Step, slot and prompt of the first row with an image among the first P, else of the first row."""
         places = self.prompt_builder.first(self.train_set, self.plan.order)
-        step, slot, prompt = first_with_image(islice(places, self.config.rollout.prompts_per_step))
+        return first_with_image(islice(places, self.config.rollout.prompts_per_step))
+
+    def _check_parity(self) -> None:
+        """Compare engine and learner on the first prompt."""
+        step, slot, prompt = self._first_prompt
         seeds = self.plan.seeds.group(step, slot)
         check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
 

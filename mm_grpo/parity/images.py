@@ -44,9 +44,8 @@ class ImageMeasures:
         prompt = with_other_pixels(canary.prompt) if canary is not None and is_due(step) else None
         if canary is None or prompt is None:
             return {}
-        change = gap_of(
-            [canary.logprobs], self.learner.score(prompt, [canary.token_ids], as_sent=canary.as_sent)
-        ).mean
+        scored = self.learner.score(prompt, canary.token_ids[:1], as_sent=canary.as_sent)
+        change = gap_of(canary.logprobs[:1], scored).mean
         self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
         return {"images/logp_change": change} if math.isfinite(change) else {}
 

@@ -22,7 +22,8 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.parity.sync import SyncReport, VerifiedSync
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.rollout.vllm import internals
+from mm_grpo.rollout.vllm import adapters, internals
+from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Group, Prompt
 
 UPDATES = int(os.environ.get("UPDATES", "12"))
@@ -70,6 +71,7 @@ class Run:
         self.prompts = [
             self.processor.prompt(tiny.sample(f"r:{i}", "what", (tiny.picture(i),))) for i in range(2)
         ]
+        self.sync.calibrate(self.prompts[0])
 
     def group(self, slot: int, prompt: Prompt) -> Group:
         legal = [token for token in range(270) if token not in self.processor.media_token_ids]
@@ -99,8 +101,11 @@ def lose(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def blind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be read back from vLLM's layers."""
-    held = run.engine._handle.read_back  # type: ignore[attr-defined]
-    monkeypatch.setattr(held, "_views", set())
+    read_back = run.engine._handle.read_back  # type: ignore[attr-defined]
+    monkeypatch.setattr(read_back, "_views", {})
+    monkeypatch.setattr(
+        adapters, "read_back", lambda model, factors: {name: digest(f) for name, f in factors.items()}
+    )
 
 
 @pytest.mark.parametrize("readable", [False, True])

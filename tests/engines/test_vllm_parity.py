@@ -46,6 +46,7 @@ class Both:
         self.sync.start()
         # longer than one block of the prefix cache on a CPU, 128 tokens
         self.prompt = rig.prompt("r:0", tiny.picture(1), text=LONG)
+        self.sync.calibrate(self.prompt)
 
     def step(self, version: int = 1, rate: float = 1e-3) -> SyncReport:
         optimizer = self.learner.optimizer

@@ -265,6 +265,7 @@ def test_a_server_that_loaded_nothing_is_caught_before_a_sample(
     sync = VerifiedSync(engine, Learner(half.model, half.processor, config, 10, None), config)
     sync.start()
     prompt = half.prompt("one", tiny.picture(1))
+    sync.calibrate(prompt)
     done = engine.generate(requests_for([prompt], [range(2)], TWELVE))
     group = Group(0, prompt, tuple(done), (0.0, 1.0), (0.0, 0.0))
     canary = sync.canary([group])

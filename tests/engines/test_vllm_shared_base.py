@@ -60,6 +60,8 @@ def update(parts: Parts, version: int) -> None:
         for seed in range(4)
     )
     group = Group(0, prompt, completions, (0.0,) * 4, (1.0, -1.0, 0.5, -0.5))
+    if version == 1:
+        parts.sync.calibrate(prompt)
     canary = parts.sync.canary([group])
     parts.learner.update([group])
     assert parts.sync.update(version, canary).problem is None

@@ -9,8 +9,9 @@ that vLLM hangs on it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from mm_grpo.rollout.vllm.weight_names import model_classes
@@ -73,20 +74,35 @@ def put(model: Any, factors: Mapping[str, Tensor]) -> None:
 
 
 def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of what the layers' buffers hold of each factor, by its name; of the factor itself where a layer holds
-    part of it, as the shards of a tensor-parallel group do."""
+    """Return a digest of each factor, by its name: of the factor as it came if the layer's buffer holds it, else of
+    what the buffer holds. A layer of a tensor-parallel group holds a part, which is compared with that part. A factor
+    that vLLM has cut over several buffers cannot be compared, and counts as it came."""
     index = model.lora_manager.lora_index_to_id.index(NUMBER)
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, factor in factors.items():
         layer, part = name.removeprefix(PREFIX).rsplit(".", 2)[:2]
         place = _place(model, layer)
         assert place is not None
         module, number = place
         stacked = module.lora_a_stacked if part == "lora_A" else module.lora_b_stacked
-        rows, columns = factor.shape
-        held = stacked[number][index, 0, :rows, :columns].to(factor.dtype)
-        found[name] = digest(held.contiguous() if held.shape == factor.shape else factor)
-    return found
+        expected = _local_part(module, number, part, factor)
+        rows, columns = expected.shape
+        buffer = stacked[number][index, 0, :rows, :columns].to(factor.dtype)
+        differs = buffer.shape == expected.shape and not torch.equal(buffer, expected)
+        result[name] = digest(buffer.contiguous() if differs else factor)
+    return result
+
+
+def _local_part(module: Any, number: int, part: str, factor: Tensor) -> Tensor:
+    """Return the part of a factor that this worker's LoRA layer holds, by vLLM's own rule; all of it in one worker."""
+    if module.tp_size == 1:
+        return factor
+    cut = module.slice_lora_a if part == "lora_A" else module.slice_lora_b
+    if module.n_slices == 1:
+        return cast(Tensor, cut(factor))
+    sources: list[Tensor | None] = [None] * module.n_slices
+    sources[number] = factor
+    return cast(Tensor, cut(sources)[number])
 
 
 def _place(model: Any, layer: str) -> tuple[Any, int] | None:

@@ -1,11 +1,12 @@
 """Reads the tensors of an update back from the layers of a vLLM model.
 
 A digest of what was handed over says nothing of what was loaded. So, if the layout allows it, each tensor is looked
-up in the model's own layers: as a view of a parameter, fused layers holding their sources one after the other. A worker
-of a tensor-parallel group holds a part of most tensors, which is compared with that part of what came. What is laid out
-in another way keeps the digest of what came: quantised weights, shards of sources that a checkpoint has fused, the
-layouts of some kernels, linear layers that a CPU has packed. Where a tensor lies is a guess by names and shapes, which
-the first update, the one with all tensors, confirms by values.
+up in the model's own layers: as a view of a parameter, or, if a kernel keeps a linear layer's weight in a layout of its
+own (packed on a CPU), as the layer's answer to the identity matrix. Fused layers hold their sources one after the
+other. A worker of a tensor-parallel group holds a part of most tensors, which is compared with that part of what came.
+What cannot be read either way keeps the digest of what came: quantised weights, packed experts, shards of sources that
+a checkpoint has fused. Where a tensor lies is a guess by names and shapes, which the first update, the one with all
+tensors, confirms by values.
 
 Works on the model alone, in the trainer's process and in a server's worker; vLLM need not be imported.
 """
@@ -13,7 +14,7 @@ Works on the model alone, in the trainer's process and in a server's worker; vLL
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,8 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker")
 """Loggers above those that warn of layers without new weights."""
+IDENTITY_ROWS = 1024
+"""Rows of the identity matrix that a layer is given at once, because all of a wide layer's need much memory."""
 PADDED_TO = 64
 """Embeddings get rows up to a multiple of this in vLLM."""
 
@@ -48,6 +51,7 @@ class ReadBack:
         self.rank, self.size = rank, size
         # by name the shape in the model if the place is confirmed; None before the first update
         self._views: dict[str, torch.Size] | None = None
+        self._packed: Set[str] = frozenset()  # names that no parameter of the model holds as they came
         self._noted: dict[str, Noted] = {}
 
     def begin(self) -> None:
@@ -75,12 +79,11 @@ class ReadBack:
 
         If the model holds a part, and that part is as it came, this is the digest of the whole tensor as it came.
         """
-        places = self._places(model)
-        parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
-        views = dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
         if self._views is None:
-            shapes = {name: shape for name, (_, shape) in places.items()}
-            self._views = {n: s for n, s in shapes.items() if views[n] == self._noted[n].digests.get(s)}
+            by_view = self._confirmed(model)
+            self._packed = self._noted.keys() - by_view.keys()
+            self._views = by_view | self._confirmed(model)
+        views = self._digests(self._places(model))
         result = {}
         for name, noted in self._noted.items():
             shape, view = self._views.get(name), views.get(name, "")
@@ -88,15 +91,31 @@ class ReadBack:
             result[name] = noted.digests[noted.shape] if as_it_came else view
         return result
 
+    def _confirmed(self, model: torch.nn.Module) -> dict[str, torch.Size]:
+        """Return the shape in the model of each noted tensor whose place holds what came."""
+        places = self._places(model)
+        values = self._digests(places)
+        shapes = {name: shape for name, (_, shape) in places.items()}
+        return {n: s for n, s in shapes.items() if values[n] == self._noted[n].digests.get(s)}
+
+    def _digests(self, places: Mapping[str, tuple[Tensor, torch.Size]]) -> dict[str, str]:
+        parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
+        return dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
+
     def parts(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Views of the model's parameters that hold the noted tensors, as far as their places are confirmed."""
-        return {name: part for name, (part, _) in self._places(model).items()}
+        places = self._places(model)
+        return {name: part for name, (part, _) in places.items() if name not in self._packed}
 
     def _places(self, model: torch.nn.Module) -> dict[str, tuple[Tensor, torch.Size]]:
-        """Return the view that holds each noted tensor, and its shape with padding, as far as names and shapes tell."""
+        """Return the view that holds each noted tensor, and its shape with padding, as far as names and shapes tell.
+
+        The view of a tensor in `_packed` is one of a copy.
+        """
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         fused: Mapping[str, Any] = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        layers, copies = dict(model.named_modules()), dict[str, Tensor | None]()
         places: dict[str, tuple[Tensor, torch.Size]] = {}
         for name, noted in self._noted.items():
             layer, siblings = name, [name]
@@ -110,6 +129,10 @@ class ReadBack:
             owner, _, leaf = mapped[0].rpartition(".") if mapped else ("", "", "")
             # in a LoRA layer a level deeper
             parameter = parameters.get(f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}"))
+            if name in self._packed and leaf == "weight":
+                if owner not in copies and (self._views is None or name in self._views):
+                    copies[owner] = weight_by_identity(layers.get(owner))
+                parameter = copies.get(owner)
             if parameter is None or parameter.ndim != len(noted.shape):
                 continue
             rows, number = parameter.shape[:1].numel(), siblings.index(name)
@@ -140,6 +163,26 @@ def quiet_reload() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@torch.no_grad()
+def weight_by_identity(layer: Any) -> Tensor | None:
+    """Return a copy of the weight [out, in] of a vLLM linear layer that keeps none to read; None for another layer.
+
+    The layer is given the identity matrix. Each output is then one product by 1 and a sum of zeros, so it is the weight
+    to the bit, whatever layout the kernel keeps. If a kernel rounds (TF32, 4 bits), the first update confirms nothing.
+    """
+    layer = getattr(layer, "base_layer", layer)
+    if not hasattr(layer, "input_size_per_partition"):
+        return None
+    size, dtype = layer.input_size_per_partition, layer.params_dtype
+    device = next((p.device for p in layer.parameters()), torch.device("cpu"))
+    columns = []
+    for start in range(0, size, IDENTITY_ROWS):
+        rows = torch.zeros(min(IDENTITY_ROWS, size - start), size, dtype=dtype, device=device)
+        rows[:, start:].fill_diagonal_(1)
+        columns.append(layer.quant_method.apply(layer, rows, None).t())
+    return torch.cat(columns, 1)
 
 
 def part_of(tensor: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor:
