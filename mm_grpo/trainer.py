@@ -275,7 +275,6 @@ class GRPOTrainer:
 
     def _close_workers(self) -> None:
         self.pipeline.close()
-        self.sync.close()
         self.prompt_builder.close()
         self.scorer.close()
         if self.toolbox is not None:

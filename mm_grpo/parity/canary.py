@@ -38,7 +38,7 @@ LEAST_ROUNDING = {"float32": 2e-6, "bfloat16": 1e-4}
 """Least rounding that is assumed, in nats per token, because two sides with the same kernels show none."""
 RECENT = 8
 """Versions that are kept, to see an engine that stops following in the middle of a run."""
-LEAST_SHARE = 0.05
+LEAST_SHARE = 0.02
 """Least share of the learner's move by which the engine's has to differ."""
 CERTAINTY = 6.0
 """Least difference, in standard errors."""

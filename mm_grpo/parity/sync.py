@@ -183,6 +183,7 @@ class VerifiedSync:
             self._moves[version] = gap_of(canary.logprobs, after).max
         if self._fixed is None or self._history is None or (self._shared and not is_due(version)):
             return report
+        # of sampled tokens a sure policy shows hardly any rounding, so the start says nothing of theirs
         learner, limit = self._learner_scores(), min(self.limit, self._history.gap_limit)
         moved = self._history.moved(learner)
         prompts = (self._fixed.prompt,) if canary is None else canary.prompts[: len(self._seeds)]
@@ -213,8 +214,8 @@ class VerifiedSync:
             message = (
                 logp_gap(score.mean, score.max, limit, f"fixed completions of {self._fixed.prompt.uid}")
                 or message
+                or stale_samples(probe, moved, max(noise, self._rounding), self.limit, answers)
             )
-            message = message or stale_samples(probe, moved, max(noise, self._rounding), self.limit, answers)
             if message is not None:
                 problem = problem or f"after the weight sync to version {version}{where}, {message}"
             scores.append(score)

@@ -261,6 +261,26 @@ def test_a_cache_of_older_weights_shows_in_the_log_probs(models: dict[str, Path]
     assert "new samples for r:0" in problem
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_answers_to_another_prompt_show_before_they_are_learned(
+    dtype: torch.dtype, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the step's own answers are older than the learner, and may be far from it."""
+    both = Both(models["qwen2_5_vl"], dtype=dtype, max_staleness=1)
+    assert both.step(1).problem is None
+    generate = both.engine.generate
+
+    def swapped(requests: Sequence[Request]) -> list[Completion]:
+        done = generate(requests)
+        if len({id(r.prompt) for r in requests}) < 2:
+            return done
+        return [replace(c, seed=r.seed) for c, r in zip(reversed(done), requests, strict=True)]
+
+    monkeypatch.setattr(both.engine, "generate", swapped)
+    problem = both.step(2, rate=1e-6).problem
+    assert problem is not None and "new samples for r:0, r:1" in problem
+
+
 def test_a_wrong_image_is_caught_before_the_first_step(models: dict[str, Path]) -> None:
     both = Both(models["qwen2_5_vl"], "wrong image")
     with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step.*of r:0.*another image"):

@@ -115,7 +115,8 @@ class ReadBack:
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         fused: Mapping[str, Any] = {**FUSED, **getattr(model, "packed_modules_mapping", {})}
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        layers, copies = dict(model.named_modules()), dict[str, Tensor | None]()
+        layers = dict(model.named_modules())
+        copies: dict[str, Tensor | None] = {}
         places: dict[str, tuple[Tensor, torch.Size]] = {}
         for name, noted in self._noted.items():
             layer, siblings = name, [name]
@@ -128,7 +129,9 @@ class ReadBack:
             mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
             owner, _, leaf = mapped[0].rpartition(".") if mapped else ("", "", "")
             # in a LoRA layer a level deeper
-            parameter = parameters.get(f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}"))
+            parameter: Tensor | None = parameters.get(
+                f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}")
+            )
             if name in self._packed and leaf == "weight":
                 if owner not in copies and (self._views is None or name in self._views):
                     copies[owner] = weight_by_identity(layers.get(owner))
