@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from engines.test_vllm_lost_updates import Run
+from engines.test_vllm_lost_updates import Run, blind
 from torch import Tensor
 
 from mm_grpo.errors import GuardStop
@@ -70,6 +72,27 @@ def test_the_canary_alone_catches_factors_that_are_lost(
         run.update(2)
 
 
+def turned(sent: Factors) -> Factors:
+    return {name: -factor if "lora_B" in name else factor for name, factor in sent.items()}
+
+
+def without_mlp(sent: Factors) -> Factors:
+    return {name: 0 * factor if ".mlp." in name else factor for name, factor in sent.items()}
+
+
+@pytest.mark.parametrize("change", [turned, without_mlp])
+def test_the_canary_alone_catches_factors_that_are_wrong_from_the_first_update(
+    change: Callable[[Factors], Factors], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where the gap stays far below its limit."""
+    run = Run(models["qwen2_5_vl"], 3e-4, "bfloat16", lora=8)
+    blind(run, monkeypatch)
+    put = adapters.put
+    monkeypatch.setattr(adapters, "put", lambda model, factors: put(model, change(dict(factors))))
+    problems = (run.update(version).problem for version in range(1, 11))
+    assert "times as far in that direction" in next(filter(None, problems))
+
+
 def lost(sent: Factors, first: Factors) -> Factors:
     return first
 
@@ -108,3 +131,47 @@ def account_of(run: Run, factors: Factors) -> dict[str, str]:
     model(account.end)
     model(account.put_factors)
     return account.digests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_of_a_group_compares_its_own_part(rank: int, dtype: torch.dtype) -> None:
+    """vLLM's own layers cut the factors: a worker of two has half of the queries, keys, values, and of the inputs."""
+    from vllm.lora.layers.column_parallel_linear import MergedQKVParallelLinearWithLoRA as Fused
+    from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA as Rows
+
+    def layer(kind: type, outputs: tuple[int, ...], inputs: int, **values: object) -> Any:
+        made: Any = kind.__new__(kind)
+        torch.nn.Module.__init__(made)
+        made.__dict__.update(tp_rank=rank, tp_size=2, n_slices=len(outputs), **values)
+        made.lora_a_stacked = tuple(torch.zeros(1, 1, 4, inputs, dtype=dtype) for _ in outputs)
+        made.lora_b_stacked = tuple(torch.zeros(1, 1, rows, 4, dtype=dtype) for rows in outputs)
+        return made
+
+    qkv = layer(Fused, (8, 4, 4), 12, output_ids=(rank,) * 3, output_slices=(8, 4, 4))
+    o = layer(Rows, (12,), 8, input_size=8)
+    sizes = {"q_proj": (12, 16), "k_proj": (12, 8), "v_proj": (12, 8), "o_proj": (16, 12)}
+    factors = {}
+    for name, (inputs, outputs) in sizes.items():
+        factors[f"{adapters.PREFIX}x.{name}.lora_A.weight"] = torch.randn(4, inputs).to(dtype)
+        factors[f"{adapters.PREFIX}x.{name}.lora_B.weight"] = torch.randn(outputs, 4).to(dtype)
+    pairs = list(zip(*[iter(factors.values())] * 2, strict=True))
+    qkv.set_lora(0, *(list(part) for part in zip(*pairs[:3], strict=True)))
+    o.set_lora(0, *pairs[3])
+    manager = SimpleNamespace(
+        lora_index_to_id=[adapters.NUMBER],
+        modules={"x.qkv_proj": qkv, "x.o_proj": o},
+        packed_modules={"x.qkv_proj": ["x.q_proj", "x.k_proj", "x.v_proj"]},
+    )
+    model = SimpleNamespace(lora_manager=manager)
+    whole = {name: digest(factor) for name, factor in factors.items()}
+    assert adapters.read_back(model, factors) == whole
+    for buffers, number, name in (
+        (qkv.lora_b_stacked, 1, "k_proj.lora_B"),
+        (qkv.lora_a_stacked, 2, "v_proj.lora_A"),
+        (o.lora_a_stacked, 0, "o_proj.lora_A"),
+    ):
+        buffers[number][0, 0, 3, 1] *= -1
+        held = adapters.read_back(model, factors)
+        assert [n for n in whole if held[n] != whole[n]] == [f"{adapters.PREFIX}x.{name}.weight"]
+        buffers[number][0, 0, 3, 1] *= -1
