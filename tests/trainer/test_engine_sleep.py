@@ -89,9 +89,9 @@ def test_the_engine_sleeps_around_the_learner_alone(
 ) -> None:
     note_learner(trainer, monkeypatch)
     trainer.train()
-    # sync, parity check, evaluation and rollout
-    start = ["update_weights", "wake", "generate", "score", "generate"]
-    step = ["score", "sleep", "learner", "update_weights", "wake", "score", "generate"]
+    # sync, the scale of its checks, parity check, evaluation and rollout
+    start = ["update_weights", "wake", "score", "generate", "score", "generate"]
+    step = ["sleep", "learner", "update_weights", "wake", "score", "generate"]
     assert calls_of(trainer) == [*start, *step, *step]
     # it evaluates after its run too, and then closes its engine
     assert trainer.evaluate()["eval"].rows == len(HELDOUT)
