@@ -135,10 +135,23 @@ rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_fau
 rollout/pipeline.py < trainer/test_lockstep.py ! slow
     * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)
     * kept steps | if step <= self.learned + self.staleness) ==> if step < self.learned + self.staleness)
+parity/canary.py < parity/test_canary.py
+    * scale | * max(floor, *(float(scores.gap.mean()) for ==> * min(floor, *(float(scores.gap.mean()) for
+    * scale | self.rounding = max(floor, *( ==> self.rounding = min(floor, *(
+    * count | + 1 if lost else 0 ==> + 1 if lost else self._unmoved.get(name, 0)
+    * dropped check | return visible and torch.equal( ==> return torch.equal(
+    sign | difference = (now.engine - now.learner) - ( ==> difference = (now.engine - now.learner) + (
+    * dropped term | excess = abs(share) * size - len(move) * min( ==> excess = abs(share) * size - 0 * min(
+    * stale scores | for scores in (first, recent[0], recent[-1])} ==> for scores in (recent[-1],)}
+    * late lies | for scores in (first, recent[0], recent[-1])} ==> for scores in (first,)}
+rollout/vllm/read_back.py < rollout/test_read_back.py
+    wrong axis | .apply(layer, rows, None).t()) ==> .apply(layer, rows, None))
+    off by one | rows[:, start:].fill_diagonal_(1) ==> rows[:, :].fill_diagonal_(1)
+rollout/vllm/adapters.py < engines/test_vllm_adapters.py
+    * dropped check | digest(buffer.contiguous() if differs else factor) ==> digest(factor)
 parity/sync.py < parity
-    * canary | moved < VISIBLE or learned < MOST or ==> moved < VISIBLE or
-    * canary | return min(self.limit, SOUND * ==> return max(self.limit, SOUND *
-    * canary | = 0 if message is None ==> = self._unmoved.get(name, 0) if message is None
+    * scale | min(self.limit, self._history.gap_limit) ==> self.limit
+    * wrong prompt | [group.prompt, *others[:1]], ==> [group.prompt],
     * staleness | (self.version - version) * farthest ==> farthest
     threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
 health/checks.py < health/test_guards.py

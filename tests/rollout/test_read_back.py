@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mm_grpo.rollout.vllm import read_back
 from mm_grpo.rollout.vllm.read_back import ReadBack
 from mm_grpo.rollout.weights import digest
 
@@ -119,3 +120,42 @@ def test_a_layout_that_is_not_known_keeps_the_digest_of_what_came() -> None:
     assert {n for n, value in digests(second).items() if result[n] != value} == {
         n for n in WHOLE if "bias" in n
     }
+
+
+class Packed(torch.nn.Module):
+    """A linear layer as vLLM packs it on a CPU: no parameter holds its weight, and its product alone can be had."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        self.input_size_per_partition, self.params_dtype = weight.shape[1], weight.dtype
+        self.packed, self.quant_method = weight, Packed
+
+    @staticmethod
+    def apply(layer: Packed, x: Tensor, bias: Tensor | None) -> Tensor:
+        return x @ layer.packed.t()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_is_read_back_by_the_identity(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_back, "IDENTITY_ROWS", 5)  # 12 inputs in parts of 5, 5 and 2
+    weights = {
+        f"layers.0.{name}_proj.weight": torch.randn(6, 12).to(dtype) for name in ("gate", "up", "down")
+    }
+    model, layers = torch.nn.Module(), torch.nn.ModuleDict()
+    model.layers = torch.nn.ModuleList([layers])
+    gate, up, down = weights.values()
+    layers["gate_up_proj"], layers["down_proj"] = Packed(torch.cat([gate, up])), Packed(down)
+    reader = ReadBack()
+    for _ in range(2):  # the first update confirms the places
+        reader.begin()
+        list(reader.noted(weights.items()))
+        assert reader.digests(model) == {name: digest(tensor) for name, tensor in weights.items()}
+    assert reader.parts(model) == {}  # nothing to lend
+    layers["gate_up_proj"].packed = torch.cat([gate, up.roll(1, 0)])  # type: ignore[assignment]
+    reader.begin()
+    list(reader.noted(weights.items()))
+    stale = [name for name, value in reader.digests(model).items() if value != digest(weights[name])]
+    assert stale == ["layers.0.up_proj.weight"]
