@@ -62,6 +62,10 @@ def test_the_share_that_the_engine_follows_by_hand() -> None:
     assert "moved -1.00 times as far" in str(not_followed(start, turned, 1e-6))
     assert not_followed(start, half, 0.05) is None  # as much may be rounding
     assert not_followed(start, start, 1e-6) is None  # nothing moved
+    apart = Scores(
+        start.learner, start.engine + values(0.1, 0.2, 0.1, 0.2)
+    )  # as both sides were at the start
+    assert not_followed(apart, Scores(sound.learner, apart.engine - values(0.1, 0.2, 0.1, 0.2)), 1e-6) is None
 
 
 def test_an_update_is_unmoved_when_the_learner_moves_and_the_engine_does_not() -> None:
