@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,13 +20,21 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
-from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
+from mm_grpo.rollout.vllm.launch import (
+    EngineSettings,
+    Handle,
+    can_free_cache_alone,
+    launch,
+    no_four_bits,
+    vllm_version,
+)
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
+from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
@@ -35,10 +44,15 @@ class VLLMEngine(RolloutEngine):
     """vLLM as an engine, one per process (or per tensor-parallel group of processes).
 
     The vLLM engine outlives this object; a second one with equal settings takes it over and must then
-    `update_weights` before it samples.
+    `update_weights` before it samples. `four_bits` are the learner's layers of `settings.four_bits`.
     """
 
-    def __init__(self, settings: EngineSettings, processor: Processor) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        processor: Processor,
+        four_bits: Mapping[str, Module] = MappingProxyType({}),
+    ) -> None:
         self.settings, self.processor = settings, processor
         if processor.family.looks_ahead and not torch.cuda.is_available():
             raise ConfigError(
@@ -54,6 +68,8 @@ class VLLMEngine(RolloutEngine):
         self._current = self._handle.owner is None
         self._handle.owner = self
         self._factors: dict[str, Tensor] = {}
+        self._handle.four_bits |= four_bits
+        self._four_bits = {f"{layer}.weight" for layer in settings.four_bits}
         self.version = 0
         self.requests = RequestFormat(
             processor,
@@ -108,13 +124,13 @@ class VLLMEngine(RolloutEngine):
         internals.wake(handle, "weights")
         handle.read_back.begin()
         factors: dict[str, Tensor] = {}
-        weights = _weights(tensors, factors)
-        first = next(weights, None)
         received: dict[str, str] = {}
+        weights = self._without_four_bits(_weights(tensors, factors), received)
+        first = next(weights, None)
         try:
             if first is not None:
                 internals.reload(handle, handle.read_back.noted(chain([first], weights)))
-                received = internals.read_back(handle)
+                received |= internals.read_back(handle)
             self._factors |= factors
             if self._factors:  # vLLM forgets its adapter when it loads weights
                 held = internals.put_adapter(handle, self._factors)
@@ -130,7 +146,13 @@ class VLLMEngine(RolloutEngine):
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
         """Those that vLLM has LoRA layers for (`adapters.py`)."""
-        return internals.layers_taken(self._handle, list(layers))
+        adapted = list(layers)
+        taken = internals.layers_taken(self._handle, adapted)
+        if missing := (set(adapted) & set(self.settings.four_bits)) - taken:
+            raise no_four_bits(
+                f"vLLM has no LoRA layer for {min(missing)}, and a merge would not be in four bits"
+            )
+        return taken
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
         """Those that lie in vLLM's layers as they came. From then on keys and values alone are given back in sleep, for
@@ -152,6 +174,16 @@ class VLLMEngine(RolloutEngine):
             if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
             self._current = False
+
+    def _without_four_bits(
+        self, weights: Iterable[tuple[str, Tensor]], received: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Leave out weights that vLLM runs as the learner holds them; their digests go into `received`."""
+        for name, tensor in weights:
+            if name in self._four_bits:
+                received[name] = digest(tensor)
+            else:
+                yield name, tensor
 
     # memory ----------------------------------------------------------------------------------
 
