@@ -150,8 +150,6 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
     while tokens >= max(FEWEST, lengths.sequence):
         yield {"optim.max_tokens_per_pack": tokens}
         tokens //= 2
-    if config.model.quantization is not None:
-        yield from _four_bits(config, {}, card, processes)
     if not optim.offload_optimizer:
         yield {"optim.offload_optimizer": True}
     lora = {} if config.model.lora is not None else {"model.lora": {"rank": 16}}
@@ -159,19 +157,11 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         yield {"model.freeze_vision": True}
     if lora:
         yield lora
-    if config.model.quantization is None:
-        yield {**lora, "model.quantization": "nf4"}
-        yield from _four_bits(config, {**lora, "model.quantization": "nf4"}, card, processes)
-
-
-def _four_bits(
-    config: GRPOConfig, settings: dict[str, Any], card: int, processes: int
-) -> Iterator[dict[str, Any]]:
-    """vLLM on the learner's own weights in four bits, which `settings` ask for, with the share that it needs then."""
-    vllm = config.rollout.vllm
-    if config.rollout.engine == "vllm" and not vllm.in_four_bits:
-        settings = {**settings, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
-        yield settings | next(_share(config.with_values(settings), card, processes), {})
+    four_bits = {**lora, "model.quantization": "nf4"} if config.model.quantization is None else {}
+    yield four_bits
+    if config.rollout.engine == "vllm" and not vllm.in_four_bits:  # which runs the learner's then
+        four_bits = {**four_bits, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
+        yield four_bits | next(_share(config.with_values(four_bits), card, processes), {})
 
 
 def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +19,8 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
-from mm_grpo.rollout.vllm.launch import (
-    EngineSettings,
-    Handle,
-    can_free_cache_alone,
-    launch,
-    no_four_bits,
-    vllm_version,
-)
+from mm_grpo.rollout.vllm.four_bits import require_all
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
@@ -51,7 +44,7 @@ class VLLMEngine(RolloutEngine):
         self,
         settings: EngineSettings,
         processor: Processor,
-        four_bits: Mapping[str, Module] = MappingProxyType({}),
+        four_bits: Mapping[str, Module] | None = None,
     ) -> None:
         self.settings, self.processor = settings, processor
         if processor.family.looks_ahead and not torch.cuda.is_available():
@@ -68,7 +61,7 @@ class VLLMEngine(RolloutEngine):
         self._current = self._handle.owner is None
         self._handle.owner = self
         self._factors: dict[str, Tensor] = {}
-        self._handle.four_bits |= four_bits
+        self._handle.four_bits |= four_bits or {}
         self._four_bits = {f"{layer}.weight" for layer in settings.four_bits}
         self.version = 0
         self.requests = RequestFormat(
@@ -125,7 +118,7 @@ class VLLMEngine(RolloutEngine):
         handle.read_back.begin()
         factors: dict[str, Tensor] = {}
         received: dict[str, str] = {}
-        weights = self._without_four_bits(_weights(tensors, factors), received)
+        weights = self._weights(tensors, factors, received)
         first = next(weights, None)
         try:
             if first is not None:
@@ -148,10 +141,8 @@ class VLLMEngine(RolloutEngine):
         """Those that vLLM has LoRA layers for (`adapters.py`)."""
         adapted = list(layers)
         taken = internals.layers_taken(self._handle, adapted)
-        if missing := (set(adapted) & set(self.settings.four_bits)) - taken:
-            raise no_four_bits(
-                f"vLLM has no LoRA layer for {min(missing)}, and a merge would not be in four bits"
-            )
+        # a merge could not be in four bits
+        require_all({*self.settings.four_bits} & {*adapted}, taken, "LoRA layer")
         return taken
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
@@ -174,16 +165,6 @@ class VLLMEngine(RolloutEngine):
             if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
             self._current = False
-
-    def _without_four_bits(
-        self, weights: Iterable[tuple[str, Tensor]], received: dict[str, str]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Leave out weights that vLLM runs as the learner holds them; their digests go into `received`."""
-        for name, tensor in weights:
-            if name in self._four_bits:
-                received[name] = digest(tensor)
-            else:
-                yield name, tensor
 
     # memory ----------------------------------------------------------------------------------
 
@@ -229,23 +210,24 @@ class VLLMEngine(RolloutEngine):
         self.wake()
         return handle
 
+    def _weights(
+        self, tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], received: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors to load; factors go into `factors`, digests of what vLLM runs as the learner holds it `received`."""
+        for name, tensor in tensors:
+            if is_factor(name):
+                factors[name] = tensor
+            elif name in self._four_bits:
+                received[name] = digest(tensor)
+            else:
+                yield name, tensor
+
     # both caches hold what older weights made of images and prompts
     def _reset_prefix_cache(self) -> None:
         internals.reset_prefix_cache(self._handle)
 
     def _reset_encoder_cache(self) -> None:
         internals.reset_encoder_cache(self._handle)
-
-
-def _weights(
-    tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Those of `tensors` that are weights; the others go into `factors`."""
-    for name, tensor in tensors:
-        if is_factor(name):
-            factors[name] = tensor
-        else:
-            yield name, tensor
 
 
 class VLLMStream(RequestStream):

@@ -10,15 +10,26 @@ vLLM itself (a plugin since 0.28) quantises the file again, the tower too, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from mm_grpo.errors import ConfigError
+
 NAME = "nf4"
 """The name of this quantisation in vLLM's arguments."""
+
+
+def require_all(names: Set[str], taken: Set[str], what: str) -> None:
+    """Raise ConfigError when vLLM lacks a layer (`what`) for one of the learner's layers `names`."""
+    if missing := names - taken:
+        raise ConfigError(
+            f"rollout.vllm.engine_kwargs = {{quantization: {NAME}}}: vLLM has no {what} for {min(missing)}; leave it "
+            "out, and vLLM holds its own weights in model.dtype"
+        )
 
 
 def register(names: Sequence[str], layers: Mapping[str, Module]) -> set[str]:

@@ -129,16 +129,9 @@ def launch(settings: EngineSettings) -> Handle:
         layers: dict[str, Module] = {}
         started = four_bits.register(settings.four_bits, layers) if settings.four_bits else set()
         handle = Handle(_construct(settings, lora), settings, adapters=bool(lora), four_bits=layers)
-        if missing := set(settings.four_bits) - started:
-            raise no_four_bits(f"vLLM has no layer for {min(missing)} of '{settings.model}'")
+        four_bits.require_all({*settings.four_bits}, started, "layer")
     _RUNNING[repr(settings)] = handle
     return handle
-
-
-def no_four_bits(reason: str) -> ConfigError:
-    """The error for a model whose layers vLLM cannot run in four bits."""
-    field = f"rollout.vllm.engine_kwargs.quantization = '{four_bits.NAME}'"
-    return ConfigError(f"{field}: {reason}; leave it out, and vLLM holds the weights in model.dtype")
 
 
 # starting ------------------------------------------------------------------------------------
