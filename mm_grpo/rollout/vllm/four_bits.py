@@ -44,12 +44,12 @@ def register(names: Sequence[str], layers: Mapping[str, Module]) -> set[str]:
 
     linear_method, started = _linear_method(layers), set[str]()
 
-    class NF4Config(QuantizationConfig):  # type: ignore[misc]
+    class NF4Config(QuantizationConfig):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.names = {name: name for name in names}  # by vLLM's
 
-        def get_name(self) -> str:
+        def get_name(self) -> Any:
             return NAME
 
         def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -87,7 +87,7 @@ def _linear_method(layers: Mapping[str, Module]) -> Any:
     """Return the class of vLLM's methods for linear layers that run some of the learner's `layers`."""
     from vllm.model_executor.layers.linear import LinearMethodBase
 
-    class NF4Method(LinearMethodBase):  # type: ignore[misc]
+    class NF4Method(LinearMethodBase):
         def __init__(self, sources: Sequence[str]) -> None:
             self.sources = sources
 
@@ -115,7 +115,7 @@ def _linear_method(layers: Mapping[str, Module]) -> Any:
 
 
 def _product(x: Tensor, weight: Any) -> Tensor:
-    from bitsandbytes import matmul_4bit
+    from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
     product: Tensor = matmul_4bit(x, weight, quant_state=weight.quant_state)
     return product
