@@ -40,6 +40,7 @@ MODELS = {
 
 KINDS: dict[str, dict[str, Any]] = {
     "all weights": {}, "LoRA": {"lora": {"rank": 16}}, "QLoRA": {"lora": {"rank": 16}, "quantization": "nf4"},
+    "QLoRA, vLLM too": {"lora": {"rank": 16}, "quantization": "nf4"},
 }  # fmt: skip
 
 START, END = "<!-- cards: written by docs/make_memory.py -->", "<!-- end of the cards -->"
@@ -60,23 +61,25 @@ def cards() -> str:
             path.mkdir()
             (path / "config.json").write_text(json.dumps(shapes))
             for what, model in KINDS.items():
-                cells = [cell({"path": str(path), **model}, card) for card in CARDS]
+                kwargs = {"quantization": "nf4"} if what.endswith("vLLM too") else {}
+                cells = [cell({"path": str(path), **model}, card, kwargs) for card in CARDS]
                 rows.append(f"| {name}, {what} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
-def cell(model: dict[str, Any], card: int) -> str:
-    found = fit_sentence(what_fits(config_of(model), card * GB, processes=1), card)
+def cell(model: dict[str, Any], card: int, kwargs: dict[str, Any]) -> str:
+    found = fit_sentence(what_fits(config_of(model, kwargs), card * GB, processes=1), card)
     short = found.replace(f" on {card} GB", "").partition(", whatever")[0]
     return short.replace("does not fit", "refused").replace("fits with", "refused without")
 
 
-def config_of(model: dict[str, Any]) -> GRPOConfig:
+def config_of(model: dict[str, Any], kwargs: dict[str, Any]) -> GRPOConfig:
     return GRPOConfig.from_dict(
         {
             "model": model,
             "rollout": {
                 "engine": "vllm",
+                "vllm": {"engine_kwargs": kwargs},
                 "prompts_per_step": 16,
                 "num_generations": 8,
                 "max_completion_length": 1024,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -193,11 +193,11 @@ def build_parts(
             raise ConfigError(
                 "algorithm.twin_view: high_resolution makes a processor with other limits from model.path; pass none"
             )
-    # four bits are not what the engine has, which can then sleep whole
+    # four bits are not what the engine has, which can then sleep whole, unless it runs the learner's
     may_lend = (
         config.rollout.engine == "vllm"
         and config.model.lora is not None
-        and config.model.quantization is None
+        and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
     if model is None:
         phase(f"loading the weights of {config.model.path}")
@@ -389,6 +389,9 @@ def vllm_settings(
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
     given, lora = config.rollout.vllm, config.model.lora
+    kwargs = dict(given.engine_kwargs)
+    if given.in_four_bits:
+        del kwargs["quantization"]  # which the learner's layers bring
     limits = engine_limits(config, processor, (), context)  # those of rows stand in the config
     return EngineSettings(
         model=config.model.path,
@@ -401,16 +404,21 @@ def vllm_settings(
         trust_remote_code=config.model.trust_remote_code,
         lora_rank=0 if lora is None else lora.rank,
         lora_vision=lora is not None and lora.vision,
-        engine_kwargs=tuple(given.engine_kwargs.items()),
+        engine_kwargs=tuple(kwargs.items()),
     )
 
 
 def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
+    from mm_grpo.learner.quantization import four_bit_layers
     from mm_grpo.rollout.vllm.engine import VLLMEngine
 
-    dtype = str(model.dtype).removeprefix("torch.")
-    return VLLMEngine(vllm_settings(config, processor, dtype, context_of(model.config)), processor)
+    dtype, in_four_bits = str(model.dtype).removeprefix("torch."), config.rollout.vllm.in_four_bits
+    settings = vllm_settings(config, processor, dtype, context_of(model.config))
+    # without a learner vLLM is sent all weights, merged
+    learns = any(p.requires_grad for p in model.parameters())
+    layers = four_bit_layers(model) if learns and in_four_bits else {}
+    return VLLMEngine(replace(settings, four_bits=tuple(layers)), processor, layers)
 
 
 def _vllm_server(

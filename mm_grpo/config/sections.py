@@ -188,7 +188,13 @@ class VLLMConfig(Section):
     """What a GPU engine frees while the learner works: 0 nothing; 1 its caches are dropped, and its weights wait in the
     host's memory; 2 its weights are dropped too, and sent again. Default: 2."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vllm.LLM, as {name: value}. Default: {}."""
+    """Further arguments of vllm.LLM, as {name: value}; quantization: nf4, beside model.quantization: nf4, runs the
+    learner's own weights in four bits. Default: {}."""
+
+    @property
+    def in_four_bits(self) -> bool:
+        """True when vLLM runs the learner's weights in four bits."""
+        return bool(self.engine_kwargs.get("quantization") == "nf4")
 
 
 class ServerConfig(Section):

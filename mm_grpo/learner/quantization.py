@@ -67,6 +67,12 @@ def quantised_layers(model: Any, family: Family) -> list[nn.Linear]:
     return [layer for layer in linear if layer.in_features % BLOCK == 0]
 
 
+def four_bit_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers in four bits, by the names that they have without adapters."""
+    named = ((name.removesuffix(".base_layer"), part) for name, part in model.named_modules())
+    return {name: part for name, part in named if hasattr(getattr(part, "weight", None), "quant_state")}
+
+
 def run_exactly(model: nn.Module) -> None:
     """Keep layers from packing their weights anew for a CPU with AVX512-BF16, in place.
 

@@ -138,15 +138,12 @@ def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None
 
 def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
     """Settings to try, from what costs least: seconds of a step, then time, then what is learned."""
-    (sizes, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
+    (_, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
     lengths = Lengths.of(config, image, processes)
     if config.rollout.engine == "vllm":
         if vllm.sleep_level == 0:
             yield {"rollout.vllm.sleep_level": 2}
-        sequences = sizes.cache_token * lengths.sequence * config.rollout.num_generations
-        share = -(-100 * (sizes.sent + FORWARD + sequences) // card) / 100
-        if share <= 1 and share != vllm.gpu_memory_utilization:
-            yield {"rollout.vllm.gpu_memory_utilization": share}
+        yield from _share(config, card, processes)
     if optim.gradient_checkpointing is False:
         yield {"optim.gradient_checkpointing": True}
     tokens = lengths.pack // 2
@@ -160,7 +157,21 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         yield {"model.freeze_vision": True}
     if lora:
         yield lora
-    yield {**lora, "model.quantization": "nf4"}
+    four_bits = {**lora, "model.quantization": "nf4"} if config.model.quantization is None else {}
+    yield four_bits
+    if config.rollout.engine == "vllm" and not vllm.in_four_bits:  # which runs the learner's then
+        four_bits = {**four_bits, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
+        yield four_bits | next(_share(config.with_values(four_bits), card, processes), {})
+
+
+def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
+    """The share of a GPU with which vLLM has its weights and the completions of a prompt."""
+    sizes, image = sizes_of(config)
+    length = Lengths.of(config, image, processes).sequence
+    sequences = sizes.cache_token * length * config.rollout.num_generations
+    share = -(-100 * (sizes.sent(config) + FORWARD + sequences) // card) / 100
+    if share <= 1 and share != config.rollout.vllm.gpu_memory_utilization:
+        yield {"rollout.vllm.gpu_memory_utilization": share}
 
 
 # what is shown -------------------------------------------------------------------------------

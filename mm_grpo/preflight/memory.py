@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import chunk_bytes_of
 from mm_grpo.learner.quantization import NF4_BYTES, numbers_of
 from mm_grpo.learner.zero import BUCKET
-from mm_grpo.rollout.transformers_engine import MAX_ROWS
+from mm_grpo.rollout.token_sampling import LOGIT_BYTES, PART_BYTES
+from mm_grpo.rollout.transformers_engine import MAX_ROWS, PREFILL_TOKENS
 from mm_grpo.rollout.vllm.launch import can_free_cache_alone
 
 GB = 10**9
@@ -96,7 +97,7 @@ class ModelSizes:
     vision: VisionSizes | None = None
     trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
     adapters: int = 0  # weights of adapters, which are not among those that an engine holds
-    quantised: int = 0  # of the weights: those held in four bits, which an engine gets whole
+    quantised: int = 0  # of the weights: those held in four bits
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -135,10 +136,10 @@ class ModelSizes:
         """Bytes of a token in an engine's cache."""
         return 2 * self.numbers * self.keys * self.full_layers
 
-    @property
-    def sent(self) -> int:
-        """Bytes of the weights that an engine gets."""
-        return self.numbers * (self.weights - self.adapters)
+    def sent(self, config: GRPOConfig) -> int:
+        """Bytes of the weights that an engine gets; four bits come dequantised, unless it runs the learner's."""
+        kept = self.quantised if config.rollout.vllm.in_four_bits else 0
+        return self.numbers * (self.weights - self.adapters - kept)
 
 
 def learner_memory(
@@ -180,6 +181,8 @@ def learner_memory(
         # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
         "log-probs": tokens * (4 + b) * model.hidden + head + chunk_bytes_of(gpu=gpu),
         "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
+        # the largest one, for its product
+        "dequantised layer": b * model.hidden * model.inner if model.quantised else 0,
     }
 
 
@@ -266,6 +269,8 @@ def memory_of_run(
         pixels=image.pixels * lengths.images,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
+    if config.algorithm.twin_view is not None and not gpu:  # which a GPU's run has in the host's memory
+        learner["twin views' states"] = _completion_tokens(config, processes) * sizes.numbers * sizes.hidden
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
     cache, fault = 0, ""
     if rollout.engine == "vllm" and gpu:
@@ -273,29 +278,56 @@ def memory_of_run(
         lent = shares_base(sizes, config)
         if lent:
             for held in (learner, sampling):
-                held["weights"] -= sizes.numbers * (sizes.weights - sizes.trained)
-        asleep = rollout.vllm.sleep_level > 0
-        learner["vLLM"] = (sizes.sent if lent else 0) if asleep else share
-        learner["vLLM's CUDA graphs"] = GRAPHS
+                held["weights"] -= sizes.numbers * (sizes.weights - sizes.trained - sizes.quantised)
+        asleep, sent = rollout.vllm.sleep_level > 0, sizes.sent(config)
+        eager = rollout.vllm.in_four_bits or rollout.vllm.engine_kwargs.get("enforce_eager", False)
+        graphs = 0 if eager else GRAPHS
+        learner["vLLM"] = (sent if lent else 0) if asleep else share
+        learner["vLLM's CUDA graphs"] = graphs
         # the canary's logits in fp32, and what the softmax makes of them
         scores = 2 * 4 * sizes.vocabulary * min(SCORED, lengths.sequence)
-        sampling |= {"vLLM": share, "vLLM's CUDA graphs": GRAPHS, "vLLM's scores of a prompt": scores}
-        cache = max(0, share - sizes.sent - FORWARD) // sizes.cache_token
+        sampling |= {"vLLM": share, "vLLM's CUDA graphs": graphs, "vLLM's scores of a prompt": scores}
+        cache = max(0, share - sent - FORWARD) // sizes.cache_token
         if cache < lengths.sequence:
-            least = in_gb(sizes.sent + FORWARD + sizes.cache_token * lengths.sequence)
+            least = in_gb(sent + FORWARD + sizes.cache_token * lengths.sequence)
             fault = f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({least})"
     elif rollout.engine != "vllm_server":
-        rows = min(MAX_ROWS, -(-rollout.prompts_per_step // processes) * rollout.num_generations)
-        cache = rows * lengths.sequence
+        prompts = -(-rollout.prompts_per_step // processes)
+        rows = min(MAX_ROWS, prompts * rollout.num_generations)
+        prompts = min(prompts, -(-rows // rollout.num_generations))
+        cache = prompts * lengths.prompt + rows * rollout.max_completion_length
         sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
+        sampling["forwards of the embedded engine"] = _embedded(sizes, image, lengths, prompts, rows)
     return Phases(learner, sampling, cache, fault)
+
+
+def _completion_tokens(config: GRPOConfig, processes: int) -> int:
+    """Most tokens of the completions that a process makes one update of."""
+    rollout = config.rollout
+    prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
+    return prompts * rollout.num_generations * rollout.max_completion_length
+
+
+def _embedded(sizes: ModelSizes, image: Image, lengths: Lengths, prompts: int, rows: int) -> int:
+    """The larger of a layer's and of the tower's forward for prompts that are run together, and of a draw for rows."""
+    together = max(1, min(prompts, PREFILL_TOKENS // lengths.prompt))
+    b, pixels = sizes.numbers, image.pixels * together
+    # gate, up and their product, or what attention keeps
+    layer = together * lengths.prompt * b * max(3 * sizes.inner + sizes.hidden, 5 * sizes.heads)
+    tower = _vision(replace(sizes.vision, trained=False), b, pixels, False) if sizes.vision is not None else 0
+    logits = rows * sizes.vocabulary
+    return max(layer, tower, b * logits + min(LOGIT_BYTES * logits, PART_BYTES))
 
 
 def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
     """True where the base of adapters lies on the GPU once, as vLLM's (`rollout/vllm/engine.py`), for families that
     vLLM has LoRA layers for. Some versions lend it only where they never sleep."""
     vllm = config.rollout.vllm
-    factors = sizes.adapters > 0 and not sizes.quantised and vllm.engine_kwargs.get("enable_lora", True)
+    factors = (
+        sizes.adapters > 0
+        and (not sizes.quantised or vllm.in_four_bits)
+        and vllm.engine_kwargs.get("enable_lora", True)
+    )
     return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 

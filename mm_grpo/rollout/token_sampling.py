@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.engine import Sampling
 
 
+PART_BYTES = 256 << 20
+"""Memory that a draw takes beside the logits: it goes by parts of the rows."""
+LOGIT_BYTES = 48
+"""Most bytes that a logit of a part takes: by truncation, which sorts a copy with its places and sums it up."""
+
+
 def uniforms(seed: int, count: int) -> Tensor:
     """The row's noise [T]: one number in [0, 1) per token, fixed by `seed`, drawn on the CPU; a longer row begins as a
     shorter one."""
@@ -27,11 +33,30 @@ def sample(
     banned: list[int],
     context: Sequence[Sequence[int]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] and their log-probabilities [R] under the distribution that they were drawn from.
+    """Tokens [R] and their log-probabilities [R], in float32, under the distribution that they were drawn from.
 
-    `logits` [R, V] are overwritten, `noise` [R] the rows' noise for this token, `banned` ids that are never drawn;
+    `logits` [R, V] may be overwritten, `noise` [R] the rows' noise for this token, `banned` ids that are never drawn;
     `context` are the tokens so far of each row, its prompt among them, which truncated sampling needs.
     """
+    rows = max(1, PART_BYTES // (LOGIT_BYTES * logits.shape[1]))
+    if len(logits) <= rows:
+        return _sample(logits.float(), noise, sampling, banned, context)
+    parts = []
+    for part in (slice(i, i + rows) for i in range(0, len(logits), rows)):
+        before = None if context is None else context[part]
+        parts.append(_sample(logits[part].float(), noise[part], sampling, banned, before))
+    chosen, logp = zip(*parts, strict=True)
+    return torch.cat(chosen), torch.cat(logp)
+
+
+def _sample(
+    logits: Tensor,
+    noise: Tensor,
+    sampling: Sampling,
+    banned: list[int],
+    context: Sequence[Sequence[int]] | None,
+) -> tuple[Tensor, Tensor]:
+    """Draw for some of the rows; `logits` in float32 are overwritten."""
     logits[:, banned] = -torch.inf
     if context is not None:
         logits = _truncate(logits, sampling, context)
@@ -40,7 +65,7 @@ def sample(
         chosen = logp.argmax(-1)
     else:
         logp = (logits / sampling.temperature).log_softmax(-1)
-        cumulative = logp.double().exp().cumsum(-1)
+        cumulative = logp.double().exp_().cumsum_(-1)
         # scaled by the last sum, which rounding leaves a hair off 1; the first entry above u wins
         target = (noise * cumulative[:, -1])[:, None]
         # past the end where logits are NaN, which the caller sees by their log-probs

@@ -308,7 +308,7 @@ class TransformersStream(RequestStream):
         """Draw a token of each row; returns the numbers of those that have ended, in order."""
         assert self.hidden is not None
         sampling = self.rows[0].request.sampling
-        logits = self.family.head(self.model)(self.hidden).float()
+        logits = self.family.head(self.model)(self.hidden)
         context = (
             [(*r.request.prompt.token_ids, *r.tokens) for r in self.rows] if sampling.truncated else None
         )

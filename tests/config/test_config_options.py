@@ -53,11 +53,18 @@ def test_a_contradiction_gets_one_line(field: str, algorithm: dict[str, Any], ot
     assert line.startswith(f"algorithm.{field} = ") and other in line
 
 
+FOUR_BITS = {"engine_kwargs": {"quantization": "nf4"}}
+
+
 @pytest.mark.parametrize(
     ("field", "sections", "other"),
     [
         ("optim.offload_optimizer", {"optim": {"zero_stage": 0, "offload_optimizer": True}}, "optim.zero_stage"),
         ("model.lora.vision", {"model": {"lora": {"vision": True}, "freeze_vision": True}}, "model.freeze_vision"),
+        ("rollout.vllm.engine_kwargs", {"rollout": {"engine": "vllm", "vllm": FOUR_BITS}, "model": {"lora": {}}},
+         "model.quantization"),
+        ("rollout.vllm.engine_kwargs", {"rollout": {"engine": "vllm_server", "vllm": FOUR_BITS},
+         "model": {"lora": {}, "quantization": "nf4"}}, "learner's process"),
         ("algorithm.perception_coef", {"algorithm": {"perception_coef": 0.1}, "rollout": {"environment": "zoom"}},
          "rollout.environment"),
         ("data.min_pixels", {"data": {"min_pixels": 4, "max_pixels": 3}}, "data.max_pixels"),

@@ -18,8 +18,10 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import build_parts
+from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
+from mm_grpo.learner.quantization import four_bit_layers
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 IDS = tuple(range(20, 36))
@@ -73,6 +75,52 @@ def test_vllm_samples_from_the_base_in_four_bits(models: dict[str, Path], tmp_pa
     (after,) = learner.score(prompt, [IDS])
     assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
     assert learner.factored == set(learner.adapted_layers) and gap(learner, engine, prompt) <= rounding
+
+
+SHARED = {"model.quantization": "nf4", "rollout.vllm.engine_kwargs": {"quantization": "nf4"}}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "rounding"),
+    [("qwen2_5_vl", "float32", 1e-6), ("qwen2_5_vl", "bfloat16", 4e-3), ("qwen3_vl", "float32", 1e-6)],
+)
+def test_vllm_runs_the_learners_own_weights_in_four_bits(
+    family: str, dtype: str, rounding: float, models: dict[str, Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = config_of(models[family], tmp_path / "run", dtype, LORA).with_values(SHARED)
+    parts = build_parts(config, 10, [])
+    learner, engine = parts.learner, parts.engine
+    groups = make_groups(parts.processor)
+    prompt = groups[0].prompt
+    layers = four_bit_layers(learner.model)
+    assert gap(learner, engine, prompt) <= rounding and len(layers) > 10
+    (before,) = learner.score(prompt, [IDS])
+    for version in (1, 2):
+        learner.update(groups)
+        parts.sync.send(version)
+    (after,) = learner.score(prompt, [IDS])
+    assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
+    assert gap(learner, engine, prompt) <= rounding
+    # no other copy: what is changed in the learner's codes is what vLLM samples from, and its own layers are empty
+    next(iter(layers.values())).weight.data.zero_()
+    assert (
+        fmean(abs(a - b) for a, b in zip(after, learner.score(prompt, [IDS])[0], strict=True)) > 3 * rounding
+    )
+    assert gap(learner, engine, prompt) <= rounding
+    handle: Any = engine._handle
+    own = handle.llm.apply_model(
+        lambda model: [m.weight.numel() for m in model.modules() if hasattr(m, "width")]
+    )
+    assert own == [[0] * len(own[0])] and own[0]
+
+
+def test_four_bits_need_lora_layers(models: dict[str, Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    changes = {**SHARED, "rollout.vllm.engine_kwargs": {"quantization": "nf4", "enable_lora": False}}
+    config = config_of(models["qwen2_5_vl"], tmp_path / "run", "float32", LORA).with_values(changes)
+    with pytest.raises(ConfigError, match=r"^rollout.vllm.engine_kwargs = .*no LoRA layer for .*q_proj"):
+        build_parts(config, 10, [])
 
 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from rich.console import Console
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
+from mm_grpo.learner.quantization import NF4_BYTES
 from mm_grpo.preflight.estimate import phases, show, sizes_of, what_fits
-from mm_grpo.preflight.memory import (
-    GB,
-    ModelSizes,
-    learner_memory,
-)
+from mm_grpo.preflight.memory import GB, Image, ModelSizes, learner_memory, memory_of_run
 from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout.transformers_engine import MAX_ROWS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -109,10 +108,60 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
     tight = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.1})
     assert "no room for its weights and one sequence" in phases(tight, card, processes=1).fault
     embedded = phases(config_for(bare), card, processes=1)
-    # four prompts of three completions, each of an image, 256 tokens of text and 8 of completion
-    assert embedded.rollout["cache of the embedded engine"] == 12 * (1280 + 256 + 8) * 384
+    # four prompts, each of an image and 256 tokens of text, with three completions of 8
+    assert embedded.rollout["cache of the embedded engine"] == (4 * (1280 + 256) + 12 * 8) * 384
+    # the tower runs the images of all four at once: bytes of a layer for each of their patches, in bfloat16
+    tower = sizes.vision
+    assert tower is not None
+    token = 2 * (4 + 4) * tower.hidden + 5 * 2 * tower.hidden + 4 * 2 * tower.inner
+    assert embedded.rollout["forwards of the embedded engine"] == 4 * 1280 * 4 * token
     told = phases(config_for(bare, data={"max_prompt_length": 100}), card, processes=1)
-    assert told.rollout["cache of the embedded engine"] == 12 * (100 + 8) * 384
+    assert told.rollout["cache of the embedded engine"] == (4 * 100 + 12 * 8) * 384
+
+
+@pytest.mark.parametrize(("prompts", "beside"), [(4, 48 * 4 * 3 * 152064), (400, 256 << 20)])
+def test_a_draw_is_counted_up_to_its_bound(bare: Path, prompts: int, beside: int) -> None:
+    """Logits of each row in bfloat16, and what a draw takes beside them; most rows are decoded together."""
+    sizes, _ = sizes_of(config_for(bare))
+    wide = replace(sizes, vocabulary=152064, vision=None, inner=1, heads=1)
+    config = config_for(bare, rollout={"prompts_per_step": prompts})
+    rows = min(3 * prompts, MAX_ROWS)
+    found = memory_of_run(wide, Image(0, 0), config, 10 * GB, processes=1)
+    assert found.rollout["forwards of the embedded engine"] == 2 * rows * 152064 + beside
+
+
+def test_twin_states_are_counted_where_the_device_is_the_host(bare: Path) -> None:
+    config = config_for(bare, algorithm={"twin_view": {"view": "crop"}})
+    sizes, image = sizes_of(config)
+    on = {gpu: memory_of_run(sizes, image, config, GB, processes=1, gpu=gpu).learner for gpu in (False, True)}
+    assert (
+        on[False]["twin views' states"] == 4 * 3 * 8 * 2 * sizes.hidden
+        and "twin views' states" not in on[True]
+    )
+
+
+def test_four_bits_that_vllm_shares_are_counted_once(bare: Path) -> None:
+    """With a vLLM of its own QLoRA needs more than LoRA: the engine's base is dequantised, and so lies there twice."""
+    model = {"lora": LORA, "quantization": "nf4"}
+    config = config_for(bare, model=model, rollout={"engine": "vllm"})
+    sizes, _ = sizes_of(config)
+    shared = config.with_values({"rollout.vllm.engine_kwargs": {"quantization": "nf4"}})
+    apart, together = (phases(c, 10 * GB, processes=1) for c in (config, shared))
+    four_bits = round(NF4_BYTES * sizes.quantised)
+    own, rest = 4 * sizes.trained, 2 * (sizes.weights - sizes.adapters - sizes.quantised)
+    assert apart.learner["weights"] == own + rest + four_bits and apart.learner["vLLM"] == 0  # asleep
+    assert together.learner["weights"] == own + four_bits and together.learner["vLLM"] == rest
+    assert sizes.sent(config) == rest + 2 * sizes.quantised and sizes.sent(shared) == rest
+    assert together.learner["vLLM's CUDA graphs"] == 0 and apart.learner["vLLM's CUDA graphs"] == 2 * GB
+    assert together.cache - apart.cache == pytest.approx(2 * sizes.quantised / sizes.cache_token, abs=1)
+
+
+def test_what_fits_offers_vllm_on_the_learners_four_bits(bare: Path) -> None:
+    config = config_for(bare, model={"lora": LORA, "quantization": "nf4"}, rollout={"engine": "vllm"})
+    card = round(2.1 * GB)  # less than CUDA graphs and the rest
+    found = what_fits(config, card, processes=1)
+    assert found is not None and "rollout.vllm.engine_kwargs={quantization: nf4}" in found.settings
+    assert found.peak <= card
 
 
 def test_a_base_beside_adapters_is_counted_once(bare: Path) -> None:
@@ -125,9 +174,10 @@ def test_a_base_beside_adapters_is_counted_once(bare: Path) -> None:
         found = phases(changed, 10 * GB, processes=1)
         return found.learner["weights"], found.rollout["weights"], found.learner["vLLM"]
 
-    assert held() == (own, own, sizes.sent)  # what vLLM keeps while its cache is given back
+    sent = sizes.sent(config)
+    assert held() == (own, own, sent)  # what vLLM keeps while its cache is given back
     assert held(sleep_level=0, gpu_memory_utilization=0.5) == (own, own, 5 * GB)
-    both = own + sizes.sent
+    both = own + sent
     assert held(engine_kwargs={"enable_lora": False}) == (both, both, 0)
 
 

@@ -19,13 +19,15 @@ from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
+from mm_grpo.rollout.vllm.four_bits import require_all
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
+from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Digest
@@ -35,10 +37,15 @@ class VLLMEngine(RolloutEngine):
     """vLLM as an engine, one per process (or per tensor-parallel group of processes).
 
     The vLLM engine outlives this object; a second one with equal settings takes it over and must then
-    `update_weights` before it samples.
+    `update_weights` before it samples. `four_bits` are the learner's layers of `settings.four_bits`.
     """
 
-    def __init__(self, settings: EngineSettings, processor: Processor) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        processor: Processor,
+        four_bits: Mapping[str, Module] | None = None,
+    ) -> None:
         self.settings, self.processor = settings, processor
         if processor.family.looks_ahead and not torch.cuda.is_available():
             raise ConfigError(
@@ -54,6 +61,8 @@ class VLLMEngine(RolloutEngine):
         self._current = self._handle.owner is None
         self._handle.owner = self
         self._factors: dict[str, Tensor] = {}
+        self._handle.four_bits |= four_bits or {}
+        self._four_bits = {f"{layer}.weight" for layer in settings.four_bits}
         self.version = 0
         self.requests = RequestFormat(
             processor,
@@ -108,13 +117,13 @@ class VLLMEngine(RolloutEngine):
         internals.wake(handle, "weights")
         handle.read_back.begin()
         factors: dict[str, Tensor] = {}
-        weights = _weights(tensors, factors)
-        first = next(weights, None)
         received: dict[str, str] = {}
+        weights = self._weights(tensors, factors, received)
+        first = next(weights, None)
         try:
             if first is not None:
                 internals.reload(handle, handle.read_back.noted(chain([first], weights)))
-                received = internals.read_back(handle)
+                received |= internals.read_back(handle)
             self._factors |= factors
             if self._factors:  # vLLM forgets its adapter when it loads weights
                 held = internals.put_adapter(handle, self._factors)
@@ -130,7 +139,11 @@ class VLLMEngine(RolloutEngine):
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
         """Those that vLLM has LoRA layers for (`adapters.py`)."""
-        return internals.layers_taken(self._handle, list(layers))
+        adapted = list(layers)
+        taken = internals.layers_taken(self._handle, adapted)
+        # a merge could not be in four bits
+        require_all({*self.settings.four_bits} & {*adapted}, taken, "LoRA layer")
+        return taken
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
         """Those that lie in vLLM's layers as they came. From then on keys and values alone are given back in sleep, for
@@ -197,23 +210,24 @@ class VLLMEngine(RolloutEngine):
         self.wake()
         return handle
 
+    def _weights(
+        self, tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], received: dict[str, str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors to load; factors go into `factors`, digests of what vLLM runs as the learner holds it `received`."""
+        for name, tensor in tensors:
+            if is_factor(name):
+                factors[name] = tensor
+            elif name in self._four_bits:
+                received[name] = digest(tensor)
+            else:
+                yield name, tensor
+
     # both caches hold what older weights made of images and prompts
     def _reset_prefix_cache(self) -> None:
         internals.reset_prefix_cache(self._handle)
 
     def _reset_encoder_cache(self) -> None:
         internals.reset_encoder_cache(self._handle)
-
-
-def _weights(
-    tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """Those of `tensors` that are weights; the others go into `factors`."""
-    for name, tensor in tensors:
-        if is_factor(name):
-            factors[name] = tensor
-        else:
-            yield name, tensor
 
 
 class VLLMStream(RequestStream):

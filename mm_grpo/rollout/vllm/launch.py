@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
-from mm_grpo.rollout.vllm import adapters
+from mm_grpo.rollout.vllm import adapters, four_bits
 from mm_grpo.rollout.vllm.read_back import ReadBack
 from mm_grpo.rollout.vllm.weight_names import teach_names
 
@@ -58,8 +58,9 @@ class EngineSettings:
     limits of one image, `max_images` bounds those of one prompt. On a GPU `gpu_memory_utilization` is the share of its
     memory that vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values
     (weights move to host memory), 2 the weights too. `lora_rank` is that of adapters beside the language model, with
-    `lora_vision` beside the tower too; 0 for an engine without. `engine_kwargs` are further arguments of `vllm.LLM`;
-    both kwargs are (name, value) pairs.
+    `lora_vision` beside the tower too; 0 for an engine without. `four_bits` are the learner's layers that run its own
+    weights in four bits (`four_bits.py`). `engine_kwargs` are further arguments of `vllm.LLM`; both kwargs are (name,
+    value) pairs.
     """
 
     model: str
@@ -72,6 +73,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     lora_rank: int = 0
     lora_vision: bool = False
+    four_bits: tuple[str, ...] = ()
     engine_kwargs: tuple[tuple[str, Any], ...] = ()
 
 
@@ -81,9 +83,9 @@ class Handle:
 
     `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
     parts of its memory that are given back (`weights`, `kv_cache`). `lent` are parameters of a learner's whose tensors
-    are the engine's own, which then have to stay where they are. `read_back` finds the
-    weights that it was given in its layers. `adapters` says whether it has LoRA layers, and `adapter` is what requests
-    carry once factors are in them.
+    are the engine's own, which then have to stay where they are; `four_bits` are its layers that the engine runs as
+    they are, by name. `read_back` finds the weights that it was given in its layers. `adapters` says whether it has
+    LoRA layers, and `adapter` is what requests carry once factors are in them.
     """
 
     llm: Any
@@ -92,6 +94,7 @@ class Handle:
     fault: str | None = None
     asleep: set[str] = field(default_factory=set)
     lent: list[Parameter] = field(default_factory=list)
+    four_bits: dict[str, Module] = field(default_factory=dict)
     read_back: ReadBack = field(default_factory=ReadBack)
     adapters: bool = False
     adapter: Any = None
@@ -123,7 +126,10 @@ def launch(settings: EngineSettings) -> Handle:
         teach_names(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
         lora = lora_arguments(settings)
-        handle = Handle(_construct(settings, lora), settings, adapters=bool(lora))
+        layers: dict[str, Module] = {}
+        started = four_bits.register(settings.four_bits, layers) if settings.four_bits else set()
+        handle = Handle(_construct(settings, lora), settings, adapters=bool(lora), four_bits=layers)
+        four_bits.require_all({*settings.four_bits}, started, "layer")
     _RUNNING[repr(settings)] = handle
     return handle
 
@@ -194,6 +200,8 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
         if _has_linear_layers(settings):  # their prefixes are cached by way of prefills in pieces
             arguments["enable_prefix_caching"] = False
     arguments |= given
+    if settings.four_bits:  # whose weights come after the start, so that no graph may hold their places
+        arguments |= {"quantization": four_bits.NAME, "enforce_eager": True}
     if not torch.cuda.is_available() and "kv_cache_memory_bytes" not in arguments:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(settings, arguments["max_num_seqs"])
     return arguments | {
