@@ -43,7 +43,8 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     With `config.vision` every linear layer of the vision tower gets one too. The factors are fp32 whatever the base's
     dtype. ConfigError when a target name is that of no layer.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    with quiet_libraries():
+        from peft import LoraConfig, inject_adapter_in_model
 
     alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
 
