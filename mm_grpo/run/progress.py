@@ -110,7 +110,10 @@ class Progress:
             self._tokens = tokens
         if step < self.total:
             shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
-        found = describe(shown)
+        self.show_step(step, describe(shown))
+
+    def show_step(self, step: int, found: Mapping[str, str]) -> None:
+        """Show the values of a step by their labels."""
         words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
         parts = [f"step {step}/{self.total}", *words]
         if self._bar is not None:
