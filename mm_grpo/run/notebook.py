@@ -13,7 +13,7 @@ from typing import Any, Self
 from rich.console import Console
 
 from mm_grpo.run.progress import Progress
-from mm_grpo.terminal import print_phase, printable
+from mm_grpo.terminal import printable
 
 ROWS = 200
 """Rows that are shown, the newest: each step sends the whole table anew."""
@@ -34,8 +34,8 @@ class NotebookProgress(Progress):
         self._rows: list[str | dict[str, str]] = []
 
     def __enter__(self) -> Self:
-        for line in self._headline.splitlines() if not self._quiet else ():
-            print_phase(line)
+        if self._headline and not self._quiet:
+            print(printable(self._headline), flush=True)
         self.begin()
         return self
 
