@@ -106,21 +106,15 @@ def quiet_libraries() -> Iterator[None]:
     """
     from transformers.utils.logging import set_tqdm_hook
 
-    def without_bar(bar: Any, arguments: Any, options: Any) -> Any:
-        return bar(*arguments, **{**options, "disable": True})
-
-    before = set_tqdm_hook(without_bar)
     kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    kernels.addFilter(_errors_alone)
+    level = kernels.level
+    hook = set_tqdm_hook(lambda bar, arguments, options: bar(*arguments, **options | {"disable": True}))
+    kernels.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        kernels.removeFilter(_errors_alone)
-        set_tqdm_hook(before)
-
-
-def _errors_alone(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        kernels.setLevel(level)
+        set_tqdm_hook(hook)
 
 
 class PrintableFilter(logging.Filter):

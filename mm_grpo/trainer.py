@@ -49,8 +49,8 @@ from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.notebook import progress_of_run
 from mm_grpo.run.paths import REPORT_EVERY, dated
+from mm_grpo.run.progress import progress_of_run
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
 from mm_grpo.run.summary import summary_of

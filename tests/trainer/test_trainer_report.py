@@ -85,7 +85,7 @@ def test_libraries_print_nothing_and_the_callers_settings_stay(
             transformers_logging.get_verbosity(),
             transformers_logging.is_progress_bar_enabled(),
             list(warnings.filters),
-            list(BITSANDBYTES.filters),
+            BITSANDBYTES.level,
         )
 
     monkeypatch.setattr(peft, "inject_adapter_in_model", noisy(inject))
