@@ -13,8 +13,8 @@ import logging
 import re
 import traceback
 import unicodedata
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +96,25 @@ def print_phase(text: str) -> None:
     """A plain line that says what begins, at once. A terminal or a pipe that was closed ends no run."""
     with suppress(OSError, ValueError):
         print(printable(text, lines=False), flush=True)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Load or save a model within it: transformers draws no bars, bitsandbytes does not ask for another kernel.
+
+    What the caller set is put back. The Hub's bars of what it downloads stay.
+    """
+    from transformers.utils.logging import set_tqdm_hook
+
+    kernels = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = kernels.level
+    hook = set_tqdm_hook(lambda bar, arguments, options: bar(*arguments, **options | {"disable": True}))
+    kernels.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        kernels.setLevel(level)
+        set_tqdm_hook(hook)
 
 
 class PrintableFilter(logging.Filter):

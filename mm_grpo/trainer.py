@@ -50,7 +50,7 @@ from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, dated
-from mm_grpo.run.progress import Progress
+from mm_grpo.run.progress import progress_of_run
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
 from mm_grpo.run.summary import summary_of
@@ -392,7 +392,7 @@ class GRPOTrainer:
         batch, memory = config.batch_sentence(processes=self.ranks.world), run_sentence(self.learner)
         on_disk = self.checkpoints.sentence(self.save_every)
         headline = "\n".join(filter(None, (batch, *self._limits, memory, on_disk)))
-        self.progress = Progress(
+        self.progress = progress_of_run(
             self.plan.max_steps, headline=headline, first=done, tokens=self.tokens_seen, quiet=not first
         )
         self.callbacks.surround([run, *pages, self.trackers], [self.progress, self.guards])

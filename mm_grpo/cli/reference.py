@@ -21,20 +21,25 @@ def config(
 ) -> None:
     """Show the fields of a config, those that matter most marked with *; without a name those alone."""
     from mm_grpo.config import GRPOConfig
+    from mm_grpo.config.shipped import shipped_folder
     from mm_grpo.migrate.keys import unknown_key
 
     fields = GRPOConfig.field_help()
-    if name is None:
-        typer.echo(printable("\n".join(_lines([field for field in fields if field.matters]))))
-        sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
-        typer.echo(f"mm-grpo config SECTION shows every field of one of\n{', '.join(sections)}")
-        return
     ends = {field: f".{field.path}." for field in fields}
-    shown = [field for field in fields if ends[field].startswith(f".{name}.")]
-    shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
+    if name is None:
+        shown = [field for field in fields if field.matters]
+    else:
+        shown = [field for field in fields if ends[field].startswith(f".{name}.")]
+        shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
     if not shown:
         raise ConfigError(unknown_key(name, None, [field.path for field in fields])[0])
-    typer.echo(printable("\n".join(_lines(shown))))
+    lines = _lines(shown)
+    if any("docs/" in line for line in lines):
+        lines.append(f"docs/ is {shipped_folder('docs')}")
+    if name is None:
+        sections = dict.fromkeys(field.path.rpartition(".")[0] or field.path for field in fields)
+        lines.append(f"mm-grpo config SECTION shows every field of one of\n{', '.join(sections)}")
+    typer.echo(printable("\n".join(lines)))
 
 
 def env() -> None:

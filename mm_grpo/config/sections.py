@@ -533,7 +533,7 @@ class RunConfig(Section):
     """Replace what the run folder already holds. Default: false."""
     guards: Annotated[
         dict[GuardName, GuardAction],
-        Accepts("a mapping of guards (docs/checking.md) to stop, warn or off"),
+        Accepts("a mapping of guards to stop, warn or off"),
     ] = Field(default_factory=dict)
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,

@@ -27,6 +27,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.quantization import dense, dtype_of
 from mm_grpo.learner.transformers_patches import copy_mode
 from mm_grpo.processors.family import Family
+from mm_grpo.terminal import quiet_libraries
 
 logger = logging.getLogger("mm_grpo")
 ADAPTER = "default"
@@ -42,7 +43,8 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     With `config.vision` every linear layer of the vision tower gets one too. The factors are fp32 whatever the base's
     dtype. ConfigError when a target name is that of no layer.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    with quiet_libraries():
+        from peft import LoraConfig, inject_adapter_in_model
 
     alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
 
@@ -61,7 +63,8 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
             f"model.lora.target_modules: no linear layer of the language model is named {', '.join(unknown)}; they are "
             f"named {', '.join(inside)}"
         )
-    inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
+    with quiet_libraries():
+        inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():  # peft makes them in the base's dtype
         if ".lora_" in name:
             parameter.data = parameter.data.float()

@@ -25,6 +25,7 @@ from mm_grpo.learner.quantization import dense, nf4_options, run_exactly
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.model_folder import quantization_of, quoted, read_config, refuse_own_code
+from mm_grpo.terminal import quiet_libraries
 
 logger = logging.getLogger("mm_grpo")
 TRAINED = (torch.float32, torch.bfloat16)
@@ -39,17 +40,18 @@ def load_model(config: ModelConfig, family: Family) -> Any:
     # straight to a GPU: processes that each build the model on the host first may not fit there together
     options: dict[str, Any] = {"device_map": None if device.type == "cpu" else device}
     try:
-        options |= nf4_options(config, found, family, dtype)
-        loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            config.path,
-            dtype=dtype,
-            attn_implementation="sdpa",  # the learner puts its own in its place
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,  # a pickle runs code when it is read
-            ignore_mismatched_sizes=True,  # they are named below
-            output_loading_info=True,
-            **options,
-        )
+        with quiet_libraries():
+            options |= nf4_options(config, found, family, dtype)
+            loaded: Any = AutoModelForImageTextToText.from_pretrained(
+                config.path,
+                dtype=dtype,
+                attn_implementation="sdpa",  # the learner puts its own in its place
+                trust_remote_code=config.trust_remote_code,
+                use_safetensors=True,  # a pickle runs code when it is read
+                ignore_mismatched_sizes=True,  # they are named below
+                output_loading_info=True,
+                **options,
+            )
     except torch.OutOfMemoryError:  # says nothing of the folder
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -132,12 +134,14 @@ def use_checkpointing(model: Any, wanted: bool | None) -> bool:
     """
     if wanted is None:
         wanted = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
+    # transformers 5.24 warns of the old names, and 6 has them no more
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     if not wanted:
-        if getattr(model, "is_gradient_checkpointing", False):
-            model.gradient_checkpointing_disable()
+        if getattr(model, f"is_{name}_checkpointing", False):
+            getattr(model, f"{name}_checkpointing_disable")()
         return False
     try:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     except ValueError as error:
         raise ConfigError(f"optim.gradient_checkpointing = true: {quoted(error)}; set it to false") from None
     return True

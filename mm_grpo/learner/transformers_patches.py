@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
 
+from mm_grpo.terminal import quiet_libraries
+
 PREFIX_ATTENTION = "mm_grpo_prefix"
 VARLEN_ATTENTION = "mm_grpo_varlen_flash"
 """With "flash" in it: that is how the towers choose between one call with the cuts and one call per image."""
@@ -152,7 +154,7 @@ def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
     installed, to compare classes: half a second, in runs that have no use for it.
     Needless when: accelerate looks for DeepSpeed's engine among the modules that are imported.
     """
-    with patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
+    with quiet_libraries(), patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
         model.save_pretrained(str(path), **options)
     copy_mode(path, "config.json")
 

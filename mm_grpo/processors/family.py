@@ -9,6 +9,7 @@ A family overrides what is otherwise.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,8 +128,13 @@ class Family(ABC):
         return model.get_output_embeddings()
 
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
-        """The last hidden states [B, N, D]; `inputs` are those of transformers' models."""
-        states: Tensor = self.backbone(model)(**inputs).last_hidden_state
+        """The last hidden states [B, N, D]; `inputs` are those of transformers' models, by their names in 5.10."""
+        backbone = self.backbone(model)
+        if "past_key_values" in inputs and "cache" in inspect.signature(backbone.forward).parameters:
+            inputs["cache"] = inputs.pop(
+                "past_key_values"
+            )  # 5.24 warns of the old name, and 5.40 has it no more
+        states: Tensor = backbone(**inputs).last_hidden_state
         return states
 
     def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Progress of a run: one bar on a terminal, elsewhere a line for each step.
+"""Progress of a run: one bar on a terminal, one table in a notebook, elsewhere a line for each step.
 
 A line has the step, the reward and the time left first; what does not fit the width is left out whole, from the right.
 """
@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ SHOWN = (
     ("sight", ("sight/nats",), "{:.2f}"),  # what images add to log-probs, in nats
     ("loss", ("loss",), "{:.4f}"),
     ("tokens/s", ("tokens_per_second",), "{:,.0f}"),
+    ("kl", ("kl",), "{:.4f}"),
 )
 UNITS = ("left", "s/step", "tokens/s")
 """Labels that stand behind their values."""
@@ -42,6 +44,8 @@ SILENCE = 10.0
 """Seconds without a line after which a long evaluation prints how far it is, where there is no terminal."""
 RECENT = 20
 """Steps, with the evaluations among them, by whose mean the time that is left is estimated."""
+ROWS = 200
+"""Rows of a notebook's table, which is sent anew with each step: the newest steps."""
 
 
 class Progress:
@@ -110,7 +114,10 @@ class Progress:
             self._tokens = tokens
         if step < self.total:
             shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
-        found = describe(shown)
+        self.show_step(step, describe(shown))
+
+    def show_step(self, step: int, found: Mapping[str, str]) -> None:
+        """Show the values of a step by their labels."""
         words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
         parts = [f"step {step}/{self.total}", *words]
         if self._bar is not None:
@@ -144,6 +151,50 @@ class Progress:
         except OSError:
             self._quiet = True
             self.console.quiet = True
+
+
+class NotebookProgress(Progress):
+    """Shows the steps as a table that grows in one output of a cell, and below it what is printed meanwhile."""
+
+    def __init__(self, total: int, **options: Any) -> None:
+        super().__init__(total, **options)
+        self._rows = deque[dict[str, str]](maxlen=ROWS)
+        self._texts: list[str] = []
+        self._handle: Any = None
+
+    def show_step(self, step: int, found: Mapping[str, str]) -> None:
+        self._rows.append({"step": f"{step}/{self.total}", **found})
+        self._draw()
+
+    def print(self, text: str) -> None:
+        self._texts += text.splitlines()
+        self._draw()
+
+    def evaluating(self, name: str, done: int, total: int) -> None:
+        if time.monotonic() - self._printed >= 1:
+            self._draw(f"evaluating {name} {done}/{total}")
+
+    def _draw(self, *status: str) -> None:
+        """Show the table with the `status` below it, in the place of the one before."""
+        if self._quiet:
+            return
+        from IPython.display import HTML, display
+
+        self._printed = time.monotonic()
+        columns = dict.fromkeys(label for row in self._rows for label in row)
+        rows = [columns, *([row.get(label, "") for label in columns] for row in self._rows)]
+        cells = ("".join(f"<td>{escape(printable(text))}</td>" for text in row) for row in rows)
+        lines = "<br>".join(escape(printable(text)) for text in (*self._texts, *status))
+        html = HTML(f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{lines}")
+        if self._handle is None:
+            self._handle = display(html, display_id=True)
+        else:
+            self._handle.update(html)
+
+
+def progress_of_run(total: int, **options: Any) -> Progress:
+    """Return what shows the steps of a run here: a notebook's table, or a bar or lines."""
+    return (NotebookProgress if Console().is_jupyter else Progress)(total, **options)
 
 
 class _Line(ProgressColumn):

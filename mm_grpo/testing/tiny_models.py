@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, GenerationConfig
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.model_folder import read_config
+from mm_grpo.terminal import quiet_libraries
 from mm_grpo.testing.tiny_recipes import RECIPES, Options
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -85,6 +86,7 @@ def build(
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.save_pretrained(path)
+    with quiet_libraries():
+        model.save_pretrained(path)
     processor.save_pretrained(path)
     return path

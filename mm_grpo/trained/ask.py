@@ -22,6 +22,7 @@ from mm_grpo.rollout.engine import Request, Sampling
 from mm_grpo.rollout.evaluate import sampling_of
 from mm_grpo.rollout.prompts import context_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
+from mm_grpo.terminal import quiet_libraries
 from mm_grpo.trained.export import read_export_mark
 from mm_grpo.trained.model import as_config_error, load_trained
 from mm_grpo.trained.proof import load_plain
@@ -118,7 +119,8 @@ def ask(
 
 def _base_of(path: Path) -> str:
     """The base model that an adapter's config names."""
-    from peft import PeftConfig
+    with quiet_libraries():
+        from peft import PeftConfig
 
     with as_config_error(f"'{path}/adapter_config.json' cannot be read"):
         if not (base := PeftConfig.from_pretrained(str(path)).base_model_name_or_path):

@@ -7,6 +7,7 @@ its adapters unmerged. So a wrong merge shows, and so does a file that is not wh
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from mm_grpo.parity.gaps import Gap, gap_of
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest
+from mm_grpo.terminal import quiet_libraries
 from mm_grpo.trained.model import Trained, as_config_error
 from mm_grpo.trained.prompts import Asked
 from mm_grpo.types import Prompt
@@ -73,7 +75,7 @@ def expected_of(trained: Trained, asked: Asked, tensors: Iterator[tuple[str, Ten
 def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool) -> Proof:
     """Load `folder` and compare. ConfigError, naming what differs, when it is not the trained model."""
     trust = config.model.trust_remote_code
-    with as_config_error("what was written cannot be loaded"):
+    with as_config_error("what was written cannot be loaded"), quiet_libraries():
         model = load_plain(folder, config, expected.dtype, adapter=adapter)
         processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust)
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -119,7 +121,9 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
         from peft import PeftModel
 
         run_exactly(model)
-        model = PeftModel.from_pretrained(model, str(folder))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft calls transformers by its old names
+            model = PeftModel.from_pretrained(model, str(folder))
     from mm_grpo.learner.model import resolve_device
 
     return model.to(resolve_device(config.model.device)).eval()

@@ -69,6 +69,9 @@ def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
     assert inner == [path for path in Section.all_paths if path.startswith("rollout.vllm.")]
     found = command("config", "learning_rate").out
     assert found.startswith("* optim.learning_rate: a number >= 0 or null; default null\n")
+    assert "docs/" not in found
+    (pages,) = re.findall(r"(?m)^docs/ is (.+)$", command("config", "run.guards").out)
+    assert (Path(pages) / "checking.md").is_file()
     wrong = command("config", "num_train_epochs")
     assert wrong.code == 2 and "run.max_steps" in wrong.err
 

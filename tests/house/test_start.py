@@ -67,3 +67,29 @@ def test_a_run_imports_only_what_it_uses(models: dict[str, Path], tmp_path: Path
     assert (tmp_path / "run/model/model.safetensors").is_file()
     assert (tmp_path / "run/report.html").is_file()
     assert imported("view", "run", cwd=tmp_path) == set()
+
+
+QUIET = """
+import sys
+from pathlib import Path
+from mm_grpo import GRPOConfig, GRPOTrainer
+from mm_grpo.trained.export import export_run
+trainer = GRPOTrainer(GRPOConfig.from_yaml("shapes", sys.argv[1:]))
+trainer.train()
+trainer.save("saved")
+export_run(Path("run"), Path("adapter"), adapter=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_from_python_has_nothing_on_stderr(tmp_path: Path) -> None:
+    """With adapters, for which peft is imported, and by it what is installed beside it."""
+    fields = [
+        "run.dir=run", "run.max_steps=1", "run.save_every=1", "data.eval=null", "optim.warmup_steps=0",
+        "rollout.prompts_per_step=4", "run.guards={zero_std: off}", "model.lora={rank: 2}",
+        "optim.gradient_checkpointing=true",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    code = [sys.executable, "-c", QUIET, *fields]
+    done = subprocess.run(code, cwd=tmp_path, text=True, capture_output=True, timeout=300, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")

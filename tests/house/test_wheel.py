@@ -62,7 +62,9 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
-    assert listed == sorted([".".join(folder.parts) for folder in folders] + ["mm_grpo.examples"])
+    assert listed == sorted(
+        [".".join(folder.parts) for folder in folders] + ["mm_grpo.docs", "mm_grpo.examples"]
+    )
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
@@ -83,7 +85,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
     held = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     wanted = [str(f) for f in source_files() if f.parts[0] == "mm_grpo"]
-    wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] == "examples"]
+    wanted += [f"mm_grpo/{f}" for f in source_files() if f.parts[0] in ("docs", "examples")]
     assert sorted(held) == sorted(wanted)
 
 
@@ -116,7 +118,12 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
         "data.train=labels.csv", "data.image_dir=photos", "data.columns={image: file, prompt: question, answer: label}",
         "run.dir=runs/mine",
     ]  # fmt: skip
-    lines = ["init|mine", "|".join(["train", "mine/config.yaml", *given]), "export|runs/mine|model"]
+    lines = [
+        "init|mine",
+        "|".join(["train", "mine/config.yaml", *given]),
+        "export|runs/mine|model",
+        "config|run.guards",
+    ]
     (snippet,) = re.findall(
         r"```python\n(from mm_grpo import GRPOConfig.*?)```", README.read_text(), re.DOTALL
     )
@@ -131,3 +138,5 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
     assert (site / "bin" / "mm-grpo").exists()
     assert output.count("done: 2 steps") == 1 and (here / "model/config.json").is_file()
     assert (here / "runs/python/report.html").is_file()
+    (pages,) = re.findall(r"^docs/ is (.+)$", output, re.MULTILINE)
+    assert Path(pages).is_relative_to(site) and (Path(pages) / "checking.md").is_file()

@@ -306,3 +306,14 @@ def test_gradient_checkpointing_is_on_where_a_gpu_is(
         config=SimpleNamespace(to_dict=dict), gradient_checkpointing_enable=turned.append,
     )  # fmt: skip
     assert use_checkpointing(model, asked) is done and bool(turned) is done
+
+
+@pytest.mark.parametrize("kind", ["gradient", "activation"])
+def test_checkpointing_goes_by_the_name_that_the_model_has(kind: str) -> None:
+    calls: list[str] = []
+    model = SimpleNamespace(device=torch.device("cpu"), supports_gradient_checkpointing=True)
+    setattr(model, f"is_{kind}_checkpointing", True)
+    setattr(model, f"{kind}_checkpointing_enable", lambda options: calls.append("on"))
+    setattr(model, f"{kind}_checkpointing_disable", lambda: calls.append("off"))
+    assert [use_checkpointing(model, wanted) for wanted in (True, False)] == [True, False]
+    assert calls == ["on", "off"]

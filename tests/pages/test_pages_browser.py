@@ -246,6 +246,13 @@ PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBo
   all("img, link, iframe").length, page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e")"""
 
 
+def test_the_evaluations_of_a_run_fit_a_phone(report: Path, site: Site, tmp_path: Path) -> None:
+    """Before, after, interval and change are on a screen of 360 pixels, without scrolling."""
+    script = """all("table.evaluations tr:nth-child(2) .num").length,
+      all("table.evaluations *").filter((e) => e.getBoundingClientRect().right > 346).length"""
+    assert look(site, tmp_path, report, script, width=360) == ["4", "0"]
+
+
 def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
     """A screen of 360 pixels shows it whole, and it asks for nothing."""
     script = """words("h2"), words("h2 + p, h2 + p + p"), words("h3.bad"), words("ul b"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, Pack, by_group, plan
 from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.qwen_vl import QwenVLFamily
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.types import Prompt
@@ -262,3 +264,22 @@ def test_the_update_equals_that_of_a_plain_loop(
             assert not moved.any(), name
             continue
         assert_close(name, moved, want[name], largest)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_cache_goes_by_the_name_that_the_model_has(name: str) -> None:
+    """Without an error: a forward that takes other keywords too would drop one of another name."""
+
+    def old(past_key_values: Any = None, **others: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=(past_key_values, others))
+
+    def new(cache: Any = None, **others: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=(cache, others))
+
+    class Backbone(torch.nn.Module):
+        forward = staticmethod(old if name == "past_key_values" else new)
+
+    states: Any = QwenVLFamily().hidden_states(
+        SimpleNamespace(model=Backbone()), past_key_values=3, use_cache=True
+    )
+    assert states == (3, {"use_cache": True})

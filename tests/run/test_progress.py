@@ -1,14 +1,17 @@
-"""What a run says on the terminal."""
+"""What a run says on the terminal, and in a notebook."""
 
 from __future__ import annotations
 
 import io
 import re
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from mm_grpo.run.progress import Progress, describe
+from mm_grpo.run.progress import Progress, describe, progress_of_run
 
 METRICS = {
     "reward": 0.2664, "reward_std": 0.4261, "frac_reward_zero_std": 0.125, "completions/mean_length": 31.25,
@@ -24,7 +27,8 @@ def console(terminal: bool, width: int = 120) -> tuple[Console, io.StringIO]:
 def test_a_step_in_words() -> None:
     metrics = {"reward": 0.41249, "loss": -0.00312, "kl": 0.1, "rewards/accuracy/mean": 0.5, "seconds": 1.94}
     assert [*describe(metrics).items()] == [
-        ("reward", "0.412"), ("accuracy", "0.500"), ("s/step", "1.9"), ("loss", "-0.0031")
+        ("reward", "0.412"), ("accuracy", "0.500"), ("s/step", "1.9"), ("loss", "-0.0031"),
+        ("kl", "0.1000"),
     ]  # fmt: skip
     assert describe(METRICS) == {
         "reward": "0.266 ± 0.426", "zero spread": "12%", "length": "31.2", "clipped": "50%", "sight": "1.25"
@@ -88,3 +92,41 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
         "evaluating held 64/300",
         "step 1/101  4 min 10 s left  2.0 s/step",
     ]
+
+
+def test_a_notebook_has_one_table_that_grows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+    handle = SimpleNamespace(update=shown.append)
+    calls: list[Any] = []
+
+    def display(html: str, display_id: bool) -> Any:
+        calls.append(display_id)
+        shown.append(html)
+        return handle
+
+    monkeypatch.setattr("builtins.get_ipython", type("ZMQInteractiveShell", (), {}), raising=False)
+    module = SimpleNamespace(HTML=str, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    with progress_of_run(300, headline="8 prompts\n4 generations") as progress:
+        progress.print("<b>accuracy</b> 0.25")
+        for step in range(1, 301):
+            progress.on_log(step, {"reward": step / 1000, "kl": 0.5, "step_time": 2.0})
+            progress.evaluating("heldout", step, 300)
+    assert calls == [True] and len(shown) == 302 and capsys.readouterr().out == ""
+    assert [re.findall("<td>([^<]*)", row) for row in shown[2].split("<tr>")[1:]] == [
+        ["step", "reward", "left", "s/step", "kl"],
+        ["1/300", "0.001", "0 s", "2.0", "0.5000"],
+    ]
+    assert shown[2].endswith("</table>8 prompts<br>4 generations<br>&lt;b&gt;accuracy&lt;/b&gt; 0.25")
+    rows = re.findall("<td>([^<]*)/300</td><td>([^<]*)", shown[-1])
+    assert (rows[0], rows[-1]) == (("101", "0.101"), ("300", "0.300"))
+
+
+@pytest.mark.parametrize("shell", [None, "TerminalInteractiveShell"])
+def test_elsewhere_a_run_prints_lines(shell: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shell is not None:
+        monkeypatch.setattr("builtins.get_ipython", type(shell, (), {}), raising=False)
+    assert type(progress_of_run(3)) is Progress

@@ -10,6 +10,7 @@ from typing import Any
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import content_text
 from mm_grpo.rewards.registry import reward
+from mm_grpo.terminal import quiet_libraries
 
 _LOADING = threading.Lock()
 
@@ -85,9 +86,10 @@ def _loaded(model: str, device: str) -> tuple[Any, Any]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        network, info = AutoModelForSequenceClassification.from_pretrained(
-            model, dtype="auto", output_loading_info=True, trust_remote_code=False
-        )
+        with quiet_libraries():
+            network, info = AutoModelForSequenceClassification.from_pretrained(
+                model, dtype="auto", output_loading_info=True, trust_remote_code=False
+            )
     except (OSError, ValueError) as error:
         raise RewardError(
             f"reward_model: {model!r} cannot be loaded as a sequence classifier: {error}"
