@@ -110,6 +110,17 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def replaced(old: str, new: str) -> Damage:
+    """Write `new` in place of `old`, which the file holds."""
+
+    def damage(path: Path) -> None:
+        text = path.read_text()
+        assert old in text, text
+        path.write_text(text.replace(old, new))
+
+    return damage
+
+
 def rename_newest(out: Path) -> None:
     (out / "checkpoints" / "step-000003").rename(out / "checkpoints" / "step-000009")
 
