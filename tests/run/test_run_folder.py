@@ -22,6 +22,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.run import folder as run_folder
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.paths import dated
 
 FIRST = ["config.yaml", "environment.json", "mm_grpo_run.json"]
 
@@ -128,6 +129,16 @@ print("held", flush=True)
 time.sleep(120)
 """
 GIVEN: list[dict[str, bool]] = [{}, {"overwrite": True}, {"resume": True}]
+
+
+@pytest.mark.parametrize("name", ["exp[1]", "exp*", "exp?", "exp{1}"])
+def test_the_newest_of_dated_runs_is_one_of_this_very_name(name: str, tmp_path: Path) -> None:
+    start(tmp_path / "exp1" / "20260101-000000")
+    with pytest.raises(ConfigError, match=r"^run\.dir = .*no such run"):
+        dated(str(tmp_path / name / "{time}"), newest=True)
+    for day in ("20260102-000000", "20260103-000000"):
+        start(tmp_path / name / day)
+    assert dated(str(tmp_path / name / "{time}"), newest=True) == f"{tmp_path}/{name}/20260103-000000"
 
 
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
