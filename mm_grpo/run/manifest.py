@@ -71,7 +71,9 @@ def inspect_checkpoint(
         manifest = parse_json(data, dict)
         if (version := manifest["format"]) != FORMAT:
             return manifest, f"{path.name} has format {shown(version)}, and this version reads {FORMAT}"
-        if data != manifest_text(manifest).encode():  # bytes, so that nothing beside the values is other either
+        if (
+            data != manifest_text(manifest).encode()
+        ):  # bytes, so that nothing beside the values is other either
             return manifest, f"{path.name}/{MANIFEST} is not what was written"
         if (step := manifest["step"]) != step_of(path):
             return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
