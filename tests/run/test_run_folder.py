@@ -182,6 +182,28 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) ->
     assert (tmp_path / "config.yaml").read_text() == "x: 2\n"
 
 
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_what_a_killed_process_had_not_renamed_is_removed(how: str, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    image = f"rollouts/images/.{'0af' * 10}00.png"
+    ours = (
+        ".metrics.jsonl.7.tmp",
+        ".summary.json.99.tmp",
+        "rollouts/.eval-step-000001.jsonl.7.tmp",
+        f"{image}.7.tmp",
+    )
+    users = (
+        ".notes.json.7.tmp",
+        f"{image}.tmp",
+        "rollouts/images/.me.png.7.tmp",
+        "rollouts/.step-1.jsonl.7.tmp",
+    )
+    add_to(tmp_path, *ours, *users)
+    start(tmp_path, **{how: True})
+    left = names(tmp_path)
+    assert not set(ours) & set(left) and set(users) <= set(left)
+
+
 def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     (tmp_path / "run" / "model").rename(tmp_path / "elsewhere")
