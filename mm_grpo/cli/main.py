@@ -33,7 +33,7 @@ from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError
-from mm_grpo.terminal import PrintableFilter, print_traceback, printable, redact
+from mm_grpo.terminal import PrintableFilter, outlive_reader, print_traceback, printable, redact
 
 TRACEBACK = "--traceback"
 
@@ -99,9 +99,12 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 def _main() -> None:  # noqa: C901
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(*ALLOCATOR)
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
+            stream = outlive_reader(stream) if stream is getattr(sys, f"__{name}__") else stream
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message
+            setattr(sys, name, stream)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(PrintableFilter())

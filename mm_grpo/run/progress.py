@@ -141,7 +141,7 @@ class Progress:
         """A terminal or a pipe that was closed ends the output, not the run."""
         try:
             yield
-        except OSError:
+        except (OSError, SystemExit):  # rich exits where a pipe has no reader
             self._quiet = True
             self.console.quiet = True
 
