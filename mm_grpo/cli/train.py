@@ -57,6 +57,7 @@ def train(
         refuse_own_folder(loaded.run.dir, file, resume=resume)
     if not smoke:
         refuse_missing_data(loaded, config)
+        refuse_former_run(loaded, resume=resume)
     if smoke and resume:
         raise ConfigError("--smoke and --resume: a smoke run goes on from nothing; leave one out")
     if processes is not None:
@@ -122,6 +123,16 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
         )
         return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
+
+
+def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
+    """Check the run folder before torch is imported, on the first process; the trainer does so again, with the rows."""
+    from mm_grpo.run.folder import RunFolder
+    from mm_grpo.run.paths import dated
+
+    if os.environ.get("RANK", "0") == "0":
+        folder = dated(loaded.run.dir, newest=resume)
+        RunFolder(folder, overwrite=loaded.run.overwrite, resume=resume, writes=()).check()
 
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:
