@@ -116,11 +116,14 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
     folder = Path(loaded.run.dir)
     seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
     kept = any((folder / "checkpoints").glob("step-*"))
-    if summary["eval"] and (kept or loaded.run.save_model):
-        other = (summary["model"] or {}).get("step") not in (None, summary["steps"])
-        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * (
-            kept and other
-        )
+    steps, best = summary["steps"], summary["best_step"]
+    other = kept and (summary["model"] or {}).get("step") not in (None, steps)
+    if summary["warned"]:  # the last weights may be dead
+        other = kept and best not in (None, 0, steps)
+    repeats = Path(config).resolve() in (folder.resolve(), (folder / "config.yaml").resolve())
+    useful = other or not (repeats or summary["warned"])
+    if useful and summary["eval"] and (kept or loaded.run.save_model):
+        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * other
         return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
 

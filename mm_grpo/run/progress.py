@@ -67,6 +67,8 @@ class Progress:
         self._headline = headline
         self._quiet = quiet
         self._tokens = tokens
+        self.step = first
+        self._texts: list[str] = []
         self._last = self._printed = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._bar: Bar | None = None
@@ -88,6 +90,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._print_texts()
         if self._bar is not None:
             with self._while_there_is_a_terminal():
                 self._bar.stop()
@@ -98,8 +101,12 @@ class Progress:
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step`, counted from 1, is done. Its seconds are `step_time`, or the time since the last."""
-        if step == 0:
-            return
+        self.step = step
+        if step > 0:
+            self._show_step(step, metrics)
+        self._print_texts()
+
+    def _show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
         self._recent.append(now - self._last)
         seconds = metrics.get("step_time", now - self._last)
@@ -119,13 +126,22 @@ class Progress:
         else:
             self.print(fit(parts, self.console.width))
 
+    def print_after(self, text: str) -> None:
+        """Print a line below that of the step that ends now."""
+        self._texts.append(text)
+
+    def _print_texts(self) -> None:
+        while self._texts:
+            self.print(self._texts.pop(0))
+
     def evaluating(self, name: str, done: int, total: int) -> None:
-        """An evaluation has answered `done` of the `total` rows of the set `name`."""
-        words = f"evaluating {name} {done}/{total}"
+        """An evaluation after step `self.step` has answered `done` of the `total` rows of the set `name`."""
+        words = f"evaluating {name} {done}/{total}" if done else f"evaluating {name}, {total} rows"
         if self._bar is not None:
             with self._while_there_is_a_terminal():
-                step = self._bar.tasks[0].fields["parts"][0]
-                self._bar.update(self._task, parts=[step, words])
+                self._bar.update(
+                    self._task, completed=self.step, parts=[f"step {self.step}/{self.total}", words]
+                )
         elif time.monotonic() - self._printed >= SILENCE:
             self.print(words)
 
@@ -134,7 +150,8 @@ class Progress:
         self._printed = time.monotonic()
         if not self._quiet:
             with self._while_there_is_a_terminal():
-                self.console.print(Text(printable(text)), soft_wrap=True)
+                # a terminal would break a long line within a word; a log file has it whole
+                self.console.print(Text(printable(text)), soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def _while_there_is_a_terminal(self) -> Iterator[None]:
