@@ -12,6 +12,7 @@ import atexit
 import io
 import logging
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -32,7 +33,7 @@ from mm_grpo.cli.train import train
 from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
-from mm_grpo.errors import EngineError, GuardStop, UserError
+from mm_grpo.errors import EngineError, GuardStop, UserError, shorten
 from mm_grpo.terminal import PrintableFilter, outlive_reader, print_traceback, printable, redact
 
 TRACEBACK = "--traceback"
@@ -163,8 +164,11 @@ def _exit(message: str, code: int, lost: bool = False) -> None:
 
         if not should_report(message, lost=lost):
             sys.exit(code)
+    message = re.sub(
+        r"\S{301,}", lambda word: shorten(word[0], 300), redact(message)
+    )  # a number of 400 digits
     with suppress(OSError):  # the terminal is gone
-        print(printable(redact(message)), file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     sys.exit(code)
 
 
