@@ -132,7 +132,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft only warns of what is missing, which is an error here
         model = PeftModel.from_pretrained(model, str(folder))
-        read = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+        read: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
     missing = sorted(name for name in read.missing_keys if f".{ADAPTER}" in name)  # and not the base's own
     for names, fault in ((missing, "lacks"), (sorted(read.unexpected_keys), "has no layer for")):
         if names:
