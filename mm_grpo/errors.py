@@ -5,7 +5,8 @@ message alone and exits with 2. A `GuardStop` is a run that stopped itself (exit
 names the field or the row, the value, what is legal and what to do. Anything else that escapes exits with 1
 and one line (cli/unexpected.py).
 
-`did_you_mean` is the hint that a message about an unknown name gives; `by_cause` makes one message of many.
+`did_you_mean` is the hint that a message about an unknown name gives; `by_cause` makes one message of many, `shorten`
+cuts a value or another library's message.
 """
 
 import difflib
@@ -39,6 +40,26 @@ class EngineError(RuntimeError):
 
 class GuardStop(Exception):
     """A guard stopped the run. Exit code 3."""
+
+
+def shorten(text: object, limit: int = 80) -> str:
+    """A text on one line, cut at `limit` characters.
+
+    >>> shorten("a \n b"), shorten("9" * 400, 10)
+    ('a b', '9999999...')
+    """
+    whole = " ".join(str(text).split())
+    return whole if len(whole) <= limit else f"{whole[: limit - 3]}..."
+
+
+def half_character(text: str) -> str:
+    """Words about half a character (a lone surrogate) in a text, which no tokenizer and no file takes; "" without.
+
+    >>> half_character("a\\ud800")
+    'holds half a character (\\\\ud800); write the whole one, as UTF-8'
+    """
+    half = re.search("[\ud800-\udfff]", text)
+    return f"holds half a character ({ascii(half[0])[1:-1]}); write the whole one, as UTF-8" if half else ""
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

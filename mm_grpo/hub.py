@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mm_grpo.errors import shorten
+
 
 def hub_fault(name: str, *, dataset: bool = False) -> str:
     """Why the hub cannot be reached for a repository; "" where it answers, be it that it has no such one.
@@ -15,6 +17,6 @@ def hub_fault(name: str, *, dataset: bool = False) -> str:
         get_hf_file_metadata(url, timeout=float(constants.HF_HUB_ETAG_TIMEOUT))
     except Exception as error:  # httpx's, or httpx2's; any other is an answer, or the libraries tell it
         if any(kind.__name__ == "TransportError" for kind in type(error).__mro__):
-            why = f"{' '.join(str(error).split())[:300]} [{type(error).__name__}]"
+            why = f"{shorten(error, 300)} [{type(error).__name__}]"
             return f"{constants.ENDPOINT} cannot be reached ({why})"
     return ""

@@ -9,7 +9,9 @@ goes to the terminal passes it: messages of errors, tables, progress, and what t
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import re
 import traceback
 import unicodedata
@@ -115,6 +117,24 @@ def quiet_libraries() -> Iterator[None]:
     finally:
         kernels.setLevel(level)
         set_tqdm_hook(hook)
+
+
+class _LastingFile(io.FileIO):
+    """A file whose writes go nowhere once the reader of its pipe has ended."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(data)
+
+
+def outlive_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The standard `stream` of this process, whose reader may end (`| head`) without ending what writes to it."""
+    raw: Any = _LastingFile(stream.fileno(), "wb", closefd=False)
+    own = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
+    return io.TextIOWrapper(raw if stream.write_through else io.BufferedWriter(raw), **own)
 
 
 class PrintableFilter(logging.Filter):

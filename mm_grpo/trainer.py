@@ -53,7 +53,7 @@ from mm_grpo.run.paths import REPORT_EVERY, dated
 from mm_grpo.run.progress import progress_of_run
 from mm_grpo.run.same_run import refuse_another_run, rewards_of, rows_of, tool_sources_of
 from mm_grpo.run.stop_signals import StopSignals, interrupted
-from mm_grpo.run.summary import summary_of
+from mm_grpo.run.summary import summary_of, warnings_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import timed
@@ -371,7 +371,10 @@ class GRPOTrainer:
         if self.resume:
             last = self.plan.max_steps
             left = "nothing is left" if done == last else f"{last - done} of {last} steps are left"
-            self._phase(f"resuming {run.paths.root} after step {done}: {left}")
+            found = f"resuming {run.paths.root} after step {done}: {left}"
+            self._phase(
+                found if done else f"{run.paths.root} has no checkpoint to resume; starting at step 1"
+            )
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
                 rewards = rewards_of(self.scorer.specs)
@@ -444,6 +447,7 @@ class GRPOTrainer:
         seconds = time.perf_counter() - started
         summary = summary_of(self.evaluations, seconds, step, self.stop_reason or None)
         summary |= {"model": {"step": kept, "why": why} if saved else None}
+        summary["warned"] = warnings_of(run.paths) if self.ranks.first else {}
         if self.ranks.first:
             run.write_summary(summary)
         return summary
@@ -457,8 +461,9 @@ class GRPOTrainer:
         clock = time.perf_counter()
         self.pipeline.drain()
         parts = (self.prompt_builder, self.sampler, self.scorer, self.ranks)
+        self.progress.step = step
         metrics = self.evaluations.run(step, parts, self.folder, self.progress.evaluating)
-        self.progress.print(self.evaluations.sentence(step))
+        self.progress.print_after(self.evaluations.sentence(step))
         metrics["time/eval"] = time.perf_counter() - clock
         self._call("on_evaluate", step=step, metrics=metrics, evaluations=self.evaluations.after)
         return metrics

@@ -69,9 +69,9 @@ def ask(
     checkpoint: Which = None,
     trust_remote_code: Trust = False,
     temperature: Annotated[
-        float | None, typer.Option(min=0, help="Softmax temperature; 0 is greedy.")
+        float | None, typer.Option(min=0, max=1e6, help="Softmax temperature; 0 is greedy.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sample.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sample.")] = 0,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the run's.")] = None,
 ) -> None:

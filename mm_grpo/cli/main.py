@@ -12,6 +12,7 @@ import atexit
 import io
 import logging
 import os
+import re
 import signal
 import sys
 from contextlib import suppress
@@ -32,8 +33,8 @@ from mm_grpo.cli.train import train
 from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
-from mm_grpo.errors import EngineError, GuardStop, UserError
-from mm_grpo.terminal import PrintableFilter, print_traceback, printable, redact
+from mm_grpo.errors import EngineError, GuardStop, UserError, shorten
+from mm_grpo.terminal import PrintableFilter, outlive_reader, print_traceback, printable, redact
 
 TRACEBACK = "--traceback"
 
@@ -99,9 +100,12 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 def _main() -> None:  # noqa: C901
     if "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ.setdefault(*ALLOCATOR)
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
+            stream = outlive_reader(stream) if stream is getattr(sys, f"__{name}__") else stream
             stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message
+            setattr(sys, name, stream)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
         handler.addFilter(PrintableFilter())
@@ -160,8 +164,11 @@ def _exit(message: str, code: int, lost: bool = False) -> None:
 
         if not should_report(message, lost=lost):
             sys.exit(code)
+    message = re.sub(
+        r"\S{301,}", lambda word: shorten(word[0], 300), redact(message)
+    )  # a number of 400 digits
     with suppress(OSError):  # the terminal is gone
-        print(printable(redact(message)), file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -79,7 +79,8 @@ def estimate(
     config: Config,
     overrides: Overrides = None,
     gpu: Annotated[
-        list[float] | None, typer.Option(min=1, help="Memory of a GPU, in GB; may be repeated. Default: 80.")
+        list[float] | None,
+        typer.Option(min=1, max=1e6, help="Memory of a GPU, in GB; may be repeated. Default: 80."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
 ) -> None:

@@ -57,6 +57,7 @@ def train(
         refuse_own_folder(loaded.run.dir, file, resume=resume)
     if not smoke:
         refuse_missing_data(loaded, config)
+        refuse_former_run(loaded, resume=resume)
     if smoke and resume:
         raise ConfigError("--smoke and --resume: a smoke run goes on from nothing; leave one out")
     if processes is not None:
@@ -115,13 +116,26 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
     folder = Path(loaded.run.dir)
     seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
     kept = any((folder / "checkpoints").glob("step-*"))
-    if summary["eval"] and (kept or loaded.run.save_model):
-        other = (summary["model"] or {}).get("step") not in (None, summary["steps"])
-        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * (
-            kept and other
-        )
+    steps, best = summary["steps"], summary["best_step"]
+    other = kept and (summary["model"] or {}).get("step") not in (None, steps)
+    if summary["warned"]:  # the last weights may be dead
+        other = kept and best not in (None, 0, steps)
+    repeats = Path(config).resolve() in (folder.resolve(), (folder / "config.yaml").resolve())
+    useful = other or not (repeats or summary["warned"])
+    if useful and summary["eval"] and (kept or loaded.run.save_model):
+        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * other
         return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
     return f"see {seen}"
+
+
+def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
+    """Check the run folder before torch is imported, on the first process; the trainer does so again, with the rows."""
+    from mm_grpo.run.folder import RunFolder
+    from mm_grpo.run.paths import dated
+
+    if os.environ.get("RANK", "0") == "0":
+        folder = dated(loaded.run.dir, newest=resume)
+        RunFolder(folder, overwrite=loaded.run.overwrite, resume=resume, writes=()).check()
 
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from mm_grpo.config.yaml_file import set_value, shown
-from mm_grpo.errors import ConfigError, nearest
+from mm_grpo.errors import ConfigError, half_character, nearest
 from mm_grpo.migrate.keys import VALUES, unknown_key
 
 
@@ -30,6 +30,10 @@ class Accepts:
     """What a field accepts, in words that follow "must be"."""
 
     text: str
+
+
+MOST_BITS = 10_000
+"""Of a number, some 3000 digits."""
 
 
 class RelativeToFile:
@@ -72,6 +76,7 @@ class Section(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         try:
+            _refuse_unwritable(obj, cls.where)
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise as_config_error(cls, error) from None
@@ -180,6 +185,17 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
     hint = f"; {advice}" if advice else f" (the nearest is {found})" if found else ""
     given = path if "[key]" in location else f"{path} = {shown(value)}"
     return [f"{given}: must be {describe_type(field.annotation, field.metadata)}{hint}"]
+
+
+def _refuse_unwritable(value: Any, path: str) -> None:
+    """Raise ConfigError for what no config file holds: half a character, and more digits than Python writes."""
+    if isinstance(value, str) and (half := half_character(value)):
+        raise ConfigError(f"{path} = {shown(value)}: {half}")
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ConfigError(f"{path} = {shown(value)}: must have at most {MOST_BITS} bits")
+    items = value.items() if isinstance(value, Mapping) else ()
+    for key, inner in enumerate(value) if isinstance(value, list | tuple) else items:
+        _refuse_unwritable(inner, _join(path, str(key)))
 
 
 def _field(cls: type[Section], location: Sequence[Any]) -> tuple[FieldInfo | None, Sequence[Any]]:

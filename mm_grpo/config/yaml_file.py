@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, shorten
 from mm_grpo.files import expand_glob, read_regular_file
 
 
@@ -189,8 +189,10 @@ def plain(value: Any) -> Any:
 
 def shown(value: object, limit: int = 80) -> str:
     """A value as an error message shows it: short, on one line."""
-    text = "null" if value is None else " ".join(repr(value).split())
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    try:
+        return shorten("null" if value is None else repr(value), limit)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return f"a {type(value).__name__} of too many digits"
 
 
 def _parse(text: str, origin: str) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, shorten
 from mm_grpo.hub import hub_fault
 
 
@@ -103,7 +103,7 @@ def _reading(what: str, *, bars: bool = False) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        reason = shorten(error.__cause__ or error, 300)
         raise DataError(f"{what}: cannot be read ({type(error).__name__}: {reason})") from None
     finally:
         datasets.logging.set_verbosity(level)

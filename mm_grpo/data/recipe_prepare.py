@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.jsonl import write_jsonl
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, shorten
 
 EVERY = 5.0
 """Seconds from one line about the progress to the next."""
@@ -33,7 +33,7 @@ def published(hub: str, split: str, config: str | None = None) -> Any:
     try:
         found = datasets.load_dataset(*arguments, split=split)
     except Exception as error:  # the library's, the hub's and the network's share no base
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = f"{type(error).__name__}: {shorten(error, 300)}"
         raise DataError(
             f"{hub}, split {split}: cannot be read from the hub ({reason}); this needs a network, once: run it again "
             "where there is one (a download goes on where it stopped), log in (`hf auth login`) where the dataset asks "

@@ -24,7 +24,7 @@ from typing import Any
 from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, fill_template, rename, value_at
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import Conversation, read_conversation
-from mm_grpo.errors import DataError
+from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
@@ -184,6 +184,8 @@ def _check_texts(
     asks = False
     for message in messages:
         text = "".join(_texts(message))
+        if half := half_character(text):
+            raise DataError(f"{row_name}: {found.column!r} {half}")
         if not images and (place := PLACEHOLDER.search(text)):
             unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
             raise DataError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mm_grpo.errors import ConfigError, GuardStop, UserError
+from mm_grpo.errors import ConfigError, GuardStop, UserError, shorten
 
 DEADLINE = 1800.0
 """Seconds that a process waits for the others; a rollout may take one of them so much longer."""
@@ -176,16 +177,28 @@ class Ranks:
 def world_size() -> int:
     """The number of processes that the launcher started; 1 without one.
 
-    Raises ConfigError when WORLD_SIZE is there and the rest is not.
+    Raises ConfigError when WORLD_SIZE is there and the rest is not, and for a number that cannot be.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _variable("WORLD_SIZE", 1, 10**6)
     needed = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 else ()
     if missing := [name for name in needed if name not in os.environ]:
         raise ConfigError(
             f"WORLD_SIZE={world} says that there are {world} processes, but {', '.join(missing)} is not set; "
             "start them with torchrun or `accelerate launch`"
         )
+    for name, most in (("RANK", world - 1), ("LOCAL_RANK", world - 1), ("MASTER_PORT", 65535)):
+        _variable(name, 0, most)
     return world
+
+
+def _variable(name: str, least: int, most: int) -> int:
+    text = os.environ.get(name, str(least))
+    if re.fullmatch(r"[0-9]{1,9}", text) is None or not least <= int(text) <= most:
+        raise ConfigError(
+            f"{name}={shorten(text)}: must be a number from {least} to {most}; start the processes with torchrun or "
+            "`accelerate launch`, which set it, or unset it"
+        )
+    return int(text)
 
 
 def start(device: str = "auto", deadline: float = DEADLINE) -> Ranks:

@@ -124,7 +124,7 @@ class Learner:
         """
         algorithm = self.config.algorithm
         with self.ranks.fail_together("groups"):
-            check_groups(groups)
+            check_groups(groups, self.config.rollout.prompts_per_step)
         perceives, credit = algorithm.perception_coef > 0, algorithm.credit
         if self._twins is not None:
             self._twins.begin(groups)

@@ -81,9 +81,15 @@ class LogProbs:
         )
 
 
-def check_groups(groups: Sequence[Group]) -> None:
-    """ValueError for a completion without tokens or without a log-prob for each, or a group without advantages."""
+def check_groups(groups: Sequence[Group], slots: int) -> None:
+    """Raise ValueError for a group that is not in one of the step's `slots` or has no advantages, and for a completion
+    without tokens or without a log-prob for each."""
     for group in groups:
+        if not 0 <= group.slot < slots:
+            raise ValueError(
+                f"{group.prompt.uid}: slot {group.slot} is in no update; a step has the slots 0 to {slots - 1} "
+                "(rollout.prompts_per_step)"
+            )
         whole = all(0 < len(c.token_ids) == len(c.logprobs) for c in group.completions)
         if not whole or len(group.advantages) != len(group.completions):
             raise ValueError(

@@ -61,6 +61,7 @@ def load_model(config: ModelConfig, family: Family) -> Any:
             "vision-language model, or a hub name that this machine can reach"
         ) from None
     model, info = loaded
+    _refuse_adapters(where, model)  # transformers loads those of an adapter_config.json in the folder
     _refuse_incomplete(where, info)
     if config.quantization is not None:  # from here on it is saved as any other
         model.hf_quantizer.remove_quantization_config(model)
@@ -84,11 +85,7 @@ def adopt_model(
         raise ConfigError(
             f"model.quantization = '{config.quantization}': {where} is trained as it is; leave one of the two out"
         )
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"{where} has adapters of peft: pass the base model, and set model.lora to train adapters (what its own "
-            "have learned is kept by merge_and_unload, and dropped by unload)"
-        )
+    _refuse_adapters(where, model)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{where} is a {type(model).__name__}: must be a model of transformers, not wrapped or compiled"
@@ -184,6 +181,14 @@ def _prepare(where: str, model: Any, config: ModelConfig, family: Family) -> Any
     if config.lora is not None:
         add_adapters(model, config.lora, family)
     return model.train()
+
+
+def _refuse_adapters(where: str, model: Any) -> None:
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"{where} has adapters of peft: give the base model, and set model.lora to train adapters (what its own "
+            "have learned is kept by merge_and_unload, and dropped by unload)"
+        )
 
 
 def _refuse_not_finite(where: str, model: Any) -> None:

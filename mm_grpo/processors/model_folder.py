@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.errors import ConfigError, did_you_mean, shorten
 from mm_grpo.files import read_json
 from mm_grpo.hub import hub_fault
 
@@ -81,8 +81,7 @@ def quantization_of(config: Any) -> str | None:
 
 def quoted(error: BaseException) -> str:
     """An error's message on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+    return shorten(error, LONGEST) or type(error).__name__
 
 
 def _refuse_broken_json(path: str) -> None:

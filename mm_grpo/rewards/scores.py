@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from mm_grpo.errors import shorten
 from mm_grpo.types import LARGEST
 
 LEGAL = "legal is a finite number, or None where the reward does not apply"
@@ -70,8 +71,7 @@ def shown(value: Any, limit: int = 80) -> str:
     """A value's repr on one line, cut at `limit`; a text that was cut has its full length behind it."""
     if isinstance(value, str):
         return repr(value) if len(value) <= limit else f"{value[:limit]!r}... ({len(value)} characters)"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return shorten(repr(value), limit)
 
 
 def _list(answer: Any, n: int, axes: int) -> list[Any]:

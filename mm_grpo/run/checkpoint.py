@@ -172,6 +172,7 @@ class Checkpoints:
             "config": deciding_fields(self.config),
             "parameters": parameters,
             "frozen": self.ranks.broadcast(frozen, "frozen weights"),
+            "dtype": str(self.learner.model.dtype).removeprefix("torch."),
         }
 
 

@@ -5,7 +5,6 @@ Nothing here looks at the learner; what is written was put together before.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.state import StateFile, mark_of
-from mm_grpo.run.manifest import LOG, MANIFEST, checkpoints_in, step_of
+from mm_grpo.run.manifest import LOG, MANIFEST, checkpoints_in, manifest_text, step_of
 from mm_grpo.run.paths import left_in
 
 
@@ -96,7 +95,7 @@ def _finish(
     if contents.log is not None:
         atomic_write(beside / LOG, contents.log)
         manifest["log"] = mark_of(beside / LOG)
-    atomic_write(beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    atomic_write(beside / MANIFEST, manifest_text(manifest))
     _sync(beside)
     remove(path)  # the step is taken again, so this one was not whole
     os.replace(beside, path)

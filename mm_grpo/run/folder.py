@@ -122,6 +122,8 @@ class RunFolder:
         environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
+            for left in _left_writes(paths) if self._lock.mark.wrote else ():
+                left.unlink()
             if not self._resume:
                 _remove_run(paths, self._lock.mark)
             self._lock.add(self._writes)
@@ -275,6 +277,14 @@ def _remove_run(paths: RunPaths, mark: RunMark) -> None:
         for left in sorted([top, *top.rglob("*")], reverse=True):  # what is inside before what it is in
             if left.is_dir() and not left.is_symlink() and not any(left.iterdir()):
                 left.rmdir()
+
+
+def _left_writes(paths: RunPaths) -> list[Path]:
+    """Files that a killed process did not get to rename (`atomic_write`), by the names of what runs write."""
+    names = "|".join([*map(re.escape, FILES), ROLLOUT_NAME.pattern, IMAGE_NAME.pattern])
+    folders = (paths.root, paths.rollouts, paths.images)
+    files = (file for folder in folders for file in folder.glob(".*.tmp"))
+    return [file for file in files if re.fullmatch(rf"\.({names})\.\d+\.tmp", file.name)]
 
 
 def _written(paths: RunPaths, mark: RunMark) -> Iterator[Path]:

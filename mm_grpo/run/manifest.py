@@ -1,22 +1,28 @@
-"""manifest.json: what a checkpoint is of, with the size and the XXH3 of each of its files.
+"""manifest.json: what a checkpoint is of, with the size and the XXH3 of each of its files, and its own XXH3 at the end.
 
 Here is what reads a checkpoint without a learner; checkpoint.py writes one, and puts a learner into its state.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from mm_grpo.config.yaml_file import shown
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json
+from mm_grpo.files import LARGEST_JSON, parse_json, read_regular_file
 from mm_grpo.learner.state import has_mark
 from mm_grpo.run.paths import STEP_NAME
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
+DIGEST = "xxh3_128"
+"""The last key of a manifest: the digest of all that stands before it."""
 LOG = "metrics.jsonl"
 FileEntry = Mapping[str, Any]
 """A `learner.state.FileMark` as the manifest has it."""
@@ -45,6 +51,13 @@ class Checkpoint:
         return (self.path / LOG).read_bytes() if self.manifest["log"] is not None else None
 
 
+def manifest_text(manifest: Mapping[str, Any]) -> str:
+    """The text of manifest.json: `manifest` without a DIGEST that it has, and the DIGEST of that."""
+    values = {name: value for name, value in manifest.items() if name != DIGEST}
+    digest = xxhash.xxh3_128(json.dumps(values, indent=1).encode()).hexdigest()
+    return json.dumps(values | {DIGEST: digest}, indent=1) + "\n"
+
+
 def inspect_checkpoint(
     path: Path, share: Callable[[list[FileEntry]], Sequence[FileEntry]] = lambda marks: marks
 ) -> tuple[dict[str, Any], str | None]:
@@ -54,9 +67,14 @@ def inspect_checkpoint(
     """
     manifest: dict[str, Any] = {}
     try:
-        manifest = read_json(path / MANIFEST, dict)
-        if (found := manifest["format"]) != FORMAT:
-            return manifest, f"{path.name} has format {found}, and this version reads {FORMAT}"
+        data = read_regular_file(path / MANIFEST, LARGEST_JSON)
+        manifest = parse_json(data, dict)
+        if (version := manifest["format"]) != FORMAT:
+            return manifest, f"{path.name} has format {shown(version)}, and this version reads {FORMAT}"
+        if (
+            data != manifest_text(manifest).encode()
+        ):  # bytes, so that nothing beside the values is other either
+            return manifest, f"{path.name}/{MANIFEST} is not what was written"
         if (step := manifest["step"]) != step_of(path):
             return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
         marks = [*manifest["files"], manifest["log"]]

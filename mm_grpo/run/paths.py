@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import time
 from pathlib import Path
@@ -30,7 +31,11 @@ def dated(folder: str, *, newest: bool = False) -> str:
     if TIME not in folder or not newest:
         return folder.replace(TIME, time.strftime("%Y%m%d-%H%M%S"))
     digits = "[0-9]" * 8 + "-" + "[0-9]" * 6
-    found = [each for each in expand_glob(folder.replace(TIME, digits)) if (Path(each) / RUN_MARK).exists()]
+    found = [
+        each
+        for each in expand_glob(glob.escape(folder).replace(TIME, digits))
+        if (Path(each) / RUN_MARK).exists()
+    ]
     if not found:
         raise ConfigError(f"run.dir = '{folder}': there is no such run to resume; leave --resume out")
     return found[-1]

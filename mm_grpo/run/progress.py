@@ -71,6 +71,8 @@ class Progress:
         self._headline = headline
         self._quiet = quiet
         self._tokens = tokens
+        self.step = first
+        self._texts: list[str] = []
         self._last = self._printed = time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._bar: Bar | None = None
@@ -92,6 +94,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._print_texts()
         if self._bar is not None:
             with self._while_there_is_a_terminal():
                 self._bar.stop()
@@ -102,8 +105,12 @@ class Progress:
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step `step`, counted from 1, is done. Its seconds are `step_time`, or the time since the last."""
-        if step == 0:
-            return
+        self.step = step
+        if step > 0:
+            self._show_step(step, metrics)
+        self._print_texts()
+
+    def _show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
         self._recent.append(now - self._last)
         seconds = metrics.get("step_time", now - self._last)
@@ -114,9 +121,9 @@ class Progress:
             self._tokens = tokens
         if step < self.total:
             shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
-        self.show_step(step, describe(shown))
+        self._show_values(step, describe(shown))
 
-    def show_step(self, step: int, found: Mapping[str, str]) -> None:
+    def _show_values(self, step: int, found: Mapping[str, str]) -> None:
         """Show the values of a step by their labels."""
         words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
         parts = [f"step {step}/{self.total}", *words]
@@ -126,13 +133,22 @@ class Progress:
         else:
             self.print(fit(parts, self.console.width))
 
+    def print_after(self, text: str) -> None:
+        """Print a line below that of the step that ends now."""
+        self._texts.append(text)
+
+    def _print_texts(self) -> None:
+        while self._texts:
+            self.print(self._texts.pop(0))
+
     def evaluating(self, name: str, done: int, total: int) -> None:
-        """An evaluation has answered `done` of the `total` rows of the set `name`."""
-        words = f"evaluating {name} {done}/{total}"
+        """An evaluation after step `self.step` has answered `done` of the `total` rows of the set `name`."""
+        words = f"evaluating {name} {done}/{total}" if done else f"evaluating {name}, {total} rows"
         if self._bar is not None:
             with self._while_there_is_a_terminal():
-                step = self._bar.tasks[0].fields["parts"][0]
-                self._bar.update(self._task, parts=[step, words])
+                self._bar.update(
+                    self._task, completed=self.step, parts=[f"step {self.step}/{self.total}", words]
+                )
         elif time.monotonic() - self._printed >= SILENCE:
             self.print(words)
 
@@ -141,14 +157,15 @@ class Progress:
         self._printed = time.monotonic()
         if not self._quiet:
             with self._while_there_is_a_terminal():
-                self.console.print(Text(printable(text)), soft_wrap=True)
+                # a terminal would break a long line within a word; a log file has it whole
+                self.console.print(Text(printable(text)), soft_wrap=not self.console.is_terminal)
 
     @contextmanager
     def _while_there_is_a_terminal(self) -> Iterator[None]:
         """A terminal or a pipe that was closed ends the output, not the run."""
         try:
             yield
-        except OSError:
+        except (OSError, SystemExit):  # rich exits where a pipe has no reader
             self._quiet = True
             self.console.quiet = True
 
@@ -159,15 +176,15 @@ class NotebookProgress(Progress):
     def __init__(self, total: int, **options: Any) -> None:
         super().__init__(total, **options)
         self._rows = deque[dict[str, str]](maxlen=ROWS)
-        self._texts: list[str] = []
+        self._lines: list[str] = []
         self._handle: Any = None
 
-    def show_step(self, step: int, found: Mapping[str, str]) -> None:
+    def _show_values(self, step: int, found: Mapping[str, str]) -> None:
         self._rows.append({"step": f"{step}/{self.total}", **found})
         self._draw()
 
     def print(self, text: str) -> None:
-        self._texts += text.splitlines()
+        self._lines += text.splitlines()
         self._draw()
 
     def evaluating(self, name: str, done: int, total: int) -> None:
@@ -184,7 +201,7 @@ class NotebookProgress(Progress):
         columns = dict.fromkeys(label for row in self._rows for label in row)
         rows = [columns, *([row.get(label, "") for label in columns] for row in self._rows)]
         cells = ("".join(f"<td>{escape(printable(text))}</td>" for text in row) for row in rows)
-        lines = "<br>".join(escape(printable(text)) for text in (*self._texts, *status))
+        lines = "<br>".join(escape(printable(text)) for text in (*self._lines, *status))
         html = HTML(f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>{lines}")
         if self._handle is None:
             self._handle = display(html, display_id=True)

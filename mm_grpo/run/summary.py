@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.run.metrics import read_events
+from mm_grpo.run.paths import RunPaths
+
 if TYPE_CHECKING:
     from mm_grpo.run.evaluations import Evaluations
 
@@ -48,6 +51,15 @@ def summary_of(found: Evaluations, seconds: float, steps: int, stopped: str | No
     }
 
 
+def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
+    """How often each guard warned, and after which step first, by its name."""
+    steps: dict[str, list[int]] = {}
+    for event in read_events(paths.events):
+        if event["action"] == "warn":
+            steps.setdefault(event["name"], []).append(event["step"])
+    return {name: {"times": len(found), "first": min(found)} for name, found in steps.items()}
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """How each set did, in words, the first with its interval, its best and its blind control."""
     lines = []
@@ -68,6 +80,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
             lines.append(
                 f"{name}, images {now['kind']}: {then['score']:.3f} -> {now['score']:.3f} ({now['rows']} rows){gap}"
             )
+    for name, warned in summary.get("warned", {}).items():
+        lines.append(f"guard {name} warned {warned['times']} times, first after step {warned['first']}")
     if model := summary.get("model"):
         lines.append(f"model/ holds the weights after step {model['step']}: {model['why']}")
     return lines

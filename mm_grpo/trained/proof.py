@@ -21,6 +21,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import LIMITS
 from mm_grpo.learner.forward_pass import score
+from mm_grpo.learner.lora import ADAPTER
 from mm_grpo.learner.quantization import nf4_options, run_exactly
 from mm_grpo.parity.gaps import Gap, gap_of
 from mm_grpo.processors.base import processor_class
@@ -118,15 +119,29 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
         if keys := sorted(map(str, info[what])):
             raise ConfigError(f"{what.replace('_', ' ')} in '{base}': {', '.join(keys[:3])}")
     if adapter:
-        from peft import PeftModel
-
         run_exactly(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # peft calls transformers by its old names
-            model = PeftModel.from_pretrained(model, str(folder))
+        model = _with_adapter(model, folder)
     from mm_grpo.learner.model import resolve_device
 
     return model.to(resolve_device(config.model.device)).eval()
+
+
+def _with_adapter(model: Any, folder: Path) -> Any:
+    """The model with the adapter in `folder`. ConfigError when the folder has not all of its tensors, or others."""
+    from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft only warns of what is missing, which is an error here
+        model = PeftModel.from_pretrained(model, str(folder))
+        read: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+    missing = sorted(name for name in read.missing_keys if f".{ADAPTER}" in name)  # and not the base's own
+    for names, fault in ((missing, "lacks"), (sorted(read.unexpected_keys), "has no layer for")):
+        if names:
+            listed = ", ".join(names[:3]).replace(f".{ADAPTER}", "") + f" and {len(names) - 3} more" * (
+                len(names) > 3
+            )
+            raise ConfigError(f"'{folder}' {fault} {listed}; give the whole adapter, as it was saved")
+    return model
 
 
 def plain_inputs(

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mm_grpo.config import GRPOConfig, ModelConfig
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.config.yaml_file import apply_overrides, read_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json
 from mm_grpo.run.manifest import MANIFEST, Checkpoint, checkpoints_in, read_checkpoint
 from mm_grpo.run.paths import STEP_NAME, RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field
@@ -165,6 +162,8 @@ def _of_run(
         field, value, known = differing
         made = f"'{checkpoint.path}' was made with {json.dumps(known)}"
         raise ConfigError(f"'{paths.config}': {field} = {json.dumps(value)}, and {made}; put it back")
+    if config.model.dtype == "auto":
+        config = _with_model(config, dtype=checkpoint.manifest["dtype"])
     name = str(path) if own else f"{paths.root}, {which or DEFAULT} checkpoint (step {checkpoint.step})"
     return RunCheckpoint(paths, config, checkpoint, name)
 
@@ -172,31 +171,18 @@ def _of_run(
 def _config_of(
     paths: RunPaths, overrides: Sequence[str], elsewhere: str | None
 ) -> tuple[GRPOConfig, frozenset[str]]:
-    """The run's config with `overrides` and its number format, and the fields that are not as the run had them."""
+    """The run's config with `overrides`, and the fields that are not as the run had them."""
     changed = {override.partition("=")[0] for override in overrides}
     if other := changed - set(CHANGEABLE):
         raise ConfigError(
             f"'{min(other)}': is the run's own; only {', '.join(CHANGEABLE)} can be changed here"
         )
-    values = read_yaml(paths.config)
     # not from_yaml: a relative path of the run's own copy starts at the working folder, not at the copy
-    run = GRPOConfig.from_dict(values)
-    config = GRPOConfig.from_dict(apply_overrides(values, overrides))
-    update: dict[str, Any] = {}
+    config = GRPOConfig.from_dict(apply_overrides(read_yaml(paths.config), overrides))
     if elsewhere is not None and os.path.exists(elsewhere) and not os.path.exists(config.model.path):
-        update["path"] = elsewhere  # the run was started on another machine, or from another folder
-    if config.model.dtype == "auto":
-        update["dtype"] = _dtype_of(paths, run.model.device)
-    changed |= {f"model.{name}" for name in update}
-    return _with_model(config, **update), frozenset(changed)
-
-
-def _dtype_of(paths: RunPaths, device: str) -> str:
-    """The number format in which a run trained whose config says auto: bfloat16 where it had a GPU."""
-    if device == "cpu":
-        return "float32"
-    gpus = read_json(paths.environment, dict)["gpus"] if paths.environment.exists() else None
-    return "bfloat16" if (torch.cuda.is_available() if gpus is None else gpus) else "float32"
+        # the run was started on another machine, or from another folder
+        return _with_model(config, path=elsewhere), frozenset({*changed, "model.path"})
+    return config, frozenset(changed)
 
 
 def _chosen(paths: RunPaths, which: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import io
 import json
 import os
 import selectors
@@ -23,6 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from mm_grpo.import_path import library_first
+from mm_grpo.terminal import outlive_reader
 from mm_grpo.user_code import worker
 from mm_grpo.user_code.kept_state import working_folder
 
@@ -238,7 +240,8 @@ def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> 
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             for each in ours:
                 each.close()
-            if hasattr(sys.stdout, "reconfigure"):
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout = outlive_reader(sys.stdout)
                 sys.stdout.reconfigure(line_buffering=True)
             worker.serve(connection, getattr(importlib.import_module(module), name))
     except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import forkserver
+from helpers.processes import alone
 
 
 @pytest.fixture
@@ -54,6 +57,38 @@ def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path
         both = result.err + result.out
         assert result.code == 2 and r"\x1b[31m\x07\u202e\u2028[bold].png" in both
         assert not set(both) & set("\x1b\x07\u202e\u2028")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recipes"],
+        ["config"],
+        ["rewards"],
+        ["check", "config.yaml"],
+        pytest.param(["train", "config.yaml"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_reader_that_ends_ends_no_command(arguments: list[str], job: Path) -> None:
+    """As `| head -1` does; a run goes on with a reward that prints, in this process or in one of its own."""
+    (job.parent / "mine.py").write_text(
+        "def mine(completion):\n    print(completion, flush=True)\n    return len(set(completion))\n"
+        "def other(completion):\n    return mine(completion)\n"
+    )
+    written = yaml.safe_load(job.read_text())
+    written["rewards"] += [{"name": f"{job.parent}/mine.py:other", "isolated": True}]
+    job.write_text(yaml.safe_dump(written))
+    reader, writer = os.pipe()
+    os.close(reader)
+    program, errors = ["-m", "mm_grpo.cli", *arguments], job.parent / "errors.txt"
+    with os.fdopen(writer, "wb") as pipe, errors.open("wb") as file:
+        process = forkserver.start(program, env=alone(), cwd=job.parent, stdout=pipe, stderr=file)
+    try:
+        assert process.wait() == 0, errors.read_text()
+    finally:
+        process.end()
+    assert "Traceback" not in errors.read_text() and "ignored" not in errors.read_text()
+    assert (job.parent / "run" / "summary.json").is_file() == (arguments[0] == "train")
 
 
 @pytest.mark.slow

@@ -23,24 +23,27 @@ NEEDED = {"accelerate", "jinja2", "numpy", "torch", "torchvision", "transformers
 
 REPORT = """
 import json, sys
-arguments, heavy = map(json.loads, sys.argv[1:])
+arguments, heavy, code = map(json.loads, sys.argv[1:])
 from mm_grpo.cli import main
 sys.argv = ["mm-grpo", *arguments]
 try:
     main()
 except SystemExit as ended:
-    assert not ended.code, ended.code
+    assert (ended.code or 0) == code, ended.code
 finally:
     print("\\nimported:", *sorted(set(heavy) & set(sys.modules)))
 """
 
 
-def imported(*arguments: str, cwd: Path) -> set[str]:
-    """Which of HEAVY a process has imported that ran a command."""
+def imported(*arguments: str, cwd: Path, code: int = 0) -> set[str]:
+    """Which of HEAVY a process has imported that ran a command, which ended with `code`."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    code = [sys.executable, "-c", REPORT, json.dumps([str(a) for a in arguments]), json.dumps(HEAVY)]
+    given = map(json.dumps, ([str(a) for a in arguments], HEAVY, code))
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(code, cwd=cwd, text=True, capture_output=True, timeout=300, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, *given],
+        cwd=cwd, text=True, capture_output=True, timeout=300, env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return set(done.stdout.splitlines()[-1].removeprefix("imported:").split())
 
@@ -67,6 +70,9 @@ def test_a_run_imports_only_what_it_uses(models: dict[str, Path], tmp_path: Path
     assert (tmp_path / "run/model/model.safetensors").is_file()
     assert (tmp_path / "run/report.html").is_file()
     assert imported("view", "run", cwd=tmp_path) == set()
+    assert imported("train", "config.yaml", cwd=tmp_path, code=2) == set()  # a run is there
+    new = ("train", "config.yaml", "run.dir=runs/{time}", "--resume")
+    assert imported(*new, cwd=tmp_path, code=2) == set()
 
 
 QUIET = """

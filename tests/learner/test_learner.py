@@ -274,13 +274,13 @@ def test_schedules_by_hand(kind: str, rates: list[float]) -> None:
     assert [schedule(optim.with_values({"warmup_steps": 9}), u, 2) for u in range(3)][:2] == [0.0, 0.5]
 
 
-@pytest.mark.parametrize("change", [{"token_ids": (), "logprobs": ()}, {"logprobs": (-1.0,)}, None])
+@pytest.mark.parametrize("change", [{"token_ids": (), "logprobs": ()}, {"logprobs": (-1.0,)}, None, 99])
 def test_groups_that_no_engine_makes_are_one_message(models: dict[str, Any], change: Any) -> None:
-    """No token, a log-prob too few, and no advantages yet."""
+    """No token, a log-prob too few, no advantages yet, and a slot that no step has."""
     learner = learner_of(models["qwen2_vl"])
     first, _, third, _ = make_groups(learner.processor)
-    spoilt = replace(third, advantages=())
-    if change is not None:
+    spoilt = replace(third, advantages=()) if change is None else replace(third, slot=99)
+    if isinstance(change, dict):
         spoilt = replace(third, completions=(*third.completions[:2], replace(third.completions[2], **change)))
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
     with pytest.raises(ValueError, match="r:2"):

@@ -16,6 +16,7 @@ from mm_grpo.config import AlgorithmConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.minibatch import (
+    check_groups,
     has_dense_objective,
     make_minibatches,
     split_by_completion,
@@ -62,6 +63,13 @@ def test_two_updates_each_have_their_own_denominator() -> None:
     assert first[2] == [1 / 16] * 4 + [0.0, 0.0]
     assert (second[0], second[1], second[3]) == ([4, 5], [4, 5], 5)
     assert second[2] == [0.0] * 4 + [0.2, 0.2]
+
+
+@pytest.mark.parametrize("slot", [-1, 4, 5])
+def test_a_slot_outside_of_the_step_is_refused(slot: int) -> None:
+    check_groups(GROUPS, slots=4)
+    with pytest.raises(ValueError, match=rf"^r:0: slot {slot} "):
+        check_groups([*GROUPS, group(slot, (2, 2), (1.0, -1.0))], slots=4)
 
 
 @pytest.mark.parametrize("dense", [{}, {"beta": 0.1}, {"entropy_coef": 0.1}])

@@ -230,7 +230,7 @@ def with_dropout(path: Path) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
-    "peft": (adapted, {}, r"has adapters of peft: pass the base model, and set model\.lora"),
+    "peft": (adapted, {}, r"has adapters of peft: give the base model, and set model\.lora"),
     "a module": (lambda p: torch.nn.Linear(1, 1), {}, "is a Linear: must be a model of transformers"),
     "quantised": (with_quantisation, {}, r"is quantised \(fp8\)"),
     "float16": (lambda p: plain(p, torch.float16), {}, "has weights in float16 on cpu: must be in float32, or"),
@@ -242,6 +242,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "no device": (lambda p: plain(p).to("meta"), {"device": "cpu"}, r"on meta: must be .* on one device"),
     "dropout": (with_dropout, {}, r"its attention_dropout is 0\.1"),
 }  # fmt: skip
+
+
+def test_a_model_folder_with_an_adapter_in_it_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would put the adapter on, and only log what it lacks."""
+    adapted(models["qwen2_5_vl"]).save_pretrained(tmp_path / "m")
+    shutil.copytree(models["qwen2_5_vl"], tmp_path / "m", dirs_exist_ok=True)
+    with pytest.raises(ConfigError, match=rf"model\.path = '{tmp_path}/m' has adapters of peft"):
+        load_model(ModelConfig(path=str(tmp_path / "m")), FAMILY)
 
 
 @pytest.mark.parametrize("fault", REFUSED)

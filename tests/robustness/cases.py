@@ -5,6 +5,7 @@ To add one: a line of a section, or a `Case`. Words are the key words that a mes
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -30,13 +31,15 @@ from robustness.parts import (
     picture,
     remove_all,
     rename_newest,
+    replaced,
     reward_file,
     row,
-    variable,
+    variables,
 )  # fmt: skip
 from robustness.runs import REWARD, complete, whole
 
 TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.yaml --resume"
+HALF = os.fsdecode(b"a\xed\xa0\x80")
 NO_HOME = "~nobody-of-this-name/x"
 
 CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
@@ -46,6 +49,8 @@ CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
     ("one generation", "model: {path: m}\nrollout: {num_generations: 1}", ("num_generations",)),
     ("a field of TRL", "model: {path: m}\nrollout: {per_device_train_batch_size: 4}", ("rollout.prompts_per_step",)),
+    ("half a character", 'model: {path: m}\ndata: {system_prompt: "a\\ud800"}', ("data.system_prompt", "ud800")),
+    ("a number too long to write", f"model: {{path: m}}\nrun: {{max_steps: [0x{'f' * 5000}]}}", ("run.max_steps",)),
     ("no rows", "model: {path: m}\nrewards: [exact_match]", ("data.train",)),
 ]  # fmt: skip
 
@@ -56,6 +61,12 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
     ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
     ("smoke and resume", f"{TRAIN} --smoke --resume", ("--smoke", "--resume")),
+    ("half a character", f"{CHECK} 'model.lora.target_modules=[\"a\\udfff\"]'", ("target_modules", "udfff")),
+    ("400 digits", f"{CHECK} run.max_steps={'9' * 400}", ("run.max_steps = 999",)),
+    ("4400 digits", f"{CHECK} run.seed={'9' * 4400}", ("run.seed=999",)),
+    ("a GPU without end", "estimate config.yaml --gpu inf", ("--gpu",)),
+    ("a seed of 400 digits", f"ask MODEL what --seed {'9' * 400}", ("--seed",)),
+    ("half a character asked", f"ask MODEL {HALF}", ("question", "udced")),
     ("no process", f"{TRAIN} --processes 0", ("--processes",)),
 ]
 
@@ -66,6 +77,7 @@ ROWS: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("an empty prompt", row(prompt=" \n"), ("'prompt'", "empty")),
     ("a video", row(prompt=[{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]), ("rows.jsonl:1",
      "video")),
+    ("half a character", '{"prompt": "a\\ud800", "image": "a.png", "answer": "a"}', ("rows.jsonl:1", "ud800")),
     ("text alone", '{"prompt": "?", "answer": "a"}', ("data.text_only",)),
     ("an unread picture", '{"prompt": "?", "picture": "a.png", "answer": "a"}', ("'picture'", "data.columns.images")),
     ("no gold answer", '{"prompt": "?", "image": "a.png"}', ("answer",)),
@@ -133,6 +145,7 @@ DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
     (f"{STATE} cut in half", checkpoint(STATE, cut), PASSED_OVER),
     (f"{STATE} with a flipped bit", checkpoint(STATE, flip), PASSED_OVER),
     (f"{MANIFEST} empty", checkpoint(MANIFEST, lambda path: path.write_bytes(b"")), PASSED_OVER),
+    (f"{MANIFEST} with another number", checkpoint(MANIFEST, replaced('"updates": 3', '"updates": 1')), PASSED_OVER),
     ("a renamed one", rename_newest, ("step-000009", "renamed")),
     ("the log with a hole", changed_log(lambda rows: rows[:1] + rows[2:]), PUT_BACK),
     ("the log gone", lambda out: (out / LOG).unlink(), PUT_BACK),
@@ -177,6 +190,12 @@ TOOLS: list[tuple[str, str, str, tuple[str, ...]]] = [
 ]
 
 
+RANKS = [
+    ("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("RANK", "x"), ("RANK", "2"), ("LOCAL_RANK", "-1"),
+    ("MASTER_PORT", "y"), ("MASTER_PORT", "99999"),
+]  # fmt: skip
+
+
 def lay_tools(kind: str) -> Any:
     return (lambda out: shutil.rmtree(out / "checkpoints")) if kind == "bare" else lambda out: None
 
@@ -219,7 +238,7 @@ CASES: list[Case] = [
     *(Case(f"checkpoints: {name}", RESUME, words, run="stopped", damage=damage) for name, damage, words in LOST),
     *(Case(f"resume: {change}", f"{RESUME} {change}", words, run="stopped") for change, words in OTHER_RUNS),
     *(Case(f"resume: {change}", f"{RESUME} {change}", code=0, run="stopped", after=whole) for change in SAME_RUNS),
-    Case("resume: without a run", RESUME, ("step 4/4",), 0),
+    Case("resume: without a run", RESUME, ("no checkpoint", "step 1", "step 4/4"), 0),
     Case("resume: of a run that has ended", RESUME, ("done: 4 steps",), 0, run="ended", after=complete),
     Case("run folder: that of a finished run", TRAIN, ("run.dir", "4 rows"), run="ended"),
     Case("resume: of a folder of the user's", RESUME, ("run.dir",), files={"out/model/notes.txt": "mine"}),
@@ -248,7 +267,10 @@ CASES: list[Case] = [
         )
         for name, command, run, words in TOOLS
     ),
-    Case("machine: WORLD_SIZE=abc", TRAIN, ("failed: ", "'abc'"), 1, within=variable("WORLD_SIZE", "abc")),
+    *(
+        Case(f"machine: {name}={value}", TRAIN, (f"{name}={value}", "torchrun"), within=variables(**{name: value}))
+        for name, value in RANKS
+    ),
     Case("machine: a full disk behind stdout", CHECK, ("No space left",), 1, full_disk=True),
     Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,
         after=lambda folder: (folder / "out" / "error.txt").read_text().index("Traceback")),

@@ -24,7 +24,7 @@ words its message holds; none prints a traceback, hangs, changes a file of the u
 
 Signals end a run with 130 (Ctrl-C), 143 (SIGTERM) and 129 (SIGHUP), after the running step and with a checkpoint. Runs
 that were killed, stopped or met a full disk are resumed by `tests/robustness/test_kills.py`, and have the numbers of a
-run that was not.
+run that was not. A command whose reader ends (`| head -1`) goes on without output, and ends as it would have.
 
 | class | cases | done | refused | guard | failed |
 |---|---|---|---|---|---|

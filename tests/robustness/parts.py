@@ -110,6 +110,17 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def replaced(old: str, new: str) -> Damage:
+    """Write `new` in place of `old`, which the file holds."""
+
+    def damage(path: Path) -> None:
+        text = path.read_text()
+        assert old in text, text
+        path.write_text(text.replace(old, new))
+
+    return damage
+
+
 def rename_newest(out: Path) -> None:
     (out / "checkpoints" / "step-000003").rename(out / "checkpoints" / "step-000009")
 
@@ -166,5 +177,13 @@ def no_error(folder: Path) -> None:
     assert not (folder / "out" / "error.txt").exists()
 
 
-def variable(name: str, value: str) -> Callable[[Path], AbstractContextManager[Any]]:
-    return lambda folder: patch.dict(os.environ, {name: value})
+def variables(**changes: str) -> Callable[[Path], AbstractContextManager[Any]]:
+    """The variables of the second of two processes, but for `changes`."""
+    second = {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "1",
+    }
+    return lambda folder: patch.dict(os.environ, second | changes)

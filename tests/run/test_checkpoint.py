@@ -23,6 +23,7 @@ from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints
+from mm_grpo.run.manifest import read_checkpoint
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
 from mm_grpo.types import Completion, Group
@@ -104,7 +105,7 @@ def test_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints" / "step-000002"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {k: manifest[k] for k in ("format", "step", "updates", "adam_steps", "extra")} == {
-        "format": 3, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
+        "format": 4, "step": 2, "updates": 2, "adam_steps": 2, "extra": {"tokens_seen": 20},
     }  # fmt: skip
     assert manifest["parameters"]["model.visual.merger.ln_q.weight"] == [64]
     tensors = load_file(folder / "state-00000-of-00001.safetensors")
@@ -158,6 +159,29 @@ def test_the_log_is_kept_with_the_checkpoint(models: dict[str, Path], tmp_path: 
     (kept.folder / "step-000001" / "metrics.jsonl").write_text("junk")
     with pytest.raises(ConfigError, match=r"step-000001/metrics.jsonl"):
         kept.newest()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"updates": 2', '"updates": 1'),
+        ('"adam_steps": 2', '"adam_steps": 0'),
+        ('"tokens_seen": 20', '"tokens_seen": 21'),
+        ('"updates": 2', '"updates": 9, "updates": 2'),
+        ('"frozen": ""', '"frozen":""'),
+        ('"format": 4', '"format": 3'),
+        ("}", ""),
+    ],
+)
+def test_an_edited_manifest_is_refused(old: str, new: str, models: dict[str, Path], tmp_path: Path) -> None:
+    kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (2,)), tmp_path)
+    file = kept.folder / "step-000002" / "manifest.json"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    for read in (kept.newest, lambda: read_checkpoint(file.parent, files=False)):
+        with pytest.raises(ConfigError, match=r"step-000002.* (another|again)"):
+            read()
 
 
 def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path: Path) -> None:

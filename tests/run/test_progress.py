@@ -5,13 +5,19 @@ from __future__ import annotations
 import io
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.configs import small_config
 from rich.console import Console
 
+from mm_grpo.cli.train import next_command
+from mm_grpo.run.metrics import append_event
+from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.progress import Progress, describe, progress_of_run
+from mm_grpo.run.summary import summary_lines, warnings_of
 
 METRICS = {
     "reward": 0.2664, "reward_std": 0.4261, "frac_reward_zero_std": 0.125, "completions/mean_length": 31.25,
@@ -130,3 +136,63 @@ def test_elsewhere_a_run_prints_lines(shell: str | None, monkeypatch: pytest.Mon
     if shell is not None:
         monkeypatch.setattr("builtins.get_ipython", type(shell, (), {}), raising=False)
     assert type(progress_of_run(3)) is Progress
+
+
+def test_an_evaluation_is_one_after_the_step_and_its_line_stands_below() -> None:
+    where, out = console(terminal=True, width=80)
+    words = "evaluation after step 3: accuracy 0.512 [0.401, 0.623]  reward 0.733  images shuffled 0.312"
+    with Progress(3, console=where) as progress:
+        progress.on_log(2, {"reward": 0.25})
+        progress.step = 3
+        progress.evaluating("held", 0, 60)
+        progress.evaluating("held", 32, 60)
+        progress.print_after(words)
+        progress.on_log(3, {"reward": 0.5})
+        progress.print_after("lost otherwise")  # by a callback that raises
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    first = next(n for n, line in enumerate(lines) if line.startswith("evaluation after step 3"))
+    assert " ".join(lines[first : first + 2]) == " ".join(words.split()), lines  # broken between words
+    assert all(f"step {n}/3 evaluating" not in " ".join(lines) for n in (1, 2))
+    assert "lost otherwise" in lines
+    plain, out = console(terminal=False, width=80)
+    with Progress(3, console=plain) as progress:
+        progress._printed = float("-inf")
+        progress.evaluating("held", 0, 60)
+        progress.print_after(words)
+        progress.on_log(3, {"reward": 0.5, "step_time": 1.0})
+    assert out.getvalue().splitlines() == [
+        "evaluating held, 60 rows", "step 3/3  reward 0.500  1.0 s/step", words
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("warned", "best", "config", "words"),
+    [
+        ((), 4, "mine.yaml", "next: mm-grpo eval mine.yaml --model {run}"),
+        ((), 4, "{run}", ""),
+        ((), 2, "{run}", "next: mm-grpo eval {run} --model {run} --checkpoint best"),
+        ((3, 1), 4, "mine.yaml", ""),
+        ((3, 1), 0, "mine.yaml", ""),
+        ((3, 1), 2, "mine.yaml", "next: mm-grpo eval mine.yaml --model {run} --checkpoint best"),
+    ],
+)
+def test_what_is_said_at_the_end(
+    warned: tuple[int, ...], best: int, config: str, words: str, tmp_path: Path
+) -> None:
+    """A run that collapsed names its guards, and no evaluation of its last weights."""
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-000004").mkdir(parents=True)
+    for step in warned:
+        append_event(run / "events.jsonl", step, "no_reward", "warn", "x")
+    append_event(run / "events.jsonl", 1, "zero_std", "stop", "of a run that goes on")
+    summary = {
+        "steps": 4, "eval": {"held": {"before": 0.5, "after": 0.0, "rows": 3}}, "headline": "accuracy",
+        "best_step": best, "score_best": 0.75, "model": {"step": best or 4, "why": "x"},
+        "warned": warnings_of(RunPaths(run)),
+    }  # fmt: skip
+    lines = summary_lines(summary)
+    assert ("guard no_reward warned 2 times, first after step 1" in lines) == bool(warned)
+    assert not any("zero_std" in line for line in lines)
+    said = next_command(config.format(run=run), small_config("m", run={"dir": str(run)}), summary)
+    assert said == f"see {run}/report.html" + (f"; {words}".format(run=run) if words else "")

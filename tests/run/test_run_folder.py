@@ -22,6 +22,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.run import folder as run_folder
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.paths import dated
 
 FIRST = ["config.yaml", "environment.json", "mm_grpo_run.json"]
 
@@ -130,6 +131,16 @@ time.sleep(120)
 GIVEN: list[dict[str, bool]] = [{}, {"overwrite": True}, {"resume": True}]
 
 
+@pytest.mark.parametrize("name", ["exp[1]", "exp*", "exp?", "exp{1}"])
+def test_the_newest_of_dated_runs_is_one_of_this_very_name(name: str, tmp_path: Path) -> None:
+    start(tmp_path / "exp1" / "20260101-000000")
+    with pytest.raises(ConfigError, match=r"^run\.dir = .*no such run"):
+        dated(str(tmp_path / name / "{time}"), newest=True)
+    for day in ("20260102-000000", "20260103-000000"):
+        start(tmp_path / name / day)
+    assert dated(str(tmp_path / name / "{time}"), newest=True) == f"{tmp_path}/{name}/20260103-000000"
+
+
 def test_two_runs_at_once_are_refused(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
@@ -169,6 +180,28 @@ def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) ->
     kept = {*FIRST, *USERS, *(str(folder) for file in USERS for folder in Path(file).parents)} - {"."}
     assert names(tmp_path) == sorted(kept)
     assert (tmp_path / "config.yaml").read_text() == "x: 2\n"
+
+
+@pytest.mark.parametrize("how", ["resume", "overwrite"])
+def test_what_a_killed_process_had_not_renamed_is_removed(how: str, tmp_path: Path) -> None:
+    finished_run(tmp_path)
+    image = f"rollouts/images/.{'0af' * 10}00.png"
+    ours = (
+        ".metrics.jsonl.7.tmp",
+        ".summary.json.99.tmp",
+        "rollouts/.eval-step-000001.jsonl.7.tmp",
+        f"{image}.7.tmp",
+    )
+    users = (
+        ".notes.json.7.tmp",
+        f"{image}.tmp",
+        "rollouts/images/.me.png.7.tmp",
+        "rollouts/.step-1.jsonl.7.tmp",
+    )
+    add_to(tmp_path, *ours, *users)
+    start(tmp_path, **{how: True})
+    left = names(tmp_path)
+    assert not set(ours) & set(left) and set(users) <= set(left)
 
 
 def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> None:

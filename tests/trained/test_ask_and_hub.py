@@ -10,8 +10,12 @@ from typing import Any, ClassVar
 
 import huggingface_hub
 import pytest
+import torch
 from helpers import tiny
 from helpers.finished_runs import Finished
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.trained import hub
@@ -55,6 +59,32 @@ def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path
     first = answers[sources[0]]
     assert answers[sources[1]] == answers[sources[2]] == first
     assert answers[base] != first and len(set(first)) == 2
+
+
+@pytest.mark.parametrize("maker", ["export", "peft"])
+def test_an_adapter_folder_without_all_of_its_layers_is_refused(
+    maker: str, runs: Runs, exported: Path, command: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder, base = tmp_path / "adapter", str(runs("lora").trainer.config.model.path)
+    if maker == "export":
+        shutil.copytree(exported / "adapter", folder)
+    else:
+        options = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["merger"])
+        get_peft_model(AutoModelForImageTextToText.from_pretrained(base), options).save_pretrained(folder)
+    load_answering(str(folder))
+    file = folder / "adapter_model.safetensors"
+    whole = load_file(file)
+    lost = sorted(name for name in whole if ".lora_" in name)[-2:]
+    kept = {name: tensor for name, tensor in whole.items() if name not in lost}
+    other = {
+        "base_model.model.model.language_model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)
+    }
+    for tensors, named in ((kept, lost), ({**whole, **other}, list(other))):
+        save_file(tensors, file)
+        code, out, err = command("ask", folder, "what")
+        message = err.splitlines()[-1]  # behind the bar of transformers
+        assert code == 2 and not out and message.startswith("error: ") and str(folder) in message
+        assert all(name in message for name in named), message
 
 
 def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(

@@ -26,6 +26,7 @@ from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.state import load_weights, state_file
 from mm_grpo.processors.base import load_processor
+from mm_grpo.run.manifest import manifest_text
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
@@ -242,25 +243,21 @@ def test_a_best_without_a_checkpoint_is_refused(runs: Runs, tmp_path: Path) -> N
     for best in ({"score": 0.5, "step": 0}, {"score": 0.5, "step": 1}, None):
         manifest = json.loads(file.read_text())
         manifest["extra"]["best"] = best
-        file.write_text(json.dumps(manifest))
+        file.write_text(manifest_text(manifest))
         with pytest.raises(ConfigError, match=f"{tmp_path}/run.*{'step-000003' if best else 'last'}"):
             find_checkpoint(tmp_path / "run", "best")
 
 
 def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> None:
     shutil.copytree(runs("full").root, tmp_path / "run")
-    file = tmp_path / "run/environment.json"
-    known = json.loads(file.read_text())
-    for gpus, dtype in (([], "float32"), (["NVIDIA H200"], "bfloat16")):
-        file.write_text(json.dumps({**known, "gpus": gpus}))
-        assert find_checkpoint(tmp_path / "run").config.model.dtype == dtype
-    for place, dtype in (("device=cpu", "bfloat16"), ("dtype=float32", "float32")):
-        found = find_checkpoint(tmp_path / "run", None, [f"model.{place}"])
+    file = tmp_path / "run/checkpoints/step-000003/manifest.json"
+    manifest = json.loads(file.read_text())
+    assert manifest["dtype"] == "float32"
+    file.write_text(manifest_text({**manifest, "dtype": "bfloat16"}))
+    (tmp_path / "run/environment.json").write_text("{}")  # tells how the run was started, and decides nothing
+    for overrides, dtype in (([], "bfloat16"), (["device=cpu"], "bfloat16"), (["dtype=float32"], "float32")):
+        found = find_checkpoint(tmp_path / "run", None, [f"model.{each}" for each in overrides])
         assert found.config.model.dtype == dtype
-    file.unlink()
-    assert find_checkpoint(tmp_path / "run", None, ["model.device=cpu"]).config.model.dtype == (
-        "bfloat16" if torch.cuda.is_available() else "float32"
-    )
 
 
 def test_weights_are_read_from_the_parts_of_several_processes(tmp_path: Path) -> None:
