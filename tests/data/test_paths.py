@@ -79,7 +79,10 @@ def test_what_is_not_one_set_is_refused(
         (["00000-of-00002-0123456789abcdef"], "00001-of-00002"),
         (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00003"], "set of "),
         (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00002"], "train-00002-of-00002"),
-        (["train-00000-of-00002", "train-00001-of-00002", "train-00001-of-00002-0123456789abcdef"], "train-00000-of-00002"),
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "train-00001-of-00002-0123456789abcdef"],
+            "train-00000-of-00002",
+        ),
     ],
 )
 def test_shards_that_are_no_whole_set_are_refused(
@@ -94,7 +97,11 @@ def test_shards_that_are_no_whole_set_are_refused(
         if suffix != ".jsonl":
             path.unlink()
     files = [str(path) for path in (tmp_path / "d").iterdir()]
-    for given in (f"{tmp_path}/d", f"{tmp_path}/**/*-*{suffix}" if "-" in names[0] else f"{tmp_path}/d/*", files):
+    for given in (
+        f"{tmp_path}/d",
+        f"{tmp_path}/**/*-*{suffix}" if "-" in names[0] else f"{tmp_path}/d/*",
+        files,
+    ):
         message = refusal(given)
         assert message.startswith("train: ") and suffix in message and word in message, message
 
@@ -114,7 +121,7 @@ def test_whole_sets_of_shards_and_names_that_look_alike(
     assert not caplog.records
     twice = f"{tmp_path}/c/x-00001-of-00002.jsonl"
     assert twice in refusal([f"{tmp_path}/c", twice])
-    assert numbers_of(twice) == [1] and "x-00000-of-00002.jsonl" in caplog.text  # a shard that is named alone is a part on purpose
+    assert numbers_of(twice) == [1] and "x-00000-of-00002.jsonl" in caplog.text  # a part on purpose
 
 
 def test_globs_and_lists(tmp_path: Path) -> None:
