@@ -155,7 +155,7 @@ class CheckPage:
 def _shorten(of_set: _Set) -> None:
     """Leave the folder out of the names of rows that lie in one."""
     names = [*(row for _, row in of_set.lengths), *(row for row, _ in of_set.refused)]
-    folder = os.path.commonprefix(names).rpartition("/")
+    folder = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 - cut at a slash
     start = len(folder[0] + folder[1])
     of_set.lengths = [(length, row[start:]) for length, row in of_set.lengths]
     of_set.refused = [(row[start:], message) for row, message in of_set.refused]
