@@ -12,6 +12,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -28,6 +29,7 @@ LARGEST_JSON = 2**30
 RUN_MARK = "mm_grpo_run.json"
 """The file by which a run's folder is known (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
+_DEEP = re.compile(r"(?:^|(?<=/))\*\*(?:/+|$)")
 LEFT_AFTER = 60.0
 """Seconds after which a temporary folder that nobody holds was left by a killed process."""
 
@@ -52,9 +54,29 @@ def short_path(path: object, limit: int = 300) -> str:
 def expand_glob(pattern: str) -> list[str]:
     """The paths that match, sorted, each file once; a `**` follows links too."""
     found: dict[str, str] = {}
-    for path in sorted(glob.glob(pattern, recursive=True), key=len):
+    for path in sorted(_matches(pattern), key=len):
         found.setdefault(os.path.realpath(path), path)
     return sorted(found.values())
+
+
+def _matches(pattern: str) -> list[str]:
+    """Return the paths that match. glob's own `**` goes round and round where links lead up."""
+    top, *rest = _DEEP.split(pattern, maxsplit=1)
+    if not rest:
+        return glob.glob(pattern)
+    folders = [folder for start in glob.glob(top or ".") for folder in _folders(start)]
+    inner = [glob.escape(folder.removeprefix("./") if folder != "." else "") for folder in folders]
+    return [path for folder in inner for path in _matches(os.path.join(folder, rest[0] or "*"))]
+
+
+def _folders(top: str) -> Iterator[str]:
+    """Yield a folder and all below it that are not hidden, nearest first, each real folder once."""
+    waiting, seen = [top], set[str]()
+    for folder in waiting:
+        if (real := os.path.realpath(folder)) not in seen:
+            seen.add(real)
+            yield folder
+            waiting += sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")), key=len)
 
 
 def read_regular_file(path: str | Path, limit: int = -1) -> bytes:

@@ -39,7 +39,8 @@ def check_columns(columns: Mapping[str, str], available: Collection[str], datase
         if theirs not in available:
             raise DataError(
                 f"data.columns.{ours} is {theirs!r}, and {dataset} has no such column; "
-                f"{did_you_mean(theirs, available)}it has: {quoted(available)}"
+                f"{did_you_mean(theirs, available)}it has: {quoted(available)}. A source with other names than the "
+                "rest is written {path: ..., columns: {...}}"
             )
 
 

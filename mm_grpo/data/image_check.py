@@ -37,14 +37,16 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
     """
     indices = rows_to_look_at(dataset)
     with_image = readable = 0
+    missing: MissingPrompt | None = None
     warned: set[str] = set()
     names: dict[str, None] = {}
     for index in indices:
         try:
             fields = dataset.encoded_fields(index)
         except DataError as error:
-            if verify or (isinstance(error, MissingPrompt) and not readable and index == indices[-1]):
+            if verify:
                 raise
+            missing = missing or (error if isinstance(error, MissingPrompt) else None)
             continue
         row_name, readable = dataset.row_name(index), readable + 1
         if fields.images:
@@ -67,6 +69,8 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
                 f"it would be trained on as text alone. {HOW_TO_READ}. Set data.columns.images={name}; if the rows are "
                 "to be used without images, data.text_only=true"
             )
+    if missing is not None and not readable:
+        raise missing
     if readable and not with_image:
         raise DataError(
             f"{dataset.name}: no row has an image (rows looked at: {len(indices)} of {len(dataset)}, from "

@@ -7,16 +7,20 @@ what a row lacks and what is null in it, and need not wait for the import of the
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
+import math
 import os
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mm_grpo.data.columns import brief
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
@@ -104,6 +108,8 @@ class JsonLines:
 def read_json(path: Path) -> list[Any]:
     """The rows of a JSON file: of a list, or of the only list of objects in one object."""
     found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
+    if isinstance(found, dict) and {"images", "annotations"} <= found.keys():
+        raise DataError(f"{path}: is a COCO file; join it into rows, as docs/data.md says under COCO")
     values = found.values() if isinstance(found, dict) else [found]
     lists = [each for each in values if isinstance(each, list) and each and isinstance(each[0], dict)]
     if len(lists) != 1:
@@ -117,13 +123,51 @@ def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> An
     """The value in a text of JSON; of a blank one `_BLANK`. DataError, which begins with `where`, for what is none."""
     try:
         text = data.decode("utf-8-sig")
-        return json.loads(text, parse_constant=_refuse) if text.strip() else _BLANK
+        return _DECODER.decode(text) if text.strip() else _BLANK
+    except _NotPlain as error:
+        lines = text.splitlines(keepends=True)
+        line = bisect.bisect(range(len(lines)), 0, key=lambda last: _is_refused("".join(lines[: last + 1])))
+        at = f":{line + 1}" if len(lines) > 1 else ""
+        raise DataError(f"{where}{at}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: is not valid JSON in UTF-8 ({error}); {remedy}") from None
 
 
+class _NotPlain(ValueError):
+    """A value that Python reads from JSON and that is not what the file says."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(row := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        key = next(key for key in keys if keys.count(key) > 1)
+        raise _NotPlain(f"the key {brief(key)} stands twice in one object; leave one of them")
+    return row
+
+
+def _finite(text: str) -> float:
+    if math.isinf(number := float(text)):
+        raise _NotPlain(
+            f"the number {brief(text)} is past what a float holds; write one below 1.8e308, or null"
+        )
+    return number
+
+
 def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON, and no reward can score by it; write null")
+    raise _NotPlain(f"{name} is no number of JSON, and no reward can score by it; write null")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
+
+
+def _is_refused(text: str) -> bool:
+    """True when the beginning of a text already holds what is refused."""
+    with suppress(json.JSONDecodeError):
+        try:
+            _DECODER.decode(text)
+        except _NotPlain:
+            return True
+    return False
 
 
 def _stored(name: str, value: Any, folder: Path) -> Any:

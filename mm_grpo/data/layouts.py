@@ -102,7 +102,8 @@ def _missing(
     wanted = " or ".join(map(repr, [mapped] if mapped else known))
     return MissingPrompt(
         f"{row_name}: no column {wanted} (data.columns.prompt); it has: {quoted(names)}. Name the one that holds the "
-        f"prompt, as in data.columns.prompt={likely}"
+        f"prompt, as in data.columns.prompt={likely} (of one source: {{path: ..., columns: {{prompt: {likely}}}}}), or "
+        "make it of columns with data.prompt_template"
     )
 
 

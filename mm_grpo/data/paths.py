@@ -16,11 +16,13 @@ import difflib
 import glob
 import os
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mm_grpo.data.columns import quoted
+from mm_grpo.data.columns import brief, quoted
 from mm_grpo.errors import DataError
 from mm_grpo.files import expand_glob, expand_home, short_path
 
@@ -31,7 +33,7 @@ LEGAL = (
     "datasets.Dataset, or a mapping such as {task: shapes, ...}"
 )
 _NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
-_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?\d{5}-of-\d{5}$")
+_SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?(?P<number>\d{5,})[-_]of[-_](?P<total>\d{5,})(-[0-9a-f]{16})?$")
 _SPLITS = re.compile(
     r"(train|training|test|testing|validation|valid|val|dev|eval)(?![A-Za-z])", re.IGNORECASE
 )
@@ -71,6 +73,32 @@ def find(given: str, name: str) -> list[Found]:
     if _HUB.fullmatch(given) and not given.lower().endswith(SUFFIXES):
         return [Found("hub", given)]
     raise DataError(f"{name}: {missing(path)}")
+
+
+def check_shards(files: Sequence[str], name: str) -> None:
+    """Refuse shards (train-00000-of-00003.parquet) that are no whole sets, counted from 0 or from 1. DataError.
+
+    Several folders may hold one set between them, or a set each.
+    """
+    sets: dict[tuple[str, str, int], Counter[int]] = {}
+    totals: dict[tuple[str, str, Path], int] = {}
+    for path in map(Path, files):
+        if shard := _SHARD.fullmatch(path.stem):
+            stem, suffix, total = path.stem[: shard.start("number")], path.suffix.lower(), int(shard["total"])
+            sets.setdefault((stem, suffix, total), Counter())[int(shard["number"])] += 1
+            other = totals.setdefault((stem, suffix, path.parent), total)
+            if other != total or files.count(str(path)) > 1:
+                why = "is named twice" if other == total else f"lies beside shards of a set of {other}"
+                raise DataError(f"{name}: {path} {why}; remove what is too much")
+    for (stem, suffix, total), counts in sets.items():
+        first = int(total in counts and 0 not in counts)
+        lacks = [n for n in range(first, first + total) if counts[n] < max(counts.values())]
+        if lacks or len(counts) > total:
+            what, numbers = ("missing", lacks) if lacks else ("past the last", [max(counts)])
+            raise DataError(
+                f"{name}: {stem}{numbers[0]:05d}-of-{total:05d}{suffix} is {what} (shards {brief(numbers)}, counted "
+                f"from {first}); give the whole set, or name a shard alone to train on a part"
+            )
 
 
 def missing(path: Path) -> str:

@@ -31,7 +31,7 @@ from mm_grpo.data.dataset import TASK, Dataset
 from mm_grpo.data.hf_datasets import library_rows
 from mm_grpo.data.image_check import check_images
 from mm_grpo.data.mixture import MixedDataset, Mixture, mixture_of
-from mm_grpo.data.paths import LEGAL, find
+from mm_grpo.data.paths import LEGAL, check_shards, find
 from mm_grpo.data.readers import JoinedRows, read
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
@@ -68,6 +68,7 @@ def load(
         DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
     """
     options: dict[str, Any] = {"verify": verify, "added": added}
+    alone = False
     if isinstance(source, Dataset):
         return source
     if isinstance(source, Mapping) and "path" in source:
@@ -75,10 +76,16 @@ def load(
     if isinstance(source, Mixture):
         return _load_mixture(source, settings, name, verify)
     if isinstance(source, str | os.PathLike):
-        source = [source]
+        source, alone = [source], os.path.isfile(os.path.expanduser(source))
     if isinstance(source, list | tuple):
         if source and all(isinstance(one, str | os.PathLike) for one in source):
             found = [each for text in source for each in find(os.fspath(text), name)]
+            try:
+                check_shards([each.path for each in found], name)
+            except DataError as error:
+                if not alone:
+                    raise
+                log.warning("%s", error)
             rows = JoinedRows([read(each, name, settings.columns) for each in found])
             return Dataset(rows, settings, name=name, **options)
         return Dataset(source, settings, name=name, **options)

@@ -8,6 +8,7 @@ is given rows while they are checked, so that nothing is made twice.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -76,7 +77,6 @@ class CheckPage:
 
     def add(self, name: str, row: str, prompt: Prompt) -> None:
         """Take a row that can be used; `row` is what messages call it."""
-        row = row.rsplit("/", 1)[-1]
         of_set = self._sets.setdefault(name, _Set())
         of_set.lengths.append((len(prompt.token_ids), row))
         if len(of_set.lengths) > self._rows:
@@ -95,7 +95,7 @@ class CheckPage:
     def refuse(self, name: str, row: str, message: str) -> None:
         """Take a row that a run would stop at or leave out."""
         message = message.removeprefix(f"{row}: ")
-        self._sets.setdefault(name, _Set()).refused.append((row.rsplit("/", 1)[-1], message))
+        self._sets.setdefault(name, _Set()).refused.append((row, message))
 
     def write(self) -> str:
         """Write the page; a sentence that says where it is and what it shows, "" where it is not written."""
@@ -108,6 +108,8 @@ class CheckPage:
 
     def gather(self) -> dict[str, Any]:
         """Everything that the page shows."""
+        for of_set in self._sets.values():
+            _shorten(of_set)
         sets = [
             {
                 "name": name,
@@ -148,6 +150,16 @@ class CheckPage:
             "answers": [(name, cut(answer, LONGEST_VALUE)) for name, answer in answers if answer is not None],
             "columns": [(name, cut(as_text(value), LONGEST_VALUE)) for name, value in columns],
         }, pictures
+
+
+def _shorten(of_set: _Set) -> None:
+    """Leave the folder out of the names of rows that lie in one."""
+    names = [*(row for _, row in of_set.lengths), *(row for row, _ in of_set.refused)]
+    folder = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 - cut at a slash
+    start = len(folder[0] + folder[1])
+    of_set.lengths = [(length, row[start:]) for length, row in of_set.lengths]
+    of_set.refused = [(row[start:], message) for row, message in of_set.refused]
+    of_set.shown = [{**shown, "row": shown["row"][start:]} for shown in of_set.shown]
 
 
 def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | None:

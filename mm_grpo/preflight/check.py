@@ -168,7 +168,7 @@ def _walk(
     for index in indices:
         row, field = dataset.row_name(index), None
         # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-        uid = f"{dataset.uid(index)}: "
+        uid, source = f"{dataset.uid(index)}: ", dataset.uid(index).rpartition(":")[0]
         try:
             prompt = prompt_builder.process(dataset.sample(index))
             message = uid + broken if (broken := broken_limit(prompt)) else ""
@@ -178,12 +178,12 @@ def _walk(
             message = message.removeprefix(uid)
             about = message if message.startswith(row) else f"{row}: {message}"
             (failed if field is None else dropped.setdefault(field, [])).append(about)
-            page.refuse(dataset.name, row, ("" if field is None else "left out: ") + message)
+            page.refuse(source, row, ("" if field is None else "left out: ") + message)
             continue
         lengths.append(len(prompt.token_ids))
         images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
-        page.add(dataset.name, row, prompt)
+        page.add(source, row, prompt)
     return lengths, images, failed, dropped
 
 

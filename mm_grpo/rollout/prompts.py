@@ -160,10 +160,10 @@ class PromptBuilder:
     def _checked(self, prompt: Prompt) -> Prompt:
         """The prompt, which knows whether the template opened the thinking. TooLong where it is."""
         if self.limit is not None and len(prompt.token_ids) > self.limit:
+            drop = "" if self.policy == "drop" else ", or drop such rows with data.on_overlong=drop"
             raise TooLong(
                 f"{prompt.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
-                f"{self.limit}; prompts are never cut. Lower data.max_pixels, raise the limit, or drop such rows "
-                "with data.on_overlong=drop"
+                f"{self.limit}; prompts are never cut. Lower data.max_pixels or raise the limit{drop}"
             )
         end = self.processor.decode(prompt.token_ids[-THINK_TOKENS:]).rstrip()
         return replace(prompt, opens_thinking=True) if end.endswith(OPEN) else prompt

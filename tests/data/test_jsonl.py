@@ -55,3 +55,31 @@ def test_what_cannot_be_written_names_the_row_and_leaves_the_file(tmp_path: Path
         with pytest.raises(DataError, match=words):
             write_jsonl(rows, path)
         assert path.read_text() == '{"prompt": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        ('{"prompt": "?", "n": 1, "n" : 2}', "'n'"),
+        ('{"prompt": "?", "meta": {"of": [{"x": 1, "y": 0, "x": 1}]}}', "'x'"),
+        ('{"prompt": "a", "\\u0070rompt": "b"}', "'prompt'"),
+        ('{"prompt": "?", "n": [0, -1e400]}', "-1e400"),
+        ('{"prompt": "?", "n": 1' + "0" * 400 + ".0}", "float"),
+        ('{"prompt": "?", "n": -Infinity}', "-Infinity"),
+        ('{"prompt": "?", "n": NaN}', "NaN"),
+    ],
+)
+def test_what_json_would_lose_in_reading_is_refused(row: str, word: str, tmp_path: Path) -> None:
+    sound = '{"prompt": "\\": 1e999, {}", "n": 1e308, "of": [{"n": 1}, {"n": 2}]}'
+    for name, text, line in (
+        ("rows.jsonl", f"{sound}\n\n{row}\n{sound}\n", 3),
+        ("rows.json", f"[\n {sound},\n {row},\n {sound}\n]", 3),
+        ("object.json", f'{{"rows": [{sound},\n{row}\n]}}', 2),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError) as refused:
+            load(str(tmp_path / name), DataConfig())
+        assert str(refused.value).startswith(f"{tmp_path / name}:{line}: "), refused.value
+        assert word in str(refused.value) and len(str(refused.value)) < 400
+    (tmp_path / "rows.json").write_text(f"[{sound}]")
+    assert load(str(tmp_path / "rows.json"), DataConfig()).fields(0).columns["n"] == 1e308

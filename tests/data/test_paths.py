@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -66,6 +69,61 @@ def test_what_is_not_one_set_is_refused(
     assert message.startswith("train: ") and all(word in message for word in words), message
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
+@pytest.mark.parametrize(
+    ("names", "word"),
+    [
+        (["train-00000-of-00003", "train-00002-of-00003"], "train-00001-of-00003"),
+        (["train-00001-of-00003", "train-00002-of-00003"], "train-00000-of-00003"),
+        (["x_00000_of_00002"], "x_00001-of-00002"),
+        (["00000-of-00002-0123456789abcdef"], "00001-of-00002"),
+        (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00003"], "set of "),
+        (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00002"], "train-00002-of-00002"),
+        (
+            ["train-00000-of-00002", "train-00001-of-00002", "train-00001-of-00002-0123456789abcdef"],
+            "train-00000-of-00002",
+        ),
+    ],
+)
+def test_shards_that_are_no_whole_set_are_refused(
+    names: list[str], word: str, suffix: str, tmp_path: Path
+) -> None:
+    for name in names:
+        path = jsonl(tmp_path / "d" / f"{name}.jsonl", 0)
+        if suffix == ".parquet":
+            datasets.Dataset.from_list(numbered(0)).to_parquet(str(path.with_suffix(suffix)))
+        elif suffix == ".csv":
+            path.with_suffix(suffix).write_text("prompt,n\n?,0\n")
+        if suffix != ".jsonl":
+            path.unlink()
+    files = [str(path) for path in (tmp_path / "d").iterdir()]
+    for given in (
+        f"{tmp_path}/d",
+        f"{tmp_path}/**/*-*{suffix}" if "-" in names[0] else f"{tmp_path}/d/*",
+        files,
+    ):
+        message = refusal(given)
+        assert message.startswith("train: ") and suffix in message and word in message, message
+
+
+def test_whole_sets_of_shards_and_names_that_look_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jsonl(tmp_path / "a" / "x-00000-of-00002.jsonl", 0)
+    jsonl(tmp_path / "b" / "x-00001-of-00002.jsonl", 1)
+    for at in (1, 2):  # as safetensors counts
+        for folder in "cd":
+            jsonl(tmp_path / folder / f"x-0000{at}-of-00002.jsonl", at)
+    jsonl(tmp_path / "e" / "photo-00001-of-me.jsonl", 3)
+    jsonl(tmp_path / "e" / "day-3-of-7.jsonl", 4)
+    assert numbers_of([f"{tmp_path}/a", f"{tmp_path}/b"]) == [0, 1]
+    assert numbers_of([f"{tmp_path}/c", f"{tmp_path}/d/*", f"{tmp_path}/e"]) == [1, 2, 1, 2, 4, 3]
+    assert not caplog.records
+    twice = f"{tmp_path}/c/x-00001-of-00002.jsonl"
+    assert twice in refusal([f"{tmp_path}/c", twice])
+    assert numbers_of(twice) == [1] and "x-00000-of-00002.jsonl" in caplog.text  # a part on purpose
+
+
 def test_globs_and_lists(tmp_path: Path) -> None:
     for at in (2, 0, 1):
         jsonl(tmp_path / f"part{at}" / "rows.jsonl", at)
@@ -82,6 +140,27 @@ def test_globs_and_lists(tmp_path: Path) -> None:
     ]
     made = config([f"{tmp_path}/part0", f"{tmp_path}/part1"], text_only=True)
     assert len(load_train(made)) == 2
+
+
+def test_links_that_lead_up_are_followed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them made forty levels of twice as many folders each."""
+    for name in ("a", "b", "b/c"):
+        jsonl(tmp_path / name / "rows.jsonl", len(name))
+        for link in ("up", "top"):
+            (tmp_path / name / link).symlink_to(tmp_path)
+    (tmp_path / "aa").symlink_to("b")
+    listed = count()
+    scandir = os.scandir
+
+    def counted(path: Any) -> Any:
+        assert next(listed) < 200
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    monkeypatch.chdir(tmp_path)
+    for start in (f"{tmp_path}/", "./", ""):
+        assert numbers_of(f"{start}**/rows.jsonl") == [1, 3, 1]
+    assert numbers_of("**/c/*.jsonl") == [3]
 
 
 def test_images_start_at_the_folder_of_their_own_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from reading import colour_of, config, numbered, numbers_of, png, read, refusal, write_rows
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.sources import load, load_train
+from mm_grpo.data.sources import load, load_eval, load_train
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.rewards.scorer import Scorer
 
@@ -152,3 +152,14 @@ def test_the_package_is_light(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+def test_rows_without_a_prompt_name_the_first_one_and_what_makes_one() -> None:
+    rows = [{"query": "a", "n": 1}, {"query": "b", "n": 2}]
+    with pytest.raises(DataError) as refused:
+        load_train(config(), rows, verify=False)
+    message = str(refused.value)
+    assert message.startswith("train row 0: ") and "data.prompt_template" in message
+    assert "{path: ..., columns: {prompt: query}}" in message
+    with pytest.raises(DataError, match=r"data\.columns\.prompt.*\{path: \.\.\., columns: "):
+        load_eval(config(columns={"prompt": "question"}), rows)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.preflight.check import check_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.testing.tiny_models import build
@@ -141,8 +141,20 @@ def test_the_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     snippets = blocks(read(f"docs/{name}.md"), "python")
     assert snippets
+    coco = {"images": [{"id": 7, "file_name": "a.png"}], "categories": [{"id": 3, "name": "dog"}]}
+    marks = [{"image_id": 7, "category_id": 3, "bbox": [at, 0, 9, 9]} for at in (1, 2)]
+    (tmp_path / "instances.json").write_text(json.dumps({**coco, "annotations": marks}))
     for snippet in snippets:
         exec(compile(snippet, name, "exec"), {"__name__": name})
+    if name == "data":
+        row = json.loads((tmp_path / "rows.jsonl").read_text())
+        assert row == {
+            "image": "a.png",
+            "prompt": "Where is each dog?",
+            "boxes": [[1, 0, 9, 9], [2, 0, 9, 9]],
+        }
+        with pytest.raises(DataError, match=r"instances\.json: .*COCO.*docs/data\.md"):
+            load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": "instances.json"}}))
 
 
 @pytest.mark.slow

@@ -56,6 +56,27 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
     assert (first.size, first.getpixel((3, 3))) == ((196, 112), (0, 128, 64))
 
 
+def test_every_source_of_a_mixture_is_shown(page_job: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+    rows = str(tmp_path / "train.jsonl")
+    (tmp_path / "b").mkdir()
+    twice = [
+        {"path": rows},
+        {"path": rows, "system_prompt": "Look."},
+        {"path": [rows, f"{tmp_path}/b/train.jsonl"]},
+    ]
+    job = page_job()
+    for name in ("green", "blue"):
+        (tmp_path / "b" / f"{name}.png").symlink_to(tmp_path / f"{name}.png")
+    (tmp_path / "b" / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text())
+    data, _ = checked(job.with_values({"data.train": twice}), tmp_path / "out.html")
+    first, second, third = data["sets"][:3]
+    assert [s["name"] for s in (first, second, third)] == ["train/train", "train/train-2", "train/train-3"]
+    assert [len(s["shown"]) for s in (first, second, third)] == [3, 3, 6]
+    assert first["lengths"]["longest"] == second["lengths"]["longest"] == "train.jsonl:3"
+    assert first["lengths"]["high"] < second["lengths"]["high"]
+    assert third["shown"][3]["row"] == "b/train.jsonl:1" and third["refused"][1][0] == "b/train.jsonl:4"
+
+
 def test_fewer_rows_and_rows_that_are_left_out(
     page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
