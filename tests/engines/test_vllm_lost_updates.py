@@ -100,7 +100,7 @@ def lose(handle: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def blind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be read back from vLLM's layers."""
     held = run.engine._handle.read_back  # type: ignore[attr-defined]
-    monkeypatch.setattr(held, "_views", set())
+    monkeypatch.setattr(held, "_views", {})
 
 
 @pytest.mark.parametrize("readable", [False, True])

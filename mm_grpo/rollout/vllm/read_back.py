@@ -79,8 +79,13 @@ class ReadBack:
         parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
         views = dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
         if self._views is None:
-            shapes = {name: shape for name, (_, shape) in places.items()}
-            self._views = {n: s for n, s in shapes.items() if views[n] == self._noted[n].digests.get(s)}
+            self._views = {
+                name: shape
+                for name, (part, shape) in places.items()
+                if views[name] == self._noted[name].digests.get(shape)
+                # a part of one value would fit anywhere
+                and (shape == self._noted[name].shape or (part.numel() and part.min() != part.max()))
+            }
         result = {}
         for name, noted in self._noted.items():
             shape, view = self._views.get(name), views.get(name, "")
