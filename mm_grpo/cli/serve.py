@@ -56,10 +56,8 @@ def serve(
     if host is not None:
         launch.require_key(host)
     first = port or launch.ServerSettings.port
-    if (last := first + servers - 1) > 65535:
-        raise ConfigError(
-            f"--port {first}: {servers} servers need the ports up to {last}, and 65535 is the last"
-        )
+    for number in range(servers if host else 0):
+        launch.require_free(str(host), first + number)
     print_phase("importing torch and transformers")
     made = server_settings(loaded, servers, tensor_parallel=tensor_parallel)
     settings = [replace(each, host=host, port=first + number) for number, each in enumerate(made)]

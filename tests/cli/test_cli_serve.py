@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,6 +70,18 @@ def test_what_cannot_be_served_is_refused_in_one_message(
     done = command(name, job, *rest)
     assert done.code == 2 and done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1
+
+
+def test_ports_that_cannot_be_had_are_refused_before_a_server_is_started(
+    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for first, count, named in ((port, 1, port), (port - 1, 2, port), (65535, 2, 65536)):
+            done = command("serve", job, "--port", first, "--servers", count)
+            assert done.code == 2 and done.err.count("\n") == 1
+            assert f"--port {named}: " in done.err or (named == port and f"--port {port - 1}: " in done.err)
 
 
 def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(

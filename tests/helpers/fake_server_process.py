@@ -1,22 +1,25 @@
-"""A program in place of vLLM's server: answers /health on a Unix socket, and starts a process of its own.
+"""A program in place of vLLM's server: answers /health on a Unix socket or a port, and starts a process of its own.
 
-    python fake_server_process.py SOCKET PIDS [stubborn | broken]
+    python fake_server_process.py SOCKET | HOST:PORT PIDS [stubborn | broken | silent]
 
-Both pids go to the file PIDS. `stubborn` ignores SIGTERM; `broken` ends before it is ready.
+Both pids go to the file PIDS. `stubborn` ignores SIGTERM, and makes a file PIDS.PID then; `broken` ends before it is
+ready; `silent` never listens.
 """
 
 import http.server
 import os
+import pathlib
 import signal
 import socketserver
 import subprocess
 import sys
+import time
 
 path, pids, *how = sys.argv[1:]
 if "broken" in how:
     sys.exit("ValueError: there is no such model\n")
 if "stubborn" in how:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: pathlib.Path(f"{pids}.{os.getpid()}").touch())
 child = subprocess.Popen(["sleep", "300"])
 
 
@@ -30,7 +33,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return "socket"
 
 
-with socketserver.UnixStreamServer(path, Handler) as server:
+def note() -> None:
     with open(pids, "a") as file:
         file.write(f"{os.getpid()} {child.pid}\n")
+
+
+if "silent" in how:
+    note()
+    while True:
+        time.sleep(300)
+socketserver.TCPServer.allow_reuse_address = True
+host, _, port = path.rpartition(":")
+made = (
+    socketserver.TCPServer((host, int(port)), Handler)
+    if host
+    else socketserver.UnixStreamServer(path, Handler)
+)
+with made as server:
+    note()
     server.serve_forever()

@@ -196,9 +196,11 @@ def test_all_servers_lost_in_an_update_are_waited_for(make: Made) -> None:
     assert {c.weight_versions for c in engine.generate(requests(2))} == {((0, 1),)}
 
 
-def test_a_server_that_loads_something_else_stops_the_run(make: Made) -> None:
-    engine, fakes = make()
-    model = fakes[1].workers[0].model
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_server_that_loads_something_else_stops_the_run(make: Made, worker: int) -> None:
+    servers = [FakeVLLM(), FakeVLLM(workers=3)]
+    engine, fakes = make(servers=servers)
+    model = fakes[1].workers[worker].model
     load = model.load_weights
     model.load_weights = lambda tensors: load([(name, tensor + 1) for name, tensor in tensors])
     with pytest.raises(GuardStop, match=rf"{fakes[1].url}: of 1 tensors 1 arrived changed: 'b"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,10 +23,11 @@ from helpers.fake_vllm import (
     requests,
     restart,
 )
-from helpers.patience import PATIENCE
+from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.served.protocol import GENERATE, RPC
+from mm_grpo.rollout.served.client import in_background, wait
+from mm_grpo.rollout.served.protocol import GENERATE, INFO, RPC
 
 
 @pytest.mark.slow
@@ -158,3 +162,81 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
             else:
                 engine.update_weights(WEIGHTS.items(), 1)
     assert path in str(caught.value) and "\n" not in str(caught.value)
+
+
+# another server in its place -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "odd", "words"),
+    [
+        (RPC, worker(model={"hidden_size": 16}), "its hidden_size is 16, and that of model.path is 8"),
+        (RPC, worker(logprobs_mode="raw_logprobs"), "--logprobs-mode processed_logprobs"),
+        ("/v1/models", lambda _: {"data": [{"id": "b", "max_model_len": 50}]}, "--max-model-len 100"),
+    ],
+)
+def test_a_server_that_comes_back_as_another_is_not_taken_in(
+    make: Made, path: str, odd: Callable[[Any], Any], words: str
+) -> None:
+    engine, fakes = make(sizes={"hidden_size": 8})
+    fakes[0].kill()
+    fakes[0].odd[path] = odd
+    fakes[0].restart()
+    expected = engine.generate(requests())
+    until(lambda: words in engine.pool.describe(), engine.pool.describe())
+    begun = len(fakes[0].asked)
+    assert engine.generate(requests()) == expected
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+    assert len(fakes[0].asked) == begun and "/start_weight_update" not in fakes[0].calls[-10:]
+
+
+def test_a_refusal_of_a_server_that_was_restarted_is_not_the_row_s(make: Made) -> None:
+    """It serves another model, which has another name or less room, and says so before it names its weights."""
+    engine, fakes = make()
+    expected = engine.generate(requests())
+    stream = engine.stream()  # the servers are looked at here
+    restart(fakes[0])
+    fakes[0].refuse = "The model `tiny` does not exist."
+    engine.pool.updating = True  # nothing is taken in for now
+    with stream:
+        numbers = [stream.add_request(request) for request in requests()]
+        done: dict[int, Any] = {}
+        while stream.unfinished:
+            done |= stream.step()
+    assert [done[number].token_ids for number in numbers] == [c.token_ids for c in expected]
+    assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
+
+
+# the end ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [INFO, "/pause", "/v1/models"])
+def test_a_run_that_ends_while_a_server_joins_says_nothing_more(
+    make: Made, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the update is the only one, wherever the server was on its way in."""
+    engine, fakes = make(wait_timeout=0.2, servers=[FakeVLLM()])
+    entered, ended = threading.Event(), threading.Event()
+
+    def wait_for_end(body: Any) -> None:
+        entered.set()
+        ended.wait(PATIENCE)
+
+    def close_slowly() -> None:
+        close()
+        ended.set()  # a large folder is still being removed
+        wait(in_background(asyncio.sleep(0.3)))
+
+    close = engine.transfer.close  # type: ignore[union-attr]
+    monkeypatch.setattr(engine.transfer, "close", close_slowly)
+    fakes[0].faults["/finish_weight_update"] = lambda body: 1 / 0
+    with pytest.raises(EngineError, match="/finish_weight_update"):
+        engine.update_weights(WEIGHTS.items(), 1)
+    fakes[0].faults[path] = wait_for_end
+    until(entered.is_set)
+    engine.close()
+    for path in (INFO, "/finish_weight_update"):
+        fakes[0].faults.pop(path, None)
+    with pytest.raises(EngineError, match="closed"):
+        engine.update_weights(WEIGHTS.items(), 2)
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []

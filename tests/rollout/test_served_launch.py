@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +19,7 @@ import psutil
 import pytest
 import torch
 from helpers.patience import PATIENCE, until
-from helpers.processes import alone
+from helpers.processes import alone, free_port
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
@@ -56,7 +59,8 @@ def gone(pids: Sequence[int]) -> bool:
 
 def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
     def command(settings: ServerSettings) -> list[str]:
-        return [sys.executable, "-S", str(FAKE), str(settings.socket), str(pids), *how]
+        place = f"{settings.host}:{settings.port}" if settings.host else str(settings.socket)
+        return [sys.executable, "-S", str(FAKE), place, str(pids), *how]
 
     monkeypatch.setattr(launch, "server_command", command)
 
@@ -200,23 +204,127 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
     assert gone(started(tmp_path / "pids"))
 
 
+@contextmanager
+def other_server(host: str) -> Iterator[int]:
+    """The port of another program that answers /health."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+    with ThreadingHTTPServer((host, 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        yield other.server_port
+        other.shutdown()
+
+
+def at(host: str, port: int) -> ServerSettings:
+    return ServerSettings(ENGINE, host=host, port=port)
+
+
+@pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::"])
+def test_a_port_that_is_taken_is_refused_before_a_server_is_started(
+    host: str, other: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    fake(monkeypatch, tmp_path / "pids")
+    with (
+        other_server(other) as port,
+        pytest.raises(ConfigError, match=rf"--port {port}: "),
+        serve([at(host, port)]),
+    ):
+        raise AssertionError("it never was ready")
+    assert not (tmp_path / "pids").exists()
+
+
+def test_what_another_program_answers_makes_no_server_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that took the port after it was asked for."""
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    monkeypatch.setattr(launch, "require_free", lambda host, port: None)
+    fake(monkeypatch, tmp_path / "pids", "silent")
+    with other_server("127.0.0.1") as port:
+        server = ServerProcess(at("127.0.0.1", port), tmp_path / "log")
+        server.start()
+        try:
+            until((tmp_path / "pids").exists)
+            assert not server.ready
+            with pytest.raises(EngineError, match="not ready"):
+                server.wait_ready(0.1)
+        finally:
+            server.stop()
+        fake(monkeypatch, tmp_path / "pids", "broken")
+        server.start()
+        with pytest.raises(EngineError, match="there is no such model"):
+            server.wait_ready(PATIENCE)
+        server.stop()
+
+
+def test_servers_at_ports_are_ready_and_started_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
+    fake(monkeypatch, tmp_path / "pids")
+    ports, said = [free_port(), free_port()], list[str]()
+    with serve([at("127.0.0.1", port) for port in ports], report=said.append) as servers:
+        assert [server.url for server in servers] == [f"http://127.0.0.1:{port}" for port in ports]
+        os.kill(servers[0].pid or 0, signal.SIGKILL)
+        assert not servers[0].ready or len(said) == 1
+        until(lambda: len(started(tmp_path / "pids")) == 6 and servers[0].ready)
+        assert [server.ready for server in servers] == [True, True]
+    assert gone(started(tmp_path / "pids")) and not any(server.ready for server in servers)
+
+
+def test_servers_are_watched_whatever_becomes_of_a_log_or_a_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
+    fake(monkeypatch, tmp_path / "pids")
+    said: list[str] = []
+    logs = tmp_path / "logs"
+    with serve([ServerSettings(ENGINE)] * 2, log_folder=logs, report=said.append) as servers:
+        assert {path.name for path in logs.iterdir()} == {"server-0.log", "server-1.log"}
+        shutil.rmtree(logs)
+        for number in (1, 2):
+            os.kill(servers[0].pid or 0, signal.SIGKILL)
+            until(lambda n=number: len(started(tmp_path / "pids")) == 4 + 2 * n and servers[0].ready)  # type: ignore[misc]
+        (lost,) = [line for line in said if f"{logs}/server-0.log" in line]
+        assert "No such file" in lost
+        monkeypatch.setattr(launch, "server_command", lambda settings: ["/no/such/program"])
+        os.kill(servers[0].pid or 0, signal.SIGKILL)
+        until(lambda: "/no/such/program" in said[-1])
+        fake(monkeypatch, tmp_path / "pids")
+        os.kill(servers[1].pid or 0, signal.SIGKILL)
+        until(lambda: len(started(tmp_path / "pids")) == 10 and servers[1].ready)
+    assert gone(started(tmp_path / "pids"))
+
+
 PARENT = """
-import sys, time
+import sys, time, signal
 from pathlib import Path
+from mm_grpo.cli.serve import _end
 from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.launch import ServerSettings
 from mm_grpo.rollout.vllm.launch import EngineSettings
 fake, pids, *how = sys.argv[1:]
 launch.server_command = lambda s: [sys.executable, "-S", fake, str(s.socket), pids, *how]
+launch.STOP_TIMEOUT = 3600.0
 if __name__ == "__main__":
-    with launch.serve([ServerSettings(EngineSettings("x", "float32", 64))]):
+    signal.signal(signal.SIGTERM, _end)
+    with launch.serve([ServerSettings(EngineSettings("x", "float32", 64))] * 2):
         Path(pids + ".ready").touch()
         time.sleep(300)
 """
 
 
 @pytest.mark.slow
-def test_servers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_servers_that_hang_end_with_a_process_that_is_killed_or_told_twice(
+    again: signal.Signals, tmp_path: Path
+) -> None:
     script, pids = tmp_path / "parent.py", tmp_path / "pids"
     script.write_text(PARENT)
     command = [sys.executable, script, FAKE, pids, "stubborn"]
@@ -224,8 +332,12 @@ def test_servers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     try:
         until(lambda: Path(f"{pids}.ready").exists() or parent.poll() is not None)
         servers = started(pids)
-        assert all(map(alive, servers))
-        parent.kill()
+        assert len(servers) == 4 and all(map(alive, servers))
+        if again != signal.SIGKILL:
+            parent.terminate()
+            until(lambda: all(Path(f"{pids}.{pid}").exists() for pid in servers[::2]))
+            assert parent.poll() is None and alive(servers[0])
+        parent.send_signal(again)
         parent.wait(PATIENCE)
         assert gone(servers)
     finally:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.errors import EngineError
+from mm_grpo.rollout.vllm.launch import first_line
 
 CHUNK_BYTES = 512 << 20
 Tensors = list[tuple[str, str, list[int]]]
@@ -70,8 +71,9 @@ def received(held: Tensors, group: BroadcastGroup) -> Iterator[tuple[str, Tensor
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at `host`, at any port by default."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    """A socket that listens at `host`, at any port by default; at an IPv6 address for IPv4 too, as vLLM does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=":" in host)
 
 
 class BroadcastGroup:
@@ -117,7 +119,7 @@ class BroadcastGroup:
             raise
         except Exception as error:
             raise EngineError(
-                f"the {backend} group of {size} at {host}:{port} was not made within {timeout:g} s: {_first(error)}"
+                f"the {backend} group of {size} at {host}:{port} was not made within {timeout:g} s: {first_line(error)}"
             ) from error
 
     @property
@@ -148,7 +150,7 @@ class BroadcastGroup:
         except Exception as error:
             self.abort()
             raise EngineError(
-                f"a broadcast of {buffer.numel():,} bytes over {self.backend} failed: {_first(error)}"
+                f"a broadcast of {buffer.numel():,} bytes over {self.backend} failed: {first_line(error)}"
             ) from error
 
     def abort(self) -> None:
@@ -166,11 +168,6 @@ class BroadcastGroup:
 
 _left: list[tuple[Any, Any]] = []
 """Groups that were left, with the broadcast that may still wait in them: to free one would wait for it."""
-
-
-def _first(error: Exception) -> str:
-    """The first line of a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def own_address(host: str | None) -> str:

@@ -81,13 +81,7 @@ class ServerClient:
     no message.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str | None = None,
-        timeout: float,
-    ) -> None:
+    def __init__(self, url: str, *, key: str | None = None, timeout: float) -> None:
         self.url, self.timeout, self._key = url.rstrip("/"), timeout, key
         self._http: Any = None
         self._asked: set[Future[Any]] = set()

@@ -177,6 +177,8 @@ class ServedEngine(RolloutEngine):
         self, transfer: ServedTransfer, tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> tuple[dict[str, str], str, list[str]]:
         """Return what the servers received, the weights' name there, and the urls of those that took them."""
+        if self.pool.closed:
+            raise EngineError("this engine was closed, and takes no weights; make a new trainer")
         name = transfer.weights_name(version)
         with self._lock, self.pool.update(name):
             targets = self.pool.ready() if self._current else self.pool.answering()

@@ -29,6 +29,7 @@ import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served.broadcast import listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION
 from mm_grpo.rollout.served.server_key import MIDDLEWARE, VARIABLE
@@ -183,6 +184,18 @@ def require_key(host: str) -> None:
         )
 
 
+def require_free(host: str, port: int) -> None:
+    """ConfigError if a server cannot listen at this address, mostly because another program does."""
+    try:
+        listen(host, port).close()
+    except (OSError, OverflowError, ValueError) as error:
+        reason = str(getattr(error, "strerror", error)).split(" (")[0]
+        raise ConfigError(
+            f"--port {port}: a server cannot listen at {host}, port {port} ({reason}); end the program that listens "
+            "there, or choose another --port, 65535 at most"
+        ) from None
+
+
 @dataclass(eq=False)
 class ServerProcess:
     """A server of this machine, at `url` once it was started; `log` is what it prints."""
@@ -199,7 +212,7 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, anew where it has ended; at the same url."""
+        """Start it, anew if it has ended, at the same url. ConfigError for a port that is taken."""
         self.stop()
         settings = self.settings
         if settings.host is None:
@@ -208,6 +221,8 @@ class ServerProcess:
             self.url = f"unix://{settings.socket}"
         else:
             require_key(settings.host)
+            if not self._started:  # later the port is its own, which a worker may hold a moment longer
+                require_free(settings.host, settings.port)
             shown = f"[{settings.host}]" if ":" in settings.host else settings.host
             self.url = f"http://{shown}:{settings.port}"
         command, environment = server_command(settings), server_environment(settings)
@@ -238,11 +253,25 @@ class ServerProcess:
 
     @property
     def ready(self) -> bool:
-        """True when it answers /health just now."""
+        """True when /health is answered just now, and by it: another program may answer at its port."""
+        if self.pid is None or self.poll() is not None or not self._listens():
+            return False
         client = ServerClient(self.url, key=os.environ.get(VARIABLE), timeout=5.0)
         with closing(client), suppress(ServerError):
             client.call("/health", method="GET")
             return True
+        return False
+
+    def _listens(self) -> bool:
+        """True when one of its processes listens at its port. Nobody else reaches a socket's folder."""
+        import psutil  # type: ignore[import-untyped]  # vLLM needs it
+
+        with suppress(psutil.Error):
+            leader = psutil.Process(self.pid)
+            family = (leader, *leader.children(recursive=True))
+            sockets = [each for process in family for each in process.net_connections("tcp")]
+            ports = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+            return self.settings.host is None or self.settings.port in ports
         return False
 
     def poll(self) -> int | None:
@@ -251,18 +280,17 @@ class ServerProcess:
 
     def stop(self, timeout: float = STOP_TIMEOUT) -> None:
         """End it and all that it started: asked first, and killed after `timeout` seconds."""
-        process, self._process = self._process, None
+        process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # a stopped process takes no signal
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)  # a stopped process takes no signal
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout)
         with suppress(ProcessLookupError, PermissionError):  # workers that outlived their parent
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        self._process = None
         if self._lifeline is not None:
             self._lifeline.leave()
         if self.settings.socket is not None:
@@ -328,7 +356,13 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
                     report(f"{what} and is not started again; {server.tail()}")
                 else:
                     report(f"{what}; it is started anew")
-                    server.start()
+                    for log in (server.log, Path(os.devnull)):  # a disk may be full, or a folder gone
+                        server.log = log
+                        try:
+                            server.start()
+                            break
+                        except Exception as error:  # the others are watched all the same
+                            report(f"{server.url} was not started with the log '{log}': {error}")
 
     thread = threading.Thread(target=watch, name="mm_grpo-servers", daemon=True)
     thread.start()
@@ -340,10 +374,14 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
 
 
 def stop_all(servers: Sequence[ServerProcess]) -> None:
-    """Ask all to end, then end each."""
-    for server in servers:
-        if server.pid is not None and server.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(server.pid, signal.SIGTERM)
-    for server in servers:
-        server.stop()
+    """Ask all to end, and kill all after STOP_TIMEOUT seconds, or at once if a signal ends the wait."""
+    end = time.monotonic() + STOP_TIMEOUT
+    try:
+        for server in servers:
+            if server._process is not None:
+                server._process.terminate()
+        for server in servers:
+            server.stop(max(0.0, end - time.monotonic()))
+    finally:
+        for server in servers:
+            server.stop(0.0)

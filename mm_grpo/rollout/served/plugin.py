@@ -274,13 +274,13 @@ class _Accounted:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         teach_names(hf_config)
-        mode, parallel = str(vllm_config.model_config.logprobs_mode), vllm_config.parallel_config
-        size = parallel.tensor_parallel_size
-        self.account = WorkerExtension.account = Account(
-            model=model_sizes(hf_config),
-            logprobs_mode=mode,
-            read_back=ReadBack(parallel.rank % size, size),
+        mode, size = (
+            str(vllm_config.model_config.logprobs_mode),
+            vllm_config.parallel_config.tensor_parallel_size,
         )
+        back = ReadBack(vllm_config.parallel_config.rank % size, size)
+        self.account = Account(model=model_sizes(hf_config), logprobs_mode=mode, read_back=back)
+        WorkerExtension.account = self.account
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension

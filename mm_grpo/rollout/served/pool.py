@@ -79,17 +79,13 @@ class ServerPool:
     """
 
     def __init__(
-        self,
-        clients: Sequence[ServerClient],
-        limits: Limits,
-        *,
-        bring_up: Callable[[Server], None] | None,
+        self, clients: Sequence[ServerClient], limits: Limits, *, bring_up: Callable[[Server], None] | None
     ) -> None:
         self.servers = [Server(client) for client in clients]
         self.limits, self.bring_up = limits, bring_up
         self.current: str | None = None
         self.adapted = False
-        self.updating = False
+        self.updating = self.closed = False
         self.losses = 0
         self._waiting: deque[tuple[int, asyncio.Future[Server]]] = deque()  # with the completions of each
         self._none_since: float | None = None
@@ -157,7 +153,7 @@ class ServerPool:
         """Send `server` nothing until it has been tried again."""
         self._in_loop(self._lose, server, why)
 
-    def _in_loop(self, change: Callable[..., None], *given: Any) -> None:
+    def _in_loop(self, change: Callable[..., object], *given: Any) -> None:
         async def changed() -> None:
             change(*given)
 
@@ -190,6 +186,9 @@ class ServerPool:
         if self._keeper is not None:
             self._keeper.cancel()
             self._keeper = None
+            for server in self.servers:  # a try would go on in threads that are gone
+                self._in_loop(lambda s: s.trying and s.trying.cancel(), server)
+        self.closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # one request -----------------------------------------------------------------------------
@@ -222,7 +221,12 @@ class ServerPool:
             await asyncio.wait({task})
             if task.cancelled():
                 raise ServerUnreachable(server.url, server.why)
-            answer = task.result()
+            try:
+                answer = task.result()
+            except ServerError as error:
+                if not isinstance(error, ServerUnreachable):  # it may have been restarted, with another model
+                    self._require(server, await weights_name(server.client, self.limits.probe_timeout))
+                raise
             server.heard = time.monotonic()
             self._require(server, answer.weights)
             return answer

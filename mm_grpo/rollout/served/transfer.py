@@ -28,7 +28,6 @@ from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
 from mm_grpo.rollout.served.protocol import accounts, weights_name
-from mm_grpo.rollout.weights import few
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,12 +167,12 @@ class ServedTransfer(ABC):
         return digests
 
     def _received(self, client: ServerClient) -> Digest:
-        """The digests of one server's workers, which have to agree: tensor-parallel ones receive the same."""
+        """The digests of one server's workers, which receive the same; two digests of what one of them did not load."""
         first, *others = [account.digests for account in accounts(client, self.timeout)]
         for place, other in enumerate(others, 1):
-            if names := sorted({name for name, _ in first.items() ^ other.items()}):
-                what = f"workers 0 and {place} received different tensors: {few(names)}"
-                raise ServerError(client.url, what)
+            if other.keys() != first.keys():
+                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
+            first |= {name: f"{first[name]} {value}" for name, value in other.items() if first[name] != value}
         return first
 
 

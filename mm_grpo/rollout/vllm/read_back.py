@@ -95,8 +95,13 @@ class ReadBack:
         """Return the shape in the model of each noted tensor whose place holds what came."""
         places = self._places(model)
         values = self._digests(places)
-        shapes = {name: shape for name, (_, shape) in places.items()}
-        return {n: s for n, s in shapes.items() if values[n] == self._noted[n].digests.get(s)}
+        return {
+            name: shape
+            for name, (part, shape) in places.items()
+            if values[name] == self._noted[name].digests.get(shape)
+            # a part of one value would fit anywhere
+            and (shape == self._noted[name].shape or (part.numel() and part.min() != part.max()))
+        }
 
     def _digests(self, places: Mapping[str, tuple[Tensor, torch.Size]]) -> dict[str, str]:
         parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
