@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from torch import Tensor
 from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.credit import credit_metrics, weighed
+from mm_grpo.learner.minibatch import LogProbs, Minibatch
+from mm_grpo.learner.pack import Item
 from mm_grpo.learner.perception import masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
@@ -161,6 +166,45 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
     assert_alike(found[1][0], found[0][0])
     first, _, last = (report.metrics["credit/top_quartile"] for _, report in found)
     assert last != pytest.approx(first, rel=1e-3)
+
+
+def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
+    """Two processes with two groups each, against one with all four: VPPO's means are those of the whole update."""
+    algorithm = AlgorithmConfig(credit="vppo", loss_options={"vppo_beta_min": 0.2})  # type: ignore[call-arg]
+    anything: Any = SimpleNamespace(vision={"x": 1})
+    items = [Item(k, k // 2, anything, (5,) * 4) for k in range(8)]
+    generator = torch.Generator().manual_seed(0)
+    engine = [(-2 * torch.rand(4, generator=generator)).tolist() for _ in items]
+    control = {k: -2 * torch.rand(4, generator=generator, dtype=torch.float64) for k in range(8)}
+
+    def of(process: Sequence[int], ranks: Any = None) -> tuple[list[list[float]], dict[str, float]]:
+        own = [item for item in items if item.group in process]
+        inputs: Any = SimpleNamespace(advantages=torch.zeros(8))
+        advantages = {i.index: torch.ones(4, dtype=torch.float64) for i in own}
+        given = (
+            Minibatch(own, own, inputs, advantages), {i.index: control[i.index] for i in own}, LogProbs(engine)
+        )  # fmt: skip
+        minibatch, weights = weighed(*given, algorithm, ranks or Ranks())
+        assert minibatch.advantages is not None and len(weights) == 4 * len(own)
+        values = [a.tolist() for a in minibatch.advantages.values()]
+        return values, credit_metrics([weights], ranks or Ranks())
+
+    whole, metrics = of(range(4))
+    shared: dict[str, list[Any]] = {}
+    for process in ((0, 1), (2, 3)):  # what each of them has to say
+        say: Any = SimpleNamespace(
+            rank=0, all_gather=lambda x, what: shared.setdefault(what, []).append(x) or [x]
+        )
+        of(process, say)
+    both: Any = [
+        SimpleNamespace(rank=r, all_gather=lambda x, what, r=r: [*shared[what][:r], x, *shared[what][r + 1 :]])
+        for r in (0, 1)
+    ]
+    halves = [of(process, ranks) for process, ranks in zip(((0, 1), (2, 3)), both, strict=True)]
+    assert [*halves[0][0], *halves[1][0]] == [pytest.approx(values) for values in whole]
+    alone = [of(process)[0] for process in ((0, 1), (2, 3))]
+    assert [*alone[0], *alone[1]] != [pytest.approx(values) for values in whole]
+    assert metrics["credit/above_1"] > 0 and "credit/top_quartile" in halves[0][1]
 
 
 @pytest.mark.parametrize(
