@@ -258,12 +258,12 @@ def test_adapters_on_the_vision_tower_train_and_merge(family: str, models: dict[
 
 
 def moved_policy(path: Path, dtype: str) -> Any:
-    """A policy whose adapters change every layer that has some."""
+    """A policy whose adapters change every layer that has some, and whose layers have biases."""
     model = policy(path, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if ".lora_" in name:
+            if ".lora_" in name or name.endswith("base_layer.bias"):
                 parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model
 
