@@ -301,15 +301,7 @@ class FakeVLLM:
         if path in fixed:
             return fixed[path]
         if path == RPC:
-            if body["method"] == ADAPTER_LAYERS:
-                layers, rank = json.loads(body["args"][0])
-                own, most = self.lora or (set(), 0)
-                taken = sorted(own & set(layers)) if rank <= most else []
-                return {"results": [taken for _ in self.workers]}
-            assert body == {"method": "mm_grpo_received"}
-            for each in self.workers:
-                each.account.put_factors(each.model)
-            return {"results": [each.account.model_dump() for each in self.workers]}
+            return {"results": self.called(body)}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/init_weight_transfer_engine":
@@ -331,6 +323,17 @@ class FakeVLLM:
         else:
             raise Status(404, f"there is no {path}")
         return None
+
+    def called(self, body: Any) -> list[Any]:
+        """The answers of all workers to a method of their extension."""
+        if body["method"] == ADAPTER_LAYERS:
+            layers, rank = json.loads(body["args"][0])
+            own, most = self.lora or (set(), 0)
+            return [sorted(own & set(layers)) if rank <= most else [] for _ in self.workers]
+        assert body == {"method": "mm_grpo_received"}
+        for each in self.workers:
+            each.account.put_factors(each.model)
+        return [each.account.model_dump() for each in self.workers]
 
     def _on_workers(self, work: Callable[[Any], None]) -> None:
         """All at once, as the processes of a tensor-parallel group."""

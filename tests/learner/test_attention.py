@@ -115,7 +115,9 @@ def test_a_prompt_that_is_run_alone_keeps_its_own_places() -> None:
     q, k, v = (torch.randn(1, h, 8, 4) for h in (4, 2, 2))
     layout = prefix_layout(torch.tensor([[0] * 3 + [PADDING] * 5]))
     prefix_attention(module, q, k, v, None, prefix=layout, keep_prompt=state)
-    assert all(torch.equal(kept, whole[:, :, :3]) for kept, whole in zip(state.layers[7], (k, v), strict=True))
+    assert all(
+        torch.equal(kept, whole[:, :, :3]) for kept, whole in zip(state.layers[7], (k, v), strict=True)
+    )
 
 
 @pytest.mark.parametrize("layers", [("full_attention", "sliding_attention"), None])

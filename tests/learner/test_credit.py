@@ -177,34 +177,32 @@ def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
     engine = [(-2 * torch.rand(4, generator=generator)).tolist() for _ in items]
     control = {k: -2 * torch.rand(4, generator=generator, dtype=torch.float64) for k in range(8)}
 
-    def of(process: Sequence[int], ranks: Any = None) -> tuple[list[list[float]], dict[str, float]]:
+    def of(process: Sequence[int], ranks: Any = None) -> tuple[list[list[float]], Tensor]:
         own = [item for item in items if item.group in process]
         inputs: Any = SimpleNamespace(advantages=torch.zeros(8))
         advantages = {i.index: torch.ones(4, dtype=torch.float64) for i in own}
-        given = (
-            Minibatch(own, own, inputs, advantages), {i.index: control[i.index] for i in own}, LogProbs(engine)
-        )  # fmt: skip
-        minibatch, weights = weighed(*given, algorithm, ranks or Ranks())
+        given = Minibatch(own, own, inputs, advantages), {i.index: control[i.index] for i in own}
+        minibatch, weights = weighed(*given, LogProbs(engine), algorithm, ranks or Ranks())
         assert minibatch.advantages is not None and len(weights) == 4 * len(own)
-        values = [a.tolist() for a in minibatch.advantages.values()]
-        return values, credit_metrics([weights], ranks or Ranks())
+        return [a.tolist() for a in minibatch.advantages.values()], weights
 
-    whole, metrics = of(range(4))
-    shared: dict[str, list[Any]] = {}
-    for process in ((0, 1), (2, 3)):  # what each of them has to say
-        say: Any = SimpleNamespace(
-            rank=0, all_gather=lambda x, what: shared.setdefault(what, []).append(x) or [x]
+    def gathers(*values: Any) -> Any:
+        """Ranks of two processes, of which this one has None here, and the other the value that it sends."""
+        return SimpleNamespace(
+            rank=values.index(None), all_gather=lambda own, what: [own if v is None else v for v in values]
         )
-        of(process, say)
-    both: Any = [
-        SimpleNamespace(rank=r, all_gather=lambda x, what, r=r: [*shared[what][:r], x, *shared[what][r + 1 :]])
-        for r in (0, 1)
-    ]
-    halves = [of(process, ranks) for process, ranks in zip(((0, 1), (2, 3)), both, strict=True)]
+
+    said: list[Any] = []
+    for process in ((0, 1), (2, 3)):
+        noted: Any = SimpleNamespace(rank=0, all_gather=lambda own, what: said.append(own) or [own])
+        of(process, noted)
+    halves = of((0, 1), gathers(None, said[1])), of((2, 3), gathers(said[0], None))
+    whole, weights = of(range(4))
     assert [*halves[0][0], *halves[1][0]] == [pytest.approx(values) for values in whole]
-    alone = [of(process)[0] for process in ((0, 1), (2, 3))]
-    assert [*alone[0], *alone[1]] != [pytest.approx(values) for values in whole]
-    assert metrics["credit/above_1"] > 0 and "credit/top_quartile" in halves[0][1]
+    assert [*of((0, 1))[0], *of((2, 3))[0]] != [pytest.approx(values) for values in whole]
+    metrics = credit_metrics([weights], Ranks())
+    assert credit_metrics([halves[0][1]], gathers(None, halves[1][1])) == pytest.approx(metrics)
+    assert credit_metrics([halves[0][1]], Ranks()) != pytest.approx(metrics)
 
 
 @pytest.mark.parametrize(

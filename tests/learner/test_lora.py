@@ -287,8 +287,13 @@ def test_an_engine_may_take_factors_of_some_layers_and_merges_of_the_others(
             own, factors = found[f"{name}.weight"], f"base_model.model.{name}.lora_"
             if name in learner.factored:
                 assert torch.equal(own, base) and not torch.equal(merge, base)
-                wanted = {f"{factors}A.weight": a.to(base.dtype), f"{factors}B.weight": (2.0 * b).to(base.dtype)}
-                assert all(torch.equal(found[n], t) and found[n].dtype == base.dtype for n, t in wanted.items())
+                wanted = {
+                    f"{factors}A.weight": a.to(base.dtype),
+                    f"{factors}B.weight": (2.0 * b).to(base.dtype),
+                }
+                assert all(
+                    torch.equal(found[n], t) and found[n].dtype == base.dtype for n, t in wanted.items()
+                )
             else:
                 assert torch.equal(own, merge) and not any(n.startswith(factors) for n in found)
                 with torch.no_grad():
@@ -310,6 +315,8 @@ def test_factors_of_a_layer_at_rest_are_not_sent_again(models: dict[str, Path]) 
     engine, ledger = FactorEngine(learner.adapted_layers), WeightLedger()
     learner.factored = engine.adapter_layers(learner.adapted_layers)
     ledger.send(engine, learner.named_tensors(), 0)  # type: ignore[arg-type]
+    whole = {n for n, _ in merged_tensors(model)} | {n for n, _ in learner.named_tensors(frozen=False)}
+    assert engine.sent.keys() == whole and any(n.endswith("lora_B.weight") for n in whole)
     first = learner.adapted_layers[0]
     with torch.no_grad():
         for name in learner.adapted_layers[1:]:
@@ -317,7 +324,9 @@ def test_factors_of_a_layer_at_rest_are_not_sent_again(models: dict[str, Path]) 
             layer.lora_A["default"].weight.mul_(1.5)
     engine.sent.clear()
     ledger.send(engine, learner.named_tensors(frozen=False), 1)  # type: ignore[arg-type]
-    names = [f"base_model.model.{n}.lora_{x}.weight" for n in learner.adapted_layers if n != first for x in "AB"]
+    names = [
+        f"base_model.model.{n}.lora_{x}.weight" for n in learner.adapted_layers if n != first for x in "AB"
+    ]
     assert list(engine.sent) == names
 
 

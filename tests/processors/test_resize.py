@@ -66,6 +66,14 @@ def test_a_picture_at_its_size_is_the_same_object() -> None:
         assert resize_to(Image.new("RGB", (width, height)), (56, 84)).size == (84, 56)
 
 
+def test_the_resize_gives_the_pixels_of_the_models_own_processor() -> None:
+    image = tiny.picture(3, 230, 170)
+    hf = hf_image_processor(14, {"shortest_edge": 784, "longest_edge": 784 * 16})
+    ours = resize_to(image, (84, 112))
+    own, theirs = (hf([x], return_tensors="pt")["pixel_values"] for x in (ours, image))
+    assert own.shape == theirs.shape and float((own - theirs).abs().max()) < 0.02  # a level is 0.015
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 @settings(max_examples=10, deadline=None)
 @given(

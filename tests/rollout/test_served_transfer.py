@@ -160,7 +160,9 @@ def test_factors_at_rest_stay_on_a_server_and_those_of_an_earlier_run_do_not(
         server.url: digests(base | held) for server in servers
     }
     for version, part in enumerate((factors(1), {NAMES[0]: torch.ones(6, 8)}), 1):
-        assert transfer.send(clients(servers), part.items(), version) == {s.url: digests(part) for s in servers}
+        assert transfer.send(clients(servers), part.items(), version) == {
+            s.url: digests(part) for s in servers
+        }
         held |= {name: tensor for name, tensor in part.items() if name in held}
         assert all(equal(each.model.adapter, held) for server in servers for each in server.workers)
     later = transfer_of(transfer.kind, timeout=2 * PATIENCE)
