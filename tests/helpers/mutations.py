@@ -2,7 +2,7 @@ r"""Single-line mutations of the package, and whether the tests that should catc
 
     python tests/helpers/mutations.py [--only 1,4,10-20]
 
-It says what a smaller suite still catches. It is no test itself, and takes some 40 minutes on one core. It runs in a
+It says what a smaller suite still catches. It is no test itself, and takes an hour on one core. It runs in a
 copy of the tree. First the chosen tests run over the package as it is, and have to pass.
 
 TABLE holds a block for each file: its path in mm_grpo, `<`, paths in tests, after `!` the marked tests that run too
