@@ -19,6 +19,8 @@ def of(*values: float) -> Tensor:
 def test_the_dependency_of_a_token_is_k3_with_bounds() -> None:
     found = dependency(of(-1.0, -3.0, -1.0, -30.0), of(-1.0, -1.0, -3.0, -1.0))
     assert found.tolist() == pytest.approx([0.0, math.exp(2) - 3, math.exp(-2) + 1, 10.0])
+    near = dependency(torch.tensor([-1.0]), torch.tensor([-1.0 + 2**-12]))  # of which float32 leaves no digit
+    assert near.tolist() == pytest.approx([2**-25], rel=1e-3)
 
 
 def test_pgpo_by_hand() -> None:

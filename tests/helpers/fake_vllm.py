@@ -31,6 +31,8 @@ from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
 from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, GENERATE, INFO, NEEDED, RPC, Limits
 from mm_grpo.rollout.served.transfer import transfer_of
+from mm_grpo.rollout.vllm import adapters
+from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
 
 IMAGE, STOP = 7, 1
@@ -71,6 +73,12 @@ class FakeModel:
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
         self.waiting: dict[str, Tensor] = {}
+        self.adapter: dict[str, Tensor] = {}
+
+    def finalize(self) -> None:
+        """Take what came; an adapter is dropped by that."""
+        self.weights |= self.waiting
+        self.waiting, self.adapter = {}, {}
 
     def named_parameters(self, remove_duplicate: bool = False) -> Iterable[tuple[str, Tensor]]:
         return self.weights.items()
@@ -84,6 +92,20 @@ class FakeModel:
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
             self.waiting[name] = tensor.clone()
+
+
+def fake_adapters(monkeypatch: Any) -> None:
+    """Let a FakeModel keep factors as its adapter."""
+
+    def put(model: Any, factors: Mapping[str, Tensor]) -> None:
+        model.adapter = {name: factor.clone() for name, factor in factors.items()}
+
+    def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
+        return {name: digest(model.adapter[name]) for name in factors}
+
+    monkeypatch.setattr(adapters, "put", put)
+    monkeypatch.setattr(adapters, "read_back", read_back)
+    monkeypatch.setattr(adapters, "request", lambda: adapters.NAME)
 
 
 class FakeWorker:
@@ -107,8 +129,7 @@ class FakeWorker:
         self.model.waiting = {}
 
     def _finalize(self) -> None:
-        self.model.weights |= self.model.waiting
-        self.model.waiting = {}
+        self.model.finalize()
 
     def start(self) -> None:
         if self.active:
@@ -280,13 +301,7 @@ class FakeVLLM:
         if path in fixed:
             return fixed[path]
         if path == RPC:
-            if body["method"] == ADAPTER_LAYERS:
-                layers, rank = json.loads(body["args"][0])
-                own, most = self.lora or (set(), 0)
-                taken = sorted(own & set(layers)) if rank <= most else []
-                return {"results": [taken for _ in self.workers]}
-            assert body == {"method": "mm_grpo_received"}
-            return {"results": [each.account.model_dump() for each in self.workers]}
+            return {"results": self.called(body)}
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/init_weight_transfer_engine":
@@ -308,6 +323,17 @@ class FakeVLLM:
         else:
             raise Status(404, f"there is no {path}")
         return None
+
+    def called(self, body: Any) -> list[Any]:
+        """The answers of all workers to a method of their extension."""
+        if body["method"] == ADAPTER_LAYERS:
+            layers, rank = json.loads(body["args"][0])
+            own, most = self.lora or (set(), 0)
+            return [sorted(own & set(layers)) if rank <= most else [] for _ in self.workers]
+        assert body == {"method": "mm_grpo_received"}
+        for each in self.workers:
+            each.account.put_factors(each.model)
+        return [each.account.model_dump() for each in self.workers]
 
     def _on_workers(self, work: Callable[[Any], None]) -> None:
         """All at once, as the processes of a tensor-parallel group."""

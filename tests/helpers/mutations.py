@@ -2,7 +2,7 @@ r"""Single-line mutations of the package, and whether the tests that should catc
 
     python tests/helpers/mutations.py [--only 1,4,10-20]
 
-It says what a smaller suite still catches. It is no test itself, and takes some 40 minutes on one core. It runs in a
+It says what a smaller suite still catches. It is no test itself, and takes an hour on one core. It runs in a
 copy of the tree. First the chosen tests run over the package as it is, and have to pass.
 
 TABLE holds a block for each file: its path in mm_grpo, `<`, paths in tests, after `!` the marked tests that run too
@@ -51,6 +51,7 @@ algorithm/credit.py < algorithm/test_credit_rules.py learner/test_credit.py
     denominator | return raw * len(raw) / raw.sum() ==> return raw / raw.sum()
     off by one | [: math.ceil(kept * len(s) - 1e-9)] ==> [: math.floor(kept * len(s) + 1e-9)]
     swapped | w * (before / after) if after ==> w * (after / before) if after
+    * dtype of sums | perception_kl(logp.double(), control_logp.double()) ==> perception_kl(logp, control_logp)
 algorithm/masks.py < algorithm/test_masks.py
     off by one | math.floor(share * (n - 1) + 1e-6) + 1 ==> math.floor(share * (n - 1) + 1e-6)
 learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
@@ -65,9 +66,19 @@ learner/twin_view.py < learner/test_twin_view.py
     off by one | len(twin.token_ids) + longest > self.max_tokens ==> len(twin.token_ids) + longest >= self.max_tokens
     wrong space | math.floor(y0) ==> math.ceil(y1)
     skipped check | same = not self.crops and ==> same = False and
+    stale cache | = groups, dict[int, Prompt | None]() ==> = groups, getattr(self, "_made", {})
+    wrong axis | seen[0].width * seen[0].height ==> seen[0].width * seen[0].width
+    bound | max(math.floor(y0), 0) ==> math.floor(y0)
+    dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
+learner/perception.py < learner/test_perception.py
+    dropped condition | for item in row if item.prompt.vision] ==> for item in row]
+    wrong mask | pictured = [bool(item.prompt.vision) for ==> pictured = [True for
+    wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
 learner/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
+    * means by process | [m for share in means for m in share], algorithm) ==> means[ranks.rank], algorithm)
+    of one process | torch.cat(ranks.all_gather(torch.cat([*weights]), "credit")) ==> torch.cat([*weights])
 learner/sight.py < learner/test_sight.py
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
@@ -79,6 +90,21 @@ learner/learner.py < learner/test_learner.py ! slow
     stale cache | {**logprobs.first, **logprobs.old} ==> {**logprobs.old, **logprobs.first}
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
     skipped step | self.factored) if as_sent ==> self.factored) if False
+    * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
+    * merged twice | yield from merged_tensors(self.model, self.factored) ==> yield from merged_tensors(self.model)
+    * base not sent | if frozen or not self.factored or ==> if not self.factored or
+    not merged | dict(merged_tensors(self.model))} if ==> dict(merged_tensors(self.model, self.factored))} if
+learner/lora.py < learner/test_lora.py
+    * merges beside factors | leaf == "weight" and owner not in factored ==> leaf == "weight" and not factored
+    * merged twice | if name in factored: ==> if factored:
+    * merges beside factors | _layers(model) if name not in factored] ==> _layers(model) if not factored]
+    dropped factor | (up * layer.scaling[ADAPTER]).to(dtype) ==> up.to(dtype)
+    dtype | lora_A.weight", down.to(dtype) ==> lora_A.weight", down
+    dropped bias | inputs, _merged(layer, base.weight), base.bias) ==> inputs, _merged(layer, base.weight))
+    * shared base | for name, p in named if not p.requires_grad} ==> for name, p in named}
+build.py < learner/test_lora.py
+    * shared base | or engine.adapter_layers(layers) != layers: ==> or not engine.adapter_layers(layers):
+    * shared base | chain(merged_tensors(model, layers), ==> chain(merged_tensors(model),
 learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test_checkpoint.py ! slow
     * state on resume | state["step"].fill_(adam_steps) ==> state["step"].fill_(updates)
     * state on resume | self.updates = updates ==> self.updates = adam_steps
@@ -98,6 +124,10 @@ learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
     off by one | source[0] = last ==> source[0] = at - 1
     dropped mask | ((key == prompt_of(query)) | (key == query)) ==> (key <= query)
     wrong position | first = prompt.next_position ==> first = len(prompt.token_ids)
+    off by one | (place - window)[:, :, None] < place[:, None, :] ==> (place - window)[:, :, None] <= place[:, None, :]
+learner/attention.py < learner/test_attention.py
+    dropped window | self.dense = self.looks_ahead or self.window is not None ==> self.dense = self.looks_ahead
+    wrong length | lambda: (key[:, :, :length], value[:, :, :length])) ==> lambda: (key, value))
 learner/linear_attention.py < learner/test_linear_attention.py
     dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
@@ -118,17 +148,48 @@ rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
     * versions | weight_versions != ((0, version),): ==> weight_versions[0] != (0, version):
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
+rollout/decode_cache.py < processors/test_families.py
+    off by one | own.expand(len(tail), -1)], 1) >= window ==> own.expand(len(tail), -1)], 1) > window
+    dropped window | own.expand(len(tail), -1)], 1) >= window ==> (0 * own).expand(len(tail), -1)], 1) >= window
+    wrong scale | (size**-0.5 if scaling is None else scaling) ==> size**-0.5
+rollout/group_metrics.py < rollout/test_collect.py
+    denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)
+    denominator | sum(faults.values()) / max(len(answers), 1) ==> sum(faults.values()) / len(completions)
+    wrong sample | fmean(stdev(r) if len(r) > 1 else 0.0 for r in known) ==> stdev(rewards) if len(rewards) > 1 else 0.0
+rollout/evaluate.py < rollout/test_evaluate.py
+    denominator | sum(row.clipped for row in rows) / len(lengths) ==> sum(row.clipped for row in rows) / len(rows)
+    denominator | length=fmean(lengths) if ==> length=sum(lengths) / len(rows) if
+    sign | [[fmean(own) - fmean(row.values)] ==> [[fmean(row.values) - fmean(own)]
+    bound | best is not None and score <= best.score) ==> best is not None and score < best.score)
 rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
     * seeds by attempt | slot, rollout.attempts) ==> slot, 0)
 rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
+rollout/vllm/engine.py < rollout/test_vllm_handle.py
+    * factors at rest | self._factors |= factors ==> self._factors = factors
+    * factors at rest | received |= {name: held[name] for name in factors} ==> received |= held
+    * dropped adapter | if self._factors:  # vLLM ==> if factors:  # vLLM
+    earlier run | self._handle.adapter = None  # that of ==> pass  # that of
+    earlier run | self._current = self._handle.owner is None ==> self._current = True
+rollout/vllm/internals.py < rollout/test_vllm_handle.py
+    * shared base | and torch.equal(part.to(parameter.device), parameter) ==> and part.shape == parameter.shape
+    missing clone | parameter.data = parameter.data.clone() ==> parameter.data = parameter.data
+    not shared | parameter.data = part ==> parameter.data = part.clone()
+    skipped check | raise failures[0] ==> pass
+rollout/served/plugin.py < rollout/test_served_transfer.py
+    * earlier run | self.account.factors = group, {} ==> self.account.factors = group, self.account.factors
+    * factors at rest | {name: held[name] for name in self.digests.keys() & held.keys()} ==> held
+    * dropped adapter | self.finished, self.put = True, not self.factors ==> self.finished, self.put = True, True
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * another version | if found != self.current: ==> if ":" not in found:
     * another version | self._require(server, answer.weights) ==> self._require(server, str(self.current))
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
     * another version | self.timeout))) == held ==> self.timeout)))[:8] == held[:8]
+    missing clone | tensor.detach().to("cpu", copy=True).contiguous() ==> tensor.detach().to("cpu").contiguous()
+    stale group | self._joined.pop(client.url, None) ==> pass
+    dropped worker | if any(account.group != ==> if all(account.group !=
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
     * stale digests | self._sent |= digests ==> self._sent = digests
     * version | version=lambda: self.version, ==> version=lambda: 0,
@@ -160,6 +221,9 @@ health/checks.py < health/test_guards.py
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     wrong axis | image.resize((width, height) ==> image.resize((height, width)
+    skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
+    another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
+    skipped check | following == found and all(found): ==> following == found:
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
     skipped check | if found != images * self.template_tokens.get(name, 0): ==> if False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.steps import segments_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from mm_grpo.learner.attention import prefix_attention, prefix_layout
+from mm_grpo.learner.attention import Masks, prefix_attention, prefix_layout
 from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 
@@ -105,6 +106,34 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(name: str, dense: b
     for mine, want in zip(*found, strict=True):
         assert want.abs().max() > 0.01
         torch.testing.assert_close(mine, want, rtol=1e-10, atol=1e-12)
+
+
+def test_a_prompt_that_is_run_alone_keeps_its_own_places() -> None:
+    """Of three, padded to a block, as a kernel of whole blocks asks for it."""
+    module: Any = torch.nn.Module()
+    module.layer_idx, state = 7, PromptState(3)
+    q, k, v = (torch.randn(1, h, 8, 4) for h in (4, 2, 2))
+    layout = prefix_layout(torch.tensor([[0] * 3 + [PADDING] * 5]))
+    prefix_attention(module, q, k, v, None, prefix=layout, keep_prompt=state)
+    assert all(
+        torch.equal(kept, whole[:, :, :3]) for kept, whole in zip(state.layers[7], (k, v), strict=True)
+    )
+
+
+@pytest.mark.parametrize("layers", [("full_attention", "sliding_attention"), None])
+def test_windows_of_a_model_that_does_not_look_ahead_are_in_its_masks(layers: Any) -> None:
+    model: Any = torch.nn.Module()
+    text = SimpleNamespace(layer_types=layers, sliding_window=3, model_type="windowed")
+    model.config = SimpleNamespace(get_text_config=lambda: text)
+    masks, segments = Masks(model), segments_of([[2, 4, 1]])
+    pack: Any = SimpleNamespace(whole_segments=segments)
+    assert not masks.blocks and not masks.flex
+    made = masks.of_pack(pack)["attention_mask"]
+    seen = made["sliding_attention"] if layers else made
+    assert torch.equal(seen, attention_mask(segments, window=3))
+    assert not layers or torch.equal(made["full_attention"], attention_mask(segments))
+    # the last of a completion of four, behind a prompt of two: itself and the two before it
+    assert seen[0, 0, 5].int().tolist() == [0, 0, 0, 1, 1, 1, 0]
 
 
 def _left(mask: Tensor) -> Tensor:

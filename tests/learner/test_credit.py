@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from torch import Tensor
 from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.credit import credit_metrics, weighed
+from mm_grpo.learner.minibatch import LogProbs, Minibatch
+from mm_grpo.learner.pack import Item
 from mm_grpo.learner.perception import masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
@@ -161,6 +166,43 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
     assert_alike(found[1][0], found[0][0])
     first, _, last = (report.metrics["credit/top_quartile"] for _, report in found)
     assert last != pytest.approx(first, rel=1e-3)
+
+
+def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
+    """Two processes with two groups each, against one with all four: VPPO's means are those of the whole update."""
+    algorithm = AlgorithmConfig(credit="vppo", loss_options={"vppo_beta_min": 0.2})  # type: ignore[call-arg]
+    anything: Any = SimpleNamespace(vision={"x": 1})
+    items = [Item(k, k // 2, anything, (5,) * 4) for k in range(8)]
+    generator = torch.Generator().manual_seed(0)
+    engine = [(-2 * torch.rand(4, generator=generator)).tolist() for _ in items]
+    control = {k: -2 * torch.rand(4, generator=generator, dtype=torch.float64) for k in range(8)}
+
+    def of(process: Sequence[int], ranks: Any = None) -> tuple[list[list[float]], Tensor]:
+        own = [item for item in items if item.group in process]
+        inputs: Any = SimpleNamespace(advantages=torch.zeros(8))
+        advantages = {i.index: torch.ones(4, dtype=torch.float64) for i in own}
+        given = Minibatch(own, own, inputs, advantages), {i.index: control[i.index] for i in own}
+        minibatch, weights = weighed(*given, LogProbs(engine), algorithm, ranks or Ranks())
+        assert minibatch.advantages is not None and len(weights) == 4 * len(own)
+        return [a.tolist() for a in minibatch.advantages.values()], weights
+
+    def gathers(*values: Any) -> Any:
+        """Ranks of two processes, of which this one has None here, and the other the value that it sends."""
+        return SimpleNamespace(
+            rank=values.index(None), all_gather=lambda own, what: [own if v is None else v for v in values]
+        )
+
+    said: list[Any] = []
+    for process in ((0, 1), (2, 3)):
+        noted: Any = SimpleNamespace(rank=0, all_gather=lambda own, what: said.append(own) or [own])
+        of(process, noted)
+    halves = of((0, 1), gathers(None, said[1])), of((2, 3), gathers(said[0], None))
+    whole, weights = of(range(4))
+    assert [*halves[0][0], *halves[1][0]] == [pytest.approx(values) for values in whole]
+    assert [*of((0, 1))[0], *of((2, 3))[0]] != [pytest.approx(values) for values in whole]
+    metrics = credit_metrics([weights], Ranks())
+    assert credit_metrics([halves[0][1]], gathers(None, halves[1][1])) == pytest.approx(metrics)
+    assert credit_metrics([halves[0][1]], Ranks()) != pytest.approx(metrics)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOTrainer
+from mm_grpo.build import _share_base
 from mm_grpo.config import LoRAConfig, ModelConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import add_adapters, has_adapters, merge_lost, merged_tensors, without_adapters
+from mm_grpo.learner.lora import (
+    adapted_layers,
+    add_adapters,
+    has_adapters,
+    merge_lost,
+    merged_tensors,
+    without_adapters,
+)
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
+from mm_grpo.rollout.weights import WeightLedger, digest
 from mm_grpo.run.same_run import deciding_fields
 
 FAMILY = QwenVLFamily()
@@ -245,3 +255,113 @@ def test_adapters_on_the_vision_tower_train_and_merge(family: str, models: dict[
     plain.load_state_dict(merged, strict=False)
     for one, other in zip(trained, learner_for(path, plain).score(groups[0].prompt, ids), strict=True):
         assert one == pytest.approx(other, abs=1e-5)
+
+
+def moved_policy(path: Path, dtype: str) -> Any:
+    """A policy whose adapters change every layer that has some, and whose layers have biases."""
+    model = policy(path, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name or name.endswith("base_layer.bias"):
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_may_take_factors_of_some_layers_and_merges_of_the_others(
+    dtype: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path, changes = models["qwen2_5_vl"], {"model": {"dtype": dtype}}
+    model, other = (moved_policy(path, dtype) for _ in "ab")
+    learner = learner_for(path, model, **changes)
+    layers: dict[str, Any] = {name: model.get_submodule(name) for name in learner.adapted_layers}
+    learner.factored = frozenset(list(layers)[::2])
+    assert 0 < len(learner.factored) < len(layers)
+    sent = {frozen: dict(learner.named_tensors(frozen=frozen)) for frozen in (True, False)}
+    for name, layer in layers.items():
+        base, (a, b) = layer.base_layer.weight, (getattr(layer, f"lora_{x}")["default"].weight for x in "AB")
+        merge = (base.float() + 2.0 * (b @ a)).to(base.dtype)  # 8 / 4
+        twin: Any = other.get_submodule(name)
+        for found in sent.values():
+            own, factors = found[f"{name}.weight"], f"base_model.model.{name}.lora_"
+            if name in learner.factored:
+                assert torch.equal(own, base) and not torch.equal(merge, base)
+                wanted = {
+                    f"{factors}A.weight": a.to(base.dtype),
+                    f"{factors}B.weight": (2.0 * b).to(base.dtype),
+                }
+                assert all(
+                    torch.equal(found[n], t) and found[n].dtype == base.dtype for n, t in wanted.items()
+                )
+            else:
+                assert torch.equal(own, merge) and not any(n.startswith(factors) for n in found)
+                with torch.no_grad():
+                    twin.base_layer.weight.copy_(own)
+                    twin.lora_B["default"].weight.zero_()
+    groups = make_groups(learner.processor)
+    given = groups[0].prompt, [c.token_ids for c in groups[0].completions]
+    as_sent = learner.score(*given, as_sent=True)
+    assert as_sent == learner_for(path, other, **changes).score(*given) != learner.score(*given)
+    learner.save(tmp_path / "saved")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=base.dtype)
+    whole = dict(merged_tensors(model))  # whatever the engine takes
+    assert all(torch.equal(whole[name], p) for name, p in loaded.named_parameters())
+
+
+def test_factors_of_a_layer_at_rest_are_not_sent_again(models: dict[str, Path]) -> None:
+    model = moved_policy(models["qwen2_5_vl"], "bfloat16")
+    learner = learner_for(models["qwen2_5_vl"], model, model={"dtype": "bfloat16"})
+    engine, ledger = FactorEngine(learner.adapted_layers), WeightLedger()
+    learner.factored = engine.adapter_layers(learner.adapted_layers)
+    ledger.send(engine, learner.named_tensors(), 0)  # type: ignore[arg-type]
+    whole = {n for n, _ in merged_tensors(model)} | {n for n, _ in learner.named_tensors(frozen=False)}
+    assert engine.sent.keys() == whole and any(n.endswith("lora_B.weight") for n in whole)
+    first = learner.adapted_layers[0]
+    with torch.no_grad():
+        for name in learner.adapted_layers[1:]:
+            layer: Any = model.get_submodule(name)
+            layer.lora_A["default"].weight.mul_(1.5)
+    engine.sent.clear()
+    ledger.send(engine, learner.named_tensors(frozen=False), 1)  # type: ignore[arg-type]
+    names = [
+        f"base_model.model.{n}.lora_{x}.weight" for n in learner.adapted_layers if n != first for x in "AB"
+    ]
+    assert list(engine.sent) == names
+
+
+class FactorEngine:
+    """An engine that takes the adapters of some layers as factors, and notes what it is sent and asked to lend."""
+
+    holds_weights = True
+
+    def __init__(self, takes: Iterable[str]) -> None:
+        self.takes = frozenset(takes)
+        self.sent: dict[str, torch.Tensor] = {}
+        self.asked: Mapping[str, torch.nn.Parameter] = {}
+
+    def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
+        return self.takes & frozenset(layers)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> dict[str, str]:
+        self.sent |= {name: tensor.clone() for name, tensor in tensors}
+        return {name: digest(tensor) for name, tensor in self.sent.items()}
+
+    def share(self, parameters: Mapping[str, torch.nn.Parameter]) -> int:
+        self.asked = parameters
+        return 7
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_is_shared_where_no_layer_is_merged_into_it(dtype: str, models: dict[str, Path]) -> None:
+    model = moved_policy(models["qwen2_5_vl"], dtype)
+    layers = adapted_layers(model)
+    for takes, lent in ((layers[1:], 0), ((), 0), (layers, 7)):
+        engine, ledger = FactorEngine(takes), WeightLedger()
+        assert _share_base(engine, model, ledger) == lent  # type: ignore[arg-type]
+        assert bool(engine.sent) == bool(engine.asked) == bool(lent) != ledger.empty
+    base = {n.replace(".base_layer.", "."): p for n, p in model.named_parameters() if ".lora_" not in n}
+    assert engine.asked.keys() == base.keys()
+    for name, parameter in engine.asked.items():
+        assert parameter is base[name] and torch.equal(engine.sent[name], parameter)
+    assert sum(".lora_" in name for name in engine.sent) == 2 * len(layers)

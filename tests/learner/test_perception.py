@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,7 @@ def test_the_gradient_is_that_of_plain_autograd(
     path = models[family]
     changes: Any = {"algorithm": {**TERM, "loss_type": loss_type}, "optim": {"max_tokens_per_pack": packs}}
     groups = make_groups(load_processor(str(path)))
+    groups[1] = replace(groups[1], advantages=(1.0, -1.0, 0.5))  # a row without images, which has no twin
     ours, report = gradients_of(learner_of(path, **changes), groups)
     theirs, loss, kl = oracle(path, groups, config_for(path, **changes))
     without = {**changes, "algorithm": {"loss_type": loss_type}}
@@ -114,6 +116,17 @@ def test_squares_of_14_pixels_become_black_with_the_chance_that_was_asked_for() 
     assert np.array_equal(found, again) and not np.array_equal(found, other)
     assert not np.array(masked_image(white, 1.0, torch.Generator().manual_seed(1))).any()
     assert np.array(white).all()
+
+
+def test_masks_of_a_prompt_follow_from_its_seed_and_differ(models: dict[str, Any]) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    white = Image.new("RGB", (112, 112), "white")
+    prompt = processor.prompt(tiny.sample("r:0", "what", (white, white)))
+    first, again, other = (
+        [image.tobytes() for image in masked_prompt(processor, prompt, 0.5, seed).sample.images]
+        for seed in (7, 7, 8)
+    )
+    assert first == again and len({*first, *other}) == 4
 
 
 def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:

@@ -21,10 +21,11 @@ from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import token_logprobs
+from mm_grpo.learner.pack import Item
 from mm_grpo.learner.perception import require_images
-from mm_grpo.learner.twin_view import gold_crop
+from mm_grpo.learner.twin_view import TwinPrompts, gold_crop
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Group
+from mm_grpo.types import Completion, Group
 
 SEEN, LIMIT = 3200, 12544
 """Pixels of an image for the student and for the teacher."""
@@ -220,9 +221,41 @@ def test_a_crop_is_the_box_in_the_files_pixels() -> None:
     for area, size in ((800, (40, 20)), (3200, (80, 40)), (100, (40, 20))):
         cut = gold_crop(sample, area)
         assert cut.size == size and cut.getcolors() == [(size[0] * size[1], (255, 0, 0))]
+    beyond = gold_crop(replace(sample, columns={"box": [20, -3, 60, 30]}), 100)
+    assert beyond.size == (40, 30)  # and no black edge for what is outside
     for box in ([20, 10, 20, 30], [0, 0, 400, 400], "here"):
         with pytest.raises(DataError, match="r:7"):
             gold_crop(replace(sample, columns={"box": box}), 800)
+
+
+def test_the_twins_of_a_step_are_its_own(models: dict[str, Any]) -> None:
+    """Groups of a later step have the numbers of an earlier one's."""
+    path = models["qwen2_5_vl"]
+    first, _, _, last = rows_of(path)
+    changes: Any = {"algorithm": {"twin_view": MORE}, "optim": {"learning_rate": 0.0}}
+    learner, fresh = (learner_of(path, sharp(path), **changes) for _ in range(2))
+    kls = [learner.update([group]).metrics["twin_view/kl"] for group in (first, last)]
+    assert kls[1] == fresh.update([last]).metrics["twin_view/kl"] != pytest.approx(kls[0])
+
+
+def test_a_crop_is_enlarged_to_what_the_student_sees_and_limits_stay(models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    processor = load_processor(str(path), max_pixels=SEEN)
+    prompt = processor.prompt(tiny.sample("r:0", "what", (tiny.picture(1, 28, 112),), box=[0, 0, 28, 28]))
+    item = Item(0, 0, prompt, (50,))
+    done = (Completion((50,), (-1.0,), "", "stop", 0),)
+    config = config_for(path, algorithm={"twin_view": CROP}, data={"max_pixels": SEEN})
+    twins = TwinPrompts(processor, config)
+    twins.begin([Group(0, prompt, done)])
+    (twin,) = twins.items([item])
+    assert prompt.engine_prompt.images[0].size == (28, 112)
+    assert twin.prompt.sample.images[0].size == (56, 56)  # as many pixels
+    data = {"max_pixels": SEEN, "min_pixels": 3136}
+    small = tiny.sample("r:1", "what", (tiny.picture(2, 28, 28),))
+    seen = TwinPrompts(processor, config_for(path, algorithm={"twin_view": MORE}, data=data)).processor
+    own = load_processor(str(path), min_pixels=3136, max_pixels=LIMIT)
+    assert seen.prompt(small).token_ids == own.prompt(small).token_ids
+    assert len(own.prompt(small).token_ids) > len(processor.prompt(small).token_ids)
 
 
 @pytest.mark.parametrize(

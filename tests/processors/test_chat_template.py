@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from helpers import tiny
+from helpers.configs import small_config
 from helpers.small_runs import ROWS, config_for
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.build import processor_of
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.processors.base import load_processor
 
 THINKING = (
@@ -53,6 +55,15 @@ def test_arguments_change_the_prompt(thinker: Path) -> None:
     ]
     processor = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
     assert longest[1] == len(processor.prompt(tiny.sample("r", "what")).token_ids) > longest[0]
+
+
+def test_arguments_change_the_prompt_of_a_twin_too(thinker: Path) -> None:
+    algorithm = {"twin_view": {"view": "high_resolution", "coef": 0.3, "max_pixels": 12544}}
+    data = {"max_pixels": 3200, "chat_template_kwargs": {"style": "open"}}
+    config = small_config(thinker, algorithm=algorithm, data=data)
+    twins = TwinPrompts(processor_of(config), config)
+    ids = twins.processor.prompt(tiny.sample("r", "what")).token_ids
+    assert twins.processor.decode(ids) == text_of(thinker, style="open") != text_of(thinker)
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(

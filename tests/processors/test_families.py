@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +46,7 @@ DIFFERENT = [family for family in TABLE if family not in ALIKE]
 LAYERS = ("qwen3_vl", "qwen3_5", "gemma3")
 """Families whose layers differ: features of images in several levels, linear attention, windows that look ahead."""
 SIZES = ((84, 84), (56, 140), (230, 97))
+WINDOW = 6
 
 
 def test_every_family_is_in_the_table() -> None:
@@ -94,6 +97,43 @@ def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[st
             with torch.no_grad():
                 plain, _ = plain_logprobs(model, processor, prompt, c.token_ids, config.rollout.temperature)
             assert ours == pytest.approx(plain.tolist(), abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def narrow(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Gemma whose windows are shorter than its answers, and whose queries are not scaled by the size of a head."""
+    path = tmp_path_factory.mktemp("narrow") / "gemma3"
+    shutil.copytree(models["gemma3"], path)
+    config = json.loads((path / "config.json").read_text())
+    assert config["text_config"]["head_dim"] == 32 == config["text_config"]["query_pre_attn_scalar"]
+    config["text_config"] |= {"sliding_window": WINDOW, "query_pre_attn_scalar": 5}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
+def test_answers_longer_than_a_window(dtype: torch.dtype, limit: float, narrow: Path) -> None:
+    """By one token, at which a first one of their own is out of sight, and by more; and the scale of Gemma's queries:
+    engine, packs and transformers' forward, which is in float32 for both."""
+    processor, model, plain = load_processor(str(narrow)), load(narrow).to(dtype), load(narrow)
+    learner = Learner(
+        model, processor, config_for(narrow, model={"dtype": str(dtype).removeprefix("torch.")}), 10
+    )
+    engine, prompts = TransformersEngine(model, processor), prompts_of("mixed", processor)
+    sampling = Sampling(WINDOW + 4, temperature=learner.config.rollout.temperature)
+    done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))
+    longest = [max(len(c.token_ids) for c in done[4 * i : 4 * i + 4]) for i in range(3)]
+    assert min(longest) == WINDOW + 4
+    for number, prompt in enumerate(prompts):
+        answers = [c.token_ids for c in done[4 * number : 4 * number + 4]]
+        answers += [answers[0][: WINDOW + more] for more in (0, 1, 2)]
+        sampled = learner.score(prompt, answers, as_sampled=True)
+        for place, (answer, ours) in enumerate(zip(answers, sampled, strict=True)):
+            with torch.no_grad():
+                want = plain_logprobs(plain, processor, prompt, answer, sampling.temperature)[0].tolist()
+            assert ours == pytest.approx(want, abs=limit)
+            if place < 4:
+                assert done[4 * number + place].logprobs == pytest.approx(want, abs=limit)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.processors.image_size import NoFixedPoint, resize_to
+from mm_grpo.processors.image_size import NoFixedPoint, resize_to, settle
 from mm_grpo.processors.qwen_vl import fixed_size
 
 SIDES = st.integers(1, 4000)
@@ -55,12 +55,23 @@ def test_no_size_between_the_limits_is_refused() -> None:
         fixed_size(100, 100, factor=28, min_pixels=3500, max_pixels=3900)
     with pytest.raises(NoFixedPoint, match="aspect ratio"):
         fixed_size(10, 2500, factor=28, min_pixels=784, max_pixels=78400)
+    with pytest.raises(NoFixedPoint, match="30x20 pixels"):
+        settle((20, 30), lambda size: (0, size[1]))
 
 
 def test_a_picture_at_its_size_is_the_same_object() -> None:
     image = Image.new("RGB", (84, 56))
     assert resize_to(image, (56, 84)) is image
-    assert resize_to(Image.new("RGB", (85, 56)), (56, 84)).size == (84, 56)
+    for width, height in ((85, 56), (84, 57)):  # one side is right already
+        assert resize_to(Image.new("RGB", (width, height)), (56, 84)).size == (84, 56)
+
+
+def test_the_resize_gives_the_pixels_of_the_models_own_processor() -> None:
+    image = tiny.picture(3, 230, 170)
+    hf = hf_image_processor(14, {"shortest_edge": 784, "longest_edge": 784 * 16})
+    ours = resize_to(image, (84, 112))
+    own, theirs = (hf([x], return_tensors="pt")["pixel_values"] for x in (ours, image))
+    assert own.shape == theirs.shape and float((own - theirs).abs().max()) < 0.02  # a level is 0.015
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)

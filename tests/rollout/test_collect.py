@@ -14,8 +14,8 @@ from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.scorer import Scores
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rollout.collect import compute_advantages, has_zero_std, with_scores
-from mm_grpo.rollout.group_metrics import group_metrics
-from mm_grpo.types import Completion, Group
+from mm_grpo.rollout.group_metrics import group_metrics, turn_metrics
+from mm_grpo.types import Completion, Group, Turn
 
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
 
@@ -112,13 +112,28 @@ def test_metrics_of_groups_by_hand() -> None:
         for one, reason in zip(zip(ids, logprobs, strict=True), reasons, strict=True)
     ]
     groups = [
-        Group(0, prompt, tuple(answers[:2]), (1.0, 4.0)),
-        Group(1, prompt, tuple(answers[2:]), (None, 1.0)),
+        Group(0, prompt, tuple(answers[:2]), (1.0, 4.0), kl=(0.5, 1.5)),
+        Group(1, prompt, tuple(answers[2:]), (None, 1.0), kl=(2.0, -1.0)),
     ]
     found = group_metrics(groups)
+    assert found["kl"] == pytest.approx(3 / 6)  # of a token, as that of the loss
+    assert found["reward_std"] == pytest.approx(4.5**0.5 / 2)  # within groups, of a lone reward 0
     assert found["completions/mean_logprob"] == pytest.approx(-8 / 6)  # of tokens, not of completions
     assert (found["frac_reward_none"], found["frac_reward_zero_std"]) == (0.25, 0.5)
     assert (found["reward_min"], found["reward"], found["reward_max"]) == (1.0, 2.0, 4.0)
     assert found["completions/clipped_ratio"] == 0.25
     none = group_metrics([Group(0, prompt, tuple(answers[:2]), (None, None))])
     assert none["frac_reward_none"] == 1.0 and "reward" not in none and "reward_min" not in none
+
+
+def test_metrics_of_conversations_by_hand() -> None:
+    """Two calls of which one failed, three that ended well, and an answer without any."""
+    model = Turn("assistant", "", 2)
+    fine, failed = Turn("tool", "", 3, name="look"), Turn("tool", "", 5, name="look", fault="error")
+    turns = ((model, fine, model, failed, model), (model, fine, fine, fine, model), (model,))
+    metrics = turn_metrics([Completion((5,), (-1.0,), "", "stop", 0, turns=own) for own in turns])
+    assert metrics == {
+        "turns/mean": 2.0, "turns/max": 3, "tools/call_frequency": pytest.approx(5 / 3),
+        "tools/failure_frequency": 0.2, "tools/observation_tokens": pytest.approx(17 / 3), "tools/masked": 0,
+        "tools/failures/error": 1,
+    }  # fmt: skip

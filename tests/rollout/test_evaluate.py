@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout import evaluate
-from mm_grpo.rollout.evaluate import Best, Evaluation, as_metrics, better
+from mm_grpo.rollout.eval_metric import EvalMetric
+from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, as_metrics, better, summarise
 from mm_grpo.run.metrics import read_metrics
+from mm_grpo.types import Completion, Group, Prompt, Sample
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
 
@@ -71,6 +74,31 @@ def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path)
     assert start.pop("time/eval") > 0
     assert start == {"step": 0, **measured}
     assert "eval/new/reward" not in metrics and metrics["eval/known/reward"] == 0.5
+
+
+def test_lengths_and_cuts_are_of_completions_not_of_rows() -> None:
+    """Three generations of a row and two of another: of five completions two were cut."""
+    anything: Any = object()
+    answered = (("length", 4), ("stop", 1), ("length", 4)), (("stop", 3), ("stop", 3))
+    rows = []
+    for slot, own in enumerate(answered):
+        done = tuple(Completion((5,) * n, (-1.0,) * n, "", reason, 0) for reason, n in own)  # type: ignore[arg-type]
+        prompt = Prompt(Sample(f"r:{slot}", []), (), anything, anything, {})
+        group = Group(slot, prompt, done, (1.0,) * len(done))
+        rows.append(RowScores.of(group, EvalMetric()))
+    assert [(row.clipped, row.lengths) for row in rows] == [(2, [4, 1, 4]), (0, [3, 3])]
+    found = summarise(rows, EvalMetric())
+    assert (found.clipped, found.length, found.score) == (pytest.approx(0.4), pytest.approx(3.0), 1.0)
+    without = [replace(rows[1], values=[0.5, 0.0]), replace(rows[0], values=[1.0, 1.0, 1.0])]
+    blind = summarise(rows, EvalMetric(), blind=without, blind_kind="shuffled").blind
+    assert blind is not None and blind.gap == pytest.approx(0.375)  # 0.75 of one row, 0 of the other
+
+
+def test_the_first_of_equal_scores_is_the_best() -> None:
+    best = None
+    for step, score in enumerate((0.5, 0.7, 0.7, 0.6)):
+        best = better(best, {"a": Evaluation(None, score, 1, score)}, step)
+    assert best == Best(0.7, 1)
 
 
 def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers.fake_vllm import FakeVLLM
+from helpers.fake_vllm import FakeModel, FakeVLLM, fake_adapters
 from helpers.patience import PATIENCE
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served import plugin
 from mm_grpo.rollout.served import transfer as transfer_module
+from mm_grpo.rollout.served.broadcast import chunks
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
+from mm_grpo.rollout.served.plugin import Account
 from mm_grpo.rollout.served.transfer import (
     FileTransfer,
     GlooTransfer,
@@ -140,6 +144,98 @@ def test_an_update_of_some_layers_or_of_none_leaves_the_others(both: Both) -> No
         assert server.versions[-1] == transfer.weights_name(2) and equal(server.weights, first | part)
     part = {NAMES[0]: torch.ones(6, 8)}
     assert transfer.send(clients(servers), part.items(), 3) == {s.url: digests(part) for s in servers}
+
+
+def factors(*layers: int) -> dict[str, Tensor]:
+    return {f"base_model.model.layer.{n}.up.lora_{x}.weight": torch.randn(4, 8) for n in layers for x in "AB"}
+
+
+def test_factors_at_rest_stay_on_a_server_and_those_of_an_earlier_run_do_not(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_adapters(monkeypatch)
+    transfer, servers = both
+    base, held = weights(), factors(0, 1)
+    assert transfer.send(clients(servers), (base | held).items(), 0) == {
+        server.url: digests(base | held) for server in servers
+    }
+    for version, part in enumerate((factors(1), {NAMES[0]: torch.ones(6, 8)}), 1):
+        assert transfer.send(clients(servers), part.items(), version) == {
+            s.url: digests(part) for s in servers
+        }
+        held |= {name: tensor for name, tensor in part.items() if name in held}
+        assert all(equal(each.model.adapter, held) for server in servers for each in server.workers)
+    later = transfer_of(transfer.kind, timeout=2 * PATIENCE)
+    fewer = factors(1)
+    later.send(clients(servers), (base | fewer).items(), 0)
+    for each in (each for server in servers for each in server.workers):
+        assert equal(each.model.adapter, fewer) and equal(each.model.weights, base)
+    later.close()
+
+
+def test_an_adapter_is_not_put_into_layers_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_adapters(monkeypatch)
+    account, model, sent = Account(), FakeModel(), factors(0)
+    for _ in range(2):
+        account.begin()
+        account.put_factors(model)  # type: ignore[arg-type]
+        assert not model.adapter
+        for name, tensor in sent.items():
+            account.note(name, tensor)
+        account.end(model)  # type: ignore[arg-type]
+    account.put_factors(model)  # type: ignore[arg-type]
+    assert equal(model.adapter, sent) and account.digests == digests(sent)
+
+
+def test_tensors_that_share_memory_or_lie_in_another_order_arrive(both: Both) -> None:
+    transfer, servers = both
+    tied = torch.randn(4, 6)
+    sent = {"embed.weight": tied, "head.weight": tied, "rows.weight": tied[1:3], "turned.weight": tied.T}
+    assert transfer.send(clients(servers), sent.items(), 0) == {s.url: digests(sent) for s in servers}
+    tied.zero_()  # the learner goes on
+    assert transfer.catch_up(servers[0].client) == {
+        name: digest(held) for name, held in servers[1].weights.items()
+    }
+    assert all(bool(held.any()) for held in servers[0].weights.values())
+
+
+def test_a_chunk_is_filled_to_its_last_byte() -> None:
+    sizes = {"a": 100, "b": 100, "c": 1, "d": 300, "e": 199}
+    made = list(chunks(((name, torch.zeros(n, dtype=torch.uint8)) for name, n in sizes.items()), 200))
+    assert [[name for name, _ in chunk] for chunk in made] == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_what_left_its_group_is_joined_again(gloo: GlooTransfer, serve: Serve) -> None:
+    """A worker of two that gave its group up, and a server whose call was cut before its worker knew of it."""
+    server = serve("gloo", workers=2)
+    to = [server.client]
+    gloo.send(to, weights().items(), 0)
+    server.workers[1].shutdown()
+    ends = {1: None, 2: server.url, 3: None}
+    for version, url in ends.items():
+        if url is not None:
+            ends_at(server, 1, lambda: None)
+        outcome, sent = gloo.send(to, weights(version).items(), version)[server.url], weights(version)
+        assert isinstance(outcome, ServerError) if url else outcome == digests(sent)
+        server.faults.clear()
+
+
+def test_a_server_for_broadcasts_takes_files(files: FileTransfer, serve: Serve) -> None:
+    server, sent = serve("gloo"), weights()
+    assert files.send([server.client], sent.items(), 0) == {server.url: digests(sent)}
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(8, ["a"]), (9, [])])
+def test_a_worker_names_the_layers_that_it_has_for_a_rank(
+    rank: int, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugin.adapters, "layers_taken", lambda model, layers: {"a"} & set(layers))
+    worker: Any = plugin.WorkerExtension()
+    worker.get_model = lambda: None
+    worker.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8))
+    assert worker.mm_grpo_adapter_layers(json.dumps([["a", "b"], rank])) == taken
+    worker.vllm_config.lora_config = None
+    assert worker.mm_grpo_adapter_layers(json.dumps([["a", "b"], rank])) == []
 
 
 # files ---------------------------------------------------------------------------------------

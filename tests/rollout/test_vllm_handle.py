@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fake_vllm import FakeModel, fake_adapters
 
 from mm_grpo.errors import EngineError
 from mm_grpo.rollout import transformers_engine
+from mm_grpo.rollout.vllm import engine as engine_module
 from mm_grpo.rollout.vllm import internals, launch, read_back
+from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, engine_arguments
 from mm_grpo.rollout.weights import digest, digests
 
@@ -74,6 +77,99 @@ def test_what_a_model_holds_is_read_back() -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
     assert back.digests(model)["0.weight"] != digest(sent["0.weight"])
+
+
+class LLM:
+    """vLLM with a `FakeModel` in its worker."""
+
+    def __init__(self) -> None:
+        self.model: Any = FakeModel()
+        self.llm_engine = SimpleNamespace(reset_encoder_cache=lambda: None)
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        self.model.load_weights(kwargs["weights_iterator"])
+        self.model.finalize()
+
+    def apply_model(self, work: Any) -> list[Any]:
+        return [work(self.model)]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+
+PROCESSOR: Any = SimpleNamespace(
+    family=SimpleNamespace(looks_ahead=False), media_token_ids={7}, stop_token_ids={1}
+)
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """That of every `VLLMEngine`, which takes factors."""
+    fake_adapters(monkeypatch)
+    made = Handle(LLM(), SETTINGS, adapters=True)
+    monkeypatch.setattr(engine_module, "launch", lambda settings: made)
+    return made
+
+
+def tensors(*names: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(4, 6).to(dtype) for name in names}
+
+
+def digests_of(held: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in held.items()}
+
+
+def factors_of(*layers: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    return tensors(*(f"base_model.model.{n}.lora_{x}.weight" for n in layers for x in "AB"), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_at_rest_stay_beside_merges_in_the_engine(handle: Handle, dtype: torch.dtype) -> None:
+    """Of layers a and b; c is merged. What did not come is held, and not said to have come."""
+    made, model = VLLMEngine(SETTINGS, PROCESSOR), handle.llm.model
+    weights = tensors("a.weight", "b.weight", "c.weight", dtype=dtype)
+    factors = factors_of("a", "b", dtype=dtype)
+    assert handle.adapter is None
+    assert made.update_weights((weights | factors).items(), 0) == digests_of(weights | factors)
+    assert handle.adapter is not None
+    for version, part in enumerate(
+        (factors_of("b", dtype=dtype), tensors("c.weight", dtype=dtype), factors_of("a", dtype=dtype)), 1
+    ):
+        assert made.update_weights(part.items(), version) == digests_of(part)
+        weights |= {name: tensor for name, tensor in part.items() if name in weights}
+        factors |= {name: tensor for name, tensor in part.items() if name in factors}
+        assert (digests_of(model.adapter), digests_of(model.weights)) == tuple(
+            map(digests_of, (factors, weights))
+        )
+        assert (made.version, made.holds_weights) == (version, True)
+
+    def breaks() -> Any:
+        yield "c.weight", weights["a.weight"]
+        raise ValueError("of the learner")
+
+    with pytest.raises(ValueError, match="of the learner"):
+        made.update_weights(breaks(), 4)
+    assert (made.version, made.holds_weights) == (3, False)
+    other = VLLMEngine(SETTINGS, PROCESSOR)  # of another run, which merges all
+    assert not other.holds_weights and handle.adapter is None
+    assert other.update_weights(weights.items(), 0) == digests_of(weights)
+    assert other.holds_weights and not made.holds_weights and not model.adapter and handle.adapter is None
+
+
+def test_what_is_the_same_to_the_bit_is_lent_and_given_back(handle: Handle) -> None:
+    made, model = VLLMEngine(SETTINGS, PROCESSOR), handle.llm.model
+    weights = tensors("same.weight", "merged.weight", "wider.weight")
+    made.update_weights(weights.items(), 0)
+    own = weights | {"merged.weight": weights["merged.weight"] + 1, "other.weight": torch.zeros(2)}
+    own["wider.weight"] = own["wider.weight"].float()
+    parameters = {name: torch.nn.Parameter(t.clone(), requires_grad=False) for name, t in own.items()}
+    assert made.share(parameters) == 4 * 6 * 2
+    lent = {n for n, p in parameters.items() if n in weights and p.data_ptr() == model.weights[n].data_ptr()}
+    assert lent == {"same.weight"} and [id(p) for p in handle.lent] == [id(parameters["same.weight"])]
+    VLLMEngine(SETTINGS, PROCESSOR)  # is about to bring weights of its own
+    for tensor in model.weights.values():
+        tensor.zero_()
+    assert not handle.lent and all(torch.equal(parameters[name], tensor) for name, tensor in own.items())
 
 
 def test_an_engine_beside_a_learner_asks_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
