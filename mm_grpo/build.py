@@ -130,8 +130,8 @@ class Parts:
     sync: VerifiedSync
 
 
-def _check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
-    """ConfigError where the rows do not have what a term that compares images needs."""
+def check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
+    """Raise ConfigError where the rows do not have what a term that compares images needs."""
     from mm_grpo.learner.perception import require_images
     from mm_grpo.learner.twin_view import BOX
 
@@ -176,7 +176,7 @@ def build_parts(
     datasets = list(datasets)
     twin = config.algorithm.twin_view
     if datasets:  # the training set comes first
-        _check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
+        check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None

@@ -40,11 +40,11 @@ class LoRAConfig(Section):
     """Rank of the factors, >= 1 and <= 16384. Default: 16."""
     alpha: Number = Field(default=32.0, gt=0)
     """Scale of the factors' product, times 1 / rank, > 0. Default: 32.0."""
-    target_modules: list[str] = Field(
+    target_modules: list[str] | Literal["all-linear"] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
-    'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
+    """Layers of the language model that get adapters, by the last part of their names; all-linear is every linear one.
+    Default: ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
     vision: bool = False
     """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
     Default: false."""
