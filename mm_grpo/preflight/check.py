@@ -157,7 +157,8 @@ def _check_model(config: GRPOConfig, processor: Processor) -> Any:
     if config.algorithm.reference_path is not None:
         load_reference_model(config, model, processor)
     if config.rollout.engine == "vllm":
-        engine_arguments(vllm_settings(config, processor, "auto", context_of(model.config)))
+        dtype = str(model.dtype).removeprefix("torch.")
+        engine_arguments(vllm_settings(config, processor, dtype, context_of(model.config)))
     return model
 
 
