@@ -39,10 +39,20 @@ from robustness.runs import REWARD, complete, whole
 TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.yaml --resume"
 NO_HOME = "~nobody-of-this-name/x"
 
+_NINE = [", ".join([f"*a{i}"] * 9) for i in range(12)]
+BOMB = f"rewards: [&a0 [x, x], {', '.join(f'&a{i} [{nine}]' for i, nine in enumerate(_NINE, 1))}]"
+MERGED = f"model: [&a0 {{x: 1}}, {', '.join(f'&a{i} {{<<: [{nine}]}}' for i, nine in enumerate(_NINE, 1))}]"
+"""Some 600 characters that stand for a billion."""
+
 CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "line 1")),
     ("nothing", "", ("model.path",)),
     ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
+    ("aliases of aliases", BOMB, ("config.yaml", "100,000", "aliases")),
+    ("merged aliases of aliases", MERGED, ("config.yaml", "100,000", "aliases")),
+    ("an alias of itself", "model: &a {path: m, lora: *a}", ("config.yaml", "aliases")),
+    ("nested 10,000 deep", f"model: {'[' * 10_000}{']' * 10_000}", ("config.yaml", "not valid YAML")),
+    ("nested 200 deep", f"model: {'[' * 200}{']' * 200}", ("config.yaml", "50 levels")),
     ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
     ("one generation", "model: {path: m}\nrollout: {num_generations: 1}", ("num_generations",)),
     ("a field of TRL", "model: {path: m}\nrollout: {per_device_train_batch_size: 4}", ("rollout.prompts_per_step",)),
