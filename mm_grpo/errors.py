@@ -41,10 +41,10 @@ class GuardStop(Exception):
     """A guard stopped the run. Exit code 3."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` most looks like, or None; case and `-` for `_` make no difference."""
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known name that `name` most looks like, at least `alike` of 1; case and `-` for `_` make no difference."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
-    matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=alike)
     return folded[matches[0]] if matches else None
 
 

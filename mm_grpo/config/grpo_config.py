@@ -135,10 +135,14 @@ class GRPOConfig(Section):
         if path.name == "config.yaml" and (folder / RUN_MARK).exists():
             return values
         marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
-        for name in marked:
+        sections = {leaf.rpartition(".")[0] for leaf in cls.all_paths} - {"", *cls.all_paths}
+        for name in (*sections, *marked):
             section, _, key = name.rpartition(".")
             holder = values.get(section) if section else values
             if isinstance(holder, dict) and key in holder:
+                if holder[key] is None and name in sections:  # every line of it is commented out
+                    del holder[key]
+                    continue
                 holder[key] = resolve_relative_path(holder[key], folder, rewards=name == "rewards")
         return values
 

@@ -25,6 +25,7 @@ from mm_grpo.config.values import (
     HeadlineText,
     Number,
     PathText,
+    PromptText,
     ScaleRewards,
     Template,
     plain_mapping,
@@ -122,7 +123,7 @@ class DataConfig(Section):
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
     """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
     group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
-    system_prompt: str | None = None
+    system_prompt: PromptText | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
         default_factory=dict

@@ -7,7 +7,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import ConstructorError, SafeConstructor
-from ruamel.yaml.nodes import Node, ScalarNode
+from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
 MOST_VALUES, MOST_LEVELS = 100_000, 50
@@ -16,24 +16,16 @@ MOST_VALUES, MOST_LEVELS = 100_000, 50
 
 class _Constructor(SafeConstructor):
     def construct_document(self, node: Any) -> Any:
-        count, levels = _extent(node, {})
-        if count > MOST_VALUES or levels > MOST_LEVELS:
-            most = f"more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels"
-            raise ConstructorError(
-                problem=f"its aliases (*name) written out, it has {most}; write less of them"
-            )
+        count, waiting = 0, [(node, 1)]
+        while waiting:
+            inner, level = waiting.pop()
+            count += 1
+            if count > MOST_VALUES or level > MOST_LEVELS:
+                most = f"more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels"
+                raise ConstructorError(problem=f"its aliases (*name) written out, it has {most}; write less")
+            for value in () if isinstance(inner, ScalarNode) else inner.value:
+                waiting += [(part, level + 1) for part in (value if isinstance(value, tuple) else (value,))]
         return super().construct_document(node)
-
-
-def _extent(node: Node, extents: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Count values and levels of a node with its aliases written out. `extents` are those of nodes by id."""
-    if id(node) not in extents:
-        extents[id(node)] = MOST_VALUES + 1, 0  # for aliases of this node inside it
-        values = () if isinstance(node, ScalarNode) else node.value
-        inner = [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-        parts = [_extent(part, extents) for part in inner]
-        extents[id(node)] = 1 + sum(n for n, _ in parts), 1 + max((depth for _, depth in parts), default=0)
-    return extents[id(node)]
 
 
 class _Representer(SafeRepresenter):

@@ -91,7 +91,6 @@ def check_config(  # noqa: PLR0915
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
     Trackers.prepare(config.run.trackers)
     writes = outputs_of(config, saves=config.run.save_every != 0)
-    # a run that is there may be meant to go on
     RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
     if config.run.expected_curve is not None:
         read_expected_curve(config.run.expected_curve)

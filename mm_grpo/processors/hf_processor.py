@@ -265,10 +265,10 @@ class HFProcessor(ABC):
         for message in messages:
             content = message["content"] if message["role"] in ("system", "user") else ""
             parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            if lost := [part for part in parts if "".join(part.split()) not in shown]:
+            if lost := [part[:60] for part in parts if "".join(part.split()) not in shown]:
+                whose = f"the text of the {message['role']} message ({lost[0]!r})"
                 raise DataError(
-                    f"{uid}: the model's chat template drops the text of the {message['role']} message "
-                    f"({lost[0][:60]!r}), which the model would not see; mend the template in model.path"
+                    f"{uid}: the model's chat template drops {whose}; mend the template in model.path"
                 )
 
     def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:

@@ -71,7 +71,7 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     [
         ("run.seed=7", "run.seed", 7),
         ("optim.learning_rate=1e-5", "optim.learning_rate", 1e-5),
-        ("data.system_prompt=", "data.system_prompt", None),
+        ("data.system_prompt=null", "data.system_prompt", None),
         ("rewards=[iou, {name: exact, weight: 2}]", "rewards", ["iou", {"name": "exact", "weight": 2}]),
         ("data.system_prompt=Count # of cats", "data.system_prompt", "Count # of cats"),
         ("data.system_prompt=Answer: yes or no", "data.system_prompt", "Answer: yes or no"),

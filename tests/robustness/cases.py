@@ -63,6 +63,11 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a config that is not there", "check none.yaml", ("none.yaml",)),
     ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
     ("an override without =", f"{CHECK} run.seed", ("'run.seed'", "section.field=value")),
+    ("a section set to nothing", f"{CHECK} rollout=", ("'rollout='", "null")),
+    ("spaces around =", f"{CHECK} run.seed = 1", ("'run.seed'", "spaces")),
+    ("a dry run", f"{TRAIN} --dry-run", ("--dry-run", "mm-grpo check", "--smoke")),
+    ("a script in Python", "convert s.py", ("s.py", ".yaml")),
+    ("epochs", f"{CHECK} run.epochs=3", ("run.epochs", "run.max_steps")),
     ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
     ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
     ("smoke and resume", f"{TRAIN} --smoke --resume", ("--smoke", "--resume")),
@@ -133,6 +138,7 @@ MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
 ]  # fmt: skip
 HUBS: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("HF_HUB_OFFLINE", "org/name", at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
+    ("a mistyped folder with a dot", "./MODLE", at_hub(refusing), ("model.path", "MODEL")),
     ("a mistyped folder", "MODLE", at_hub(refusing), ("model.path", "MODEL")),
 ]  # fmt: skip
 
@@ -193,7 +199,7 @@ def lay_tools(kind: str) -> Any:
 
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
-    *(Case(f"command: {name}", command, words) for name, command, words in COMMANDS),
+    *(Case(f"command: {name}", command, words, files={"s.py": "GRPOConfig(x=1)"}) for name, command, words in COMMANDS),
     *(Case(f"rows: {name}", CHECK, words, files={"rows.jsonl": text}) for name, text, words in ROWS),
     *(Case(f"rows: {name}", CHECK, words, config={"data": data}, files=files) for name, data, files, words in SOURCES),
     *(
