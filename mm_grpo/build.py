@@ -86,6 +86,10 @@ def plan_run(
             order = by_rate
     updates, warmup = config.updates_in(steps), config.optim.warmup_steps
     cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
+    idle = rollout.engine == "transformers" and rollout.vllm != type(rollout.vllm)()
+    unread = [
+        "rollout.vllm changes nothing: rollout.engine = 'transformers', and vllm or vllm_server read it"
+    ]
     seeds = SeedPlan(
         run_seed=run.seed,
         prompts=rollout.prompts_per_step,
@@ -94,7 +98,7 @@ def plan_run(
         max_steps=max(steps, -(-order.n_rows // order.prompts_per_step)) if at_least_an_epoch else steps,
         max_turns=rollout.max_turns if several_turns else 1,
     )
-    return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut))
+    return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut, *unread * idle))
 
 
 def _pass_rate_order(config: GRPOConfig, rows: Sized, steps: int) -> PassRateOrder:
@@ -130,8 +134,8 @@ class Parts:
     sync: VerifiedSync
 
 
-def _check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
-    """ConfigError where the rows do not have what a term that compares images needs."""
+def check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
+    """Raise ConfigError where the rows do not have what a term that compares images needs."""
     from mm_grpo.learner.perception import require_images
     from mm_grpo.learner.twin_view import BOX
 
@@ -176,7 +180,7 @@ def build_parts(
     datasets = list(datasets)
     twin = config.algorithm.twin_view
     if datasets:  # the training set comes first
-        _check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
+        check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None

@@ -62,10 +62,10 @@ def half_character(text: str) -> str:
     return f"holds half a character ({ascii(half[0])[1:-1]}); write the whole one, as UTF-8" if half else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` most looks like, or None; case and `-` for `_` make no difference."""
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
+    """The known name that `name` most looks like, at least `alike` of 1; case and `-` for `_` make no difference."""
     folded = {each.casefold().replace("-", "_"): each for each in known}
-    matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=alike)
     return folded[matches[0]] if matches else None
 
 

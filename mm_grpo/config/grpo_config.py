@@ -53,6 +53,10 @@ MATTER = (
 """The fields that most runs set; `mm-grpo config`, docs/config.md and the config of `mm-grpo init` show them first."""
 
 
+WITHOUT_KEYS = f"# without keys and passwords: {REDACTED} stands for them\n"
+"""First line of a saved config that keys were taken out of."""
+
+
 class FieldHelp(NamedTuple):
     """One leaf of the tree, as the help shows it; `matters` where it is in MATTER."""
 
@@ -118,7 +122,8 @@ class GRPOConfig(Section):
         for layer in layers:
             values = merge(values, cls._read(find_layer(layer)), sources=("data.train", "data.eval"))
         values = apply_overrides(values, overrides)
-        if REDACTED in str(values):
+        # any other text may say the same
+        if path.read_bytes().startswith(WITHOUT_KEYS.encode()) and REDACTED in str(values):
             raise ConfigError(
                 f"'{path}' holds {REDACTED}: keys are not saved with a run; name its first config"
             )
@@ -130,10 +135,14 @@ class GRPOConfig(Section):
         if path.name == "config.yaml" and (folder / RUN_MARK).exists():
             return values
         marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
-        for name in marked:
+        sections = {leaf.rpartition(".")[0] for leaf in cls.all_paths} - {"", *cls.all_paths}
+        for name in (*sections, *marked):
             section, _, key = name.rpartition(".")
             holder = values.get(section) if section else values
             if isinstance(holder, dict) and key in holder:
+                if holder[key] is None and name in sections:  # every line of it is commented out
+                    del holder[key]
+                    continue
                 holder[key] = resolve_relative_path(holder[key], folder, rewards=name == "rewards")
         return values
 
@@ -144,7 +153,8 @@ class GRPOConfig(Section):
 
     def to_yaml(self) -> str:
         """Every field as YAML, keys redacted; `from_yaml` reads it back as an equal config, if it has none."""
-        return write_yaml(redact(self.model_dump()))
+        values = self.model_dump()
+        return WITHOUT_KEYS * ((saved := redact(values)) != values) + write_yaml(saved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_yaml` to a file, whole or not at all. Makes its folder."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from mm_grpo.config.yaml_file import set_value, shown
@@ -87,12 +87,6 @@ class Section(BaseModel):
         for path, value in values.items():
             set_value(tree, path.split("."), value, path)
         return self.model_validate(tree)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty(cls, value: Any) -> Any:
-        """A section whose every line is commented out is null in YAML."""
-        return {} if value is None else value
 
 
 def yaml_repr(value: Any) -> str:
@@ -180,7 +174,8 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
     if inner is not None:
         keys = ", ".join(f"{path}.{key}" for key in inner.model_fields)
         return [f"{path} = {shown(value)}: must be a section; its keys are {keys}"]
-    found = nearest(value, _choices(field.annotation)) if isinstance(value, str) else None
+    # a slip of a finger: what looks only somewhat alike is mostly another thing
+    found = nearest(value, _choices(field.annotation), 0.75) if isinstance(value, str) else None
     advice = VALUES.get(path.partition("[")[0], {}).get(str(value).casefold())
     hint = f"; {advice}" if advice else f" (the nearest is {found})" if found else ""
     given = path if "[key]" in location else f"{path} = {shown(value)}"

@@ -25,6 +25,7 @@ from mm_grpo.config.values import (
     HeadlineText,
     Number,
     PathText,
+    PromptText,
     ScaleRewards,
     Template,
     plain_mapping,
@@ -40,11 +41,11 @@ class LoRAConfig(Section):
     """Rank of the factors, >= 1 and <= 16384. Default: 16."""
     alpha: Number = Field(default=32.0, gt=0)
     """Scale of the factors' product, times 1 / rank, > 0. Default: 32.0."""
-    target_modules: list[str] = Field(
+    target_modules: list[str] | Literal["all-linear"] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Layers of the language model that get adapters, by the last part of their names. Default: ['q_proj', 'k_proj',
-    'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
+    """Layers of the language model that get adapters, by the last part of their names; all-linear is every linear one.
+    Default: ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj']."""
     vision: bool = False
     """Put adapters on every linear layer of the vision tower and its projector too; needs model.freeze_vision = false.
     Default: false."""
@@ -122,7 +123,7 @@ class DataConfig(Section):
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
     """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
     group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
-    system_prompt: str | None = None
+    system_prompt: PromptText | None = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
         default_factory=dict

@@ -35,7 +35,9 @@ def find_layer(layer: str | os.PathLike[str]) -> Path:
     name = re.sub(r"\.ya?ml$", "", os.fspath(layer))
     if name not in known:
         names = f"{did_you_mean(name, known)}layers are {', '.join(known) or 'none'}"
-        raise ConfigError(f"'{layer}' is no YAML file, no layer and no section.field=value; {names}")
+        raise ConfigError(
+            f"'{layer}' is no YAML file, no layer and no section.field=value (without spaces around the =); {names}"
+        )
     return known[name]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PlainValidator
 
 from mm_grpo.config.messages import Accepts, FieldError, Section
-from mm_grpo.config.values import Number, PathText, Template, path_text, plain_mapping
+from mm_grpo.config.values import Number, PathText, PromptText, Template, path_text, plain_mapping
 from mm_grpo.config.yaml_file import is_source, shown
 from mm_grpo.errors import ConfigError
 
@@ -34,7 +34,7 @@ class SourceEntry(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     prompt_template: Template | None = None
     image_dir: PathText | None = None
-    system_prompt: _Text | None = None
+    system_prompt: Annotated[PromptText, Field(pattern=r"\S")] | None = None
     text_only: bool = False
 
 

@@ -38,6 +38,15 @@ def _number(value: Any) -> Any:
     return value
 
 
+def _prompt(value: str) -> str:
+    named = os.path.isfile(value) or value.endswith((".txt", ".md", ".jinja", ".jinja2", ".prompt"))
+    if named and not re.search(r"\s", value):
+        raise FieldError(
+            "is the name of a file, which the model would be told as it stands; write the text itself"
+        )
+    return value
+
+
 def _template(value: str) -> str:
     with suppress(ValueError):
         parts = [part for part in Formatter().parse(value) if part[1] is not None]
@@ -96,6 +105,7 @@ RewardEntry = Annotated[
     PlainValidator(_reward),
     Accepts("the name of a reward, or a mapping with a name such as {name: iou, weight: 1.0}"),
 ]
+PromptText = Annotated[str, AfterValidator(_prompt), Accepts("text")]
 Template = Annotated[
     str,
     AfterValidator(_template),

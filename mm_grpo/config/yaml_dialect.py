@@ -6,8 +6,26 @@ import re
 from typing import Any
 
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
+
+MOST_VALUES, MOST_LEVELS = 100_000, 50
+"""Of a document with its aliases (*name) written out, as in every copy that is made of it."""
+
+
+class _Constructor(SafeConstructor):
+    def construct_document(self, node: Any) -> Any:
+        count, waiting = 0, [(node, 1)]
+        while waiting:
+            inner, level = waiting.pop()
+            count += 1
+            if count > MOST_VALUES or level > MOST_LEVELS:
+                most = f"more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels"
+                raise ConstructorError(problem=f"its aliases (*name) written out, it has {most}; write less")
+            for value in () if isinstance(inner, ScalarNode) else inner.value:
+                waiting += [(part, level + 1) for part in (value if isinstance(value, tuple) else (value,))]
+        return super().construct_document(node)
 
 
 class _Representer(SafeRepresenter):
@@ -33,7 +51,7 @@ _Representer.add_representer(float, _Representer.represent_float)
 def new_yaml() -> YAML:
     """A reader and writer; a key given twice is an error."""
     yaml = YAML(typ="safe", pure=True)
-    yaml.Representer = _Representer
+    yaml.Representer, yaml.Constructor = _Representer, _Constructor
     yaml.default_flow_style, yaml.width = False, 110
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml

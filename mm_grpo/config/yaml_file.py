@@ -22,6 +22,9 @@ from typing import Any
 from mm_grpo.errors import ConfigError, shorten
 from mm_grpo.files import expand_glob, read_regular_file
 
+MOST = 200_000
+"""Characters of a config, of which some 20,000 a second are parsed."""
+
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping.
@@ -128,8 +131,11 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dic
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigError(f"override {override!r}: must be section.key=value, such as run.seed=1")
+        if not equals or not all(parts) or not text.strip():
+            raise ConfigError(
+                f"override {override!r}: must be section.key=value without spaces around the =, such as run.seed=1; "
+                "null is no value, and '' an empty text"
+            )
         set_value(result, parts, read_value(text.strip(), f"override {override!r}"), f"override {override!r}")
     return result
 
@@ -195,11 +201,19 @@ def shown(value: object, limit: int = 80) -> str:
         return f"a {type(value).__name__} of too many digits"
 
 
+def refuse_long(text: str, origin: str) -> None:
+    """Raise ConfigError for a text that would take minutes to parse."""
+    if len(text) > MOST:
+        most = f"a config has {MOST:,} at most; rows are read from files that data.train names"
+        raise ConfigError(f"{origin}: has {len(text):,} characters, and {most}")
+
+
 def _parse(text: str, origin: str) -> Any:
     from ruamel.yaml.error import YAMLError
 
     from mm_grpo.config.yaml_dialect import new_yaml
 
+    refuse_long(text, origin)
     try:
         return new_yaml().load(text)
     except (YAMLError, ValueError, LookupError, RecursionError) as error:  # ValueError: such as `!!bool x`

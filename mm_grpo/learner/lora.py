@@ -41,33 +41,37 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
     """Put adapters beside the language model's target layers and freeze everything else, in place.
 
     With `config.vision` every linear layer of the vision tower gets one too. The factors are fp32 whatever the base's
-    dtype. ConfigError when a target name is that of no layer.
+    dtype. ConfigError as `target_pattern`.
     """
     with quiet_libraries():
         from peft import LoraConfig, inject_adapter_in_model
 
     alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
-
-    text = family.language_model(model)
-    prefix = next(name for name, module in model.named_modules() if module is text)
-    names = "|".join(config.target_modules)
-    pattern = rf"{re.escape(prefix)}\.(.*\.)?({names})"
-    if config.vision:
-        pattern = "|".join([pattern, *map(re.escape, _linear_layers_of_tower(model, family))])
+    pattern = target_pattern(model, config, family)
     wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=pattern)
-    linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
-    unknown = [name for name in config.target_modules if not any(n.endswith(f".{name}") for n in linear)]
-    if unknown:
-        inside = sorted({n.rpartition(".")[2] for n in linear})
-        raise ConfigError(
-            f"model.lora.target_modules: no linear layer of the language model is named {', '.join(unknown)}; they are "
-            f"named {', '.join(inside)}"
-        )
     with quiet_libraries():
         inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():  # peft makes them in the base's dtype
         if ".lora_" in name:
             parameter.data = parameter.data.float()
+
+
+def target_pattern(model: nn.Module, config: LoRAConfig, family: Family) -> str:
+    """The regular expression of the layers that get adapters. ConfigError when a target name is that of no layer."""
+    text = family.language_model(model)
+    prefix = next(name for name, module in model.named_modules() if module is text)
+    linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
+    inside = sorted({n.rpartition(".")[2] for n in linear})
+    names = inside if config.target_modules == "all-linear" else config.target_modules
+    if unknown := [name for name in names if not any(n.endswith(f".{name}") for n in linear)]:
+        raise ConfigError(
+            f"model.lora.target_modules: no linear layer of the language model is named {', '.join(unknown)}; they are "
+            f"named {', '.join(inside)}"
+        )
+    pattern = rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(map(re.escape, names))})"
+    if config.vision:
+        pattern = "|".join([pattern, *map(re.escape, _linear_layers_of_tower(model, family))])
+    return pattern
 
 
 def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:

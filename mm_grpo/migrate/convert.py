@@ -21,7 +21,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config.grpo_config import GRPOConfig
+from mm_grpo.config.grpo_config import WITHOUT_KEYS, GRPOConfig
 from mm_grpo.config.messages import leaves
 from mm_grpo.config.yaml_file import set_value, shown, write_yaml
 from mm_grpo.errors import ConfigError
@@ -79,8 +79,8 @@ class Conversion:
     def yaml(self) -> str:
         """Our config, with what was left out as comments behind it."""
         ordered = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
-        given = redact(self.given)
-        lines = [write_yaml(redact(ordered)).rstrip("\n")]
+        given, kept = redact(self.given), redact(ordered)
+        lines = [WITHOUT_KEYS * (kept != ordered) + write_yaml(kept).rstrip("\n")]
         left = [f"{key} = {shown(given.get(key))}: {why}" for key, why in self.left.items()]
         for title, entries in (("Written although no key said it:", self.notes), ("Not taken over:", left)):
             shown_entries = [printable(redact(entry), lines=False) for entry in entries]

@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config.yaml_file import read_value, read_yaml
+from mm_grpo.config.yaml_file import read_value, read_yaml, refuse_long
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import advice_on
@@ -28,12 +28,14 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: cannot be read as a script ({error})") from None
     if not found:
         raise ConfigError(
-            f"{path}: holds no key; give a .yaml or .json file, or a command line with --key value"
+            f"{path}: holds no key; what is read is YAML, JSON and shell commands with --key value: of a Python script "
+            "write the arguments of its config into a .yaml file, as key: value"
         )
     return found
 
 
 def _of_command(text: str, path: Path) -> dict[str, Any]:
+    refuse_long(text, str(path))
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: dict[str, Any] = {}
     for number, word in enumerate(words):
@@ -43,9 +45,9 @@ def _of_command(text: str, path: Path) -> dict[str, Any]:
             if equals and (variable or re.fullmatch(r"\+?\w+(\.\w+)+", key)):
                 found[key.lower().lstrip("+")] = read_value(value, f"{path}: {word}")
         elif key:
-            ends = (re.match(r"--|&&$|;$|\|$", each) is not None for each in words[number + 1 :])
-            count = next((at for at, end in enumerate(ends) if end), len(words))
-            values = [value] if equals else words[number + 1 :][:count]
+            later = range(number + 1, len(words))
+            end = next((at for at in later if re.match(r"--|&&$|;$|\|$", words[at])), len(words))
+            values = [value] if equals else words[number + 1 : end]
             read = [read_value(each, f"{path}: {word}") for each in values]
             found[key.replace("-", "_")] = True if not read else read[0] if len(read) == 1 else read
     return found

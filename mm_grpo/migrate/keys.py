@@ -79,12 +79,14 @@ REASONS: Mapping[str, str] = {
     "memory is bounded by optim.max_tokens_per_pack; accumulation is derived":
         "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu"
         " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience",
-    "write run.max_steps (steps, not epochs; null is one pass over the data)": "num_train_epochs total_epochs",
+    "write run.max_steps (steps, not epochs; null is one pass over the data)": 
+        "num_train_epochs total_epochs epochs num_epochs max_epochs",
     # the run
     "write run.eval_every (steps; 0 is before and after the run only)": "eval_steps eval_strategy test_freq val_freq",
     "write run.trackers (a list)": "report_to trainer.logger",
     "write run.save_every (steps; 0 is no checkpoint)": "save_steps save_strategy save_freq",
     "it is the first argument of the command: mm-grpo train CONFIG": "config",
+    "it is mm-grpo check CONFIG, or mm-grpo train CONFIG --smoke": "dry_run",
     "it is an option of the command: mm-grpo train CONFIG --resume": "resume_from_checkpoint resume_mode",
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
         "nnodes n_gpus_per_node nproc_per_node",
@@ -200,7 +202,11 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash kernel"
         " has no mask for that",
     ),
-    "algorithm.loss_type": {"gspo": "write grpo, with algorithm.importance_sampling_level: sequence"},
+    "model.dtype": {"bf16": "write bfloat16", "fp32": "write float32"},
+    "algorithm.loss_type": {
+        "gspo": "write grpo, with algorithm.importance_sampling_level: sequence",
+        "ppo": "write grpo, which clips as PPO does; advantages are those of groups, without a value model",
+    },
     "algorithm.advantage_estimator": {"gae": "gae needs a value model, and mm_grpo has none"},
 }
 """Values of other trainers, in lower case, by the field that refuses them."""

@@ -10,31 +10,41 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mm_grpo.build import plan_run, processor_of
+from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
 from mm_grpo.data.sources import load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
 from mm_grpo.health.image_files import readable
+from mm_grpo.learner.lora import target_pattern
+from mm_grpo.learner.reference import load_reference_model
+from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.pages.check_page import ROWS, CheckPage
+from mm_grpo.pages.curves import read_expected_curve
+from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
-from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
+from mm_grpo.rollout.vllm.launch import engine_arguments
+from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.folder import RunFolder, outputs_of
+from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
+    from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt
 
 SHOWN = 20
@@ -66,7 +76,7 @@ def check_config(  # noqa: PLR0915
     several_turns, own = toolbox is not None, [] if toolbox is None else toolbox.rewards
     config.require_rewards(given=bool(own))
     scorer = Scorer([*config.rewards, *own], several_turns=several_turns)
-    EvalMetric.of(config, [spec.name for spec in scorer.specs])
+    headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
     if config.data.on_bad_image == "drop":
@@ -75,11 +85,20 @@ def check_config(  # noqa: PLR0915
     specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
     scorer.close()
     plan = plan_run(config, train, several_turns=several_turns)
+    Evaluations(config, {each.name: each for each in evaluations}, headline, several_turns=several_turns)
+    check_images(config.algorithm, train, several_turns=several_turns)
+    if toolbox is not None:
+        toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
+    Trackers.prepare(config.run.trackers)
+    writes = outputs_of(config, saves=config.run.save_every != 0)
+    RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
+    if config.run.expected_curve is not None:
+        read_expected_curve(config.run.expected_curve)
     processor, template = processor_of(config), config.data.gold_template
-    transformers_config = read_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    context = context_of(_check_model(config, processor).config)
     length = None if config.rollout.engine == "transformers" else config.rollout.vllm.max_model_len
-    context = context_of(transformers_config)
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
+    twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
     shown = own_page(page, processor, specs, rows=0 if page is None else ROWS)
 
@@ -96,7 +115,8 @@ def check_config(  # noqa: PLR0915
             call_judges=call_judges,
         )  # fmt: skip
         looked = dataset if rows is None else dataset.head(rows)
-        limit = partial(_broken_limit, config=config, trained=dataset is train)
+        trained = dataset is train
+        limit = partial(_broken_limit, config=config, trained=trained, twins=twins if trained else None)
         builder = prompt_builder if dataset is train else prompt_builder.evaluation
         lengths, images, failed, dropped = _walk(looked, builder, limit, rewards, console, shown)
         reports[name] = rewards.finish()
@@ -127,8 +147,26 @@ def check_config(  # noqa: PLR0915
     return not failures
 
 
-def _broken_limit(prompt: Prompt, config: GRPOConfig, *, trained: bool) -> str | None:
+def _check_model(config: GRPOConfig, processor: Processor) -> Any:
+    """Build the model without weights, and refuse what the learner or the engine would refuse of it."""
+    # adapters are looked for and not made: that takes seconds
+    model, family = build_on_meta(config.with_values({"model.lora": None, "model.quantization": None}))
+    if config.model.lora is not None:
+        target_pattern(model, config.model.lora, family)
+    if config.algorithm.reference_path is not None:
+        load_reference_model(config, model, processor)
+    if config.rollout.engine == "vllm":
+        dtype = str(model.dtype).removeprefix("torch.")
+        engine_arguments(vllm_settings(config, processor, dtype, context_of(model.config)))
+    return model
+
+
+def _broken_limit(
+    prompt: Prompt, config: GRPOConfig, *, trained: bool, twins: TwinPrompts | None
+) -> str | None:
     """What the learner, where a set is `trained` on, or the engine would stop at, of a prompt that can be made."""
+    if twins is not None:
+        twins.twin(prompt)
     rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
     length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
     if trained and length > config.pack_room:

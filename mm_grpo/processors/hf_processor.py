@@ -253,9 +253,23 @@ class HFProcessor(ABC):
             messages = with_tools(messages, sample.tools)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            return change(self._text(messages, sample.uid, **given))
+            text = self._text(messages, sample.uid, **given)
+            self._check_shown(sample.uid, messages, text)
+            return change(text)
 
         return conversation_ids(render, self.tokenizer, messages, sample.uid)
+
+    def _check_shown(self, uid: str, messages: Sequence[Mapping[str, Any]], text: str) -> None:
+        """DataError where the chat template left out what a system or user message says; line breaks may differ."""
+        shown = "".join(text.split())
+        for message in messages:
+            content = message["content"] if message["role"] in ("system", "user") else ""
+            parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+            if lost := [part[:60] for part in parts if "".join(part.split()) not in shown]:
+                whose = f"the text of the {message['role']} message ({lost[0]!r})"
+                raise DataError(
+                    f"{uid}: the model's chat template drops {whose}; mend the template in model.path"
+                )
 
     def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:
         """A conversation as the chat template writes it, with one placeholder for each image."""

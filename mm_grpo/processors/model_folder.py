@@ -107,12 +107,14 @@ def _refuse_unreachable(path: str) -> None:
     if path in _REACHED or os.path.exists(path):
         return
     try:
-        cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
-    except HFValidationError:  # transformers refuses it without asking anybody
-        return
-    if constants.HF_HUB_OFFLINE:
-        fault = "HF_HUB_OFFLINE is set, and the model is not in the cache"
-    elif (fault := hub_fault(path)) and cached:
+        cached, offline = (
+            isinstance(try_to_load_from_cache(path, "config.json"), str),
+            constants.HF_HUB_OFFLINE,
+        )
+        fault = "HF_HUB_OFFLINE is set, and the model is not in the cache" if offline else hub_fault(path)
+    except HFValidationError:
+        cached, offline, fault = False, False, "that is no name of a model there"
+    if fault and cached and not offline:
         constants.HF_HUB_OFFLINE = True  # each file that is not in the cache would be asked for over minutes
         logger.warning("model.path = '%s': %s; the files in the cache are used", path, fault)
     elif not fault:

@@ -120,10 +120,7 @@ class Collector:
         self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
 
     def prompts(self, rollout: Rollout) -> StepPrompts:
-        """This process's prompts of the step's next attempt: of all its slots, or of other rows for zero-std slots.
-
-        Raises DataError when at the first attempt no process has a prompt left.
-        """
+        """This process's prompts of the step's next attempt: of all its slots, or of other rows for zero-std slots."""
         step, attempt = rollout.step, rollout.attempts
         with timed(rollout.times, "time/data"), self.ranks.fail_together("prompts"):
             following: list[int] = []
@@ -145,8 +142,8 @@ class Collector:
         rollout.dropped += int(counts["dropped"])
         rollout.images += int(counts["images"])
         rollout.decoded += int(counts["decoded"])
-        if attempt == 0:
-            self.prompt_builder.require_some(step, int(counts["prompts"]), rollout.dropped)
+        if attempt == 0 and self.ranks.first:
+            self.prompt_builder.warn_if_none(step, int(counts["prompts"]), rollout.dropped)
         return made
 
     def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
@@ -202,7 +199,7 @@ class Collector:
                 with timed(rollout.times, "time/rewards"):
                     scored, metrics = score_groups(self.scorer, gathered, rollout.step, rollout.scoring)
                 rollout.sampled += scored
-                if rollout.attempts == 0:
+                if rollout.attempts == 0 and scored:
                     by_task = task_metrics(scored) if self.dataset.by_task else {}
                     rollout.metrics |= metrics | group_metrics(scored) | by_task
         rollout.attempts += 1
@@ -227,7 +224,7 @@ class Collector:
                     for g, found in zip(final, advantage_fields(final, specs, algorithm), strict=True)
                 }
                 flat = [has_zero_std(group, specs, algorithm) for group in final]
-                rollout.metrics["advantages/frac_zero"] = fmean(flat)
+                rollout.metrics |= {"advantages/frac_zero": fmean(flat)} if flat else {}
                 phantom = self.success.phantom_share(replace(group, **given[group.slot]) for group in final)
                 if phantom is not None:
                     rollout.metrics["advantages/phantom_share"] = phantom

@@ -7,6 +7,7 @@ slots stay what they were.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -36,6 +37,7 @@ class StepPrompts:
     decoded: int = 0
 
 
+log = logging.getLogger(__name__)
 THINK_TOKENS = 16
 """Tokens at the end of a prompt in which `<think>` is looked for; a tokenizer that does not know it needs several."""
 TRAINING, EVALUATION = "rollout.max_completion_length", "rollout.eval.max_completion_length"
@@ -113,14 +115,14 @@ class PromptBuilder:
         decoded = sum(one.decoded for one in found.values() if one is not None)
         return StepPrompts(list(kept), list(kept.values()), len(made) - len(kept), decoded)
 
-    def require_some(self, step: int, prompts: int, dropped: int) -> None:
-        """DataError when a step, over all processes, has no prompt left."""
+    def warn_if_none(self, step: int, prompts: int, dropped: int) -> None:
+        """Warn of a step that has no prompt left over all processes, and so makes no update."""
         if prompts == 0:
-            raise DataError(
-                f"step {step}: all {dropped} prompts were dropped: they are longer than {self.limit_name} allows "
-                f"({self.limit} tokens), or their images cannot be read; lower data.max_pixels or mend "
-                "the files, or raise the limit"
-            )
+            log.warning(
+                "step %d: all %d prompts were dropped, so it makes no update: they are longer than %s allows (%s "
+                "tokens), or their images cannot be read; lower data.max_pixels or mend the files, or raise the limit",
+                step, dropped, self.limit_name, self.limit,
+            )  # fmt: skip
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
         """(step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for.

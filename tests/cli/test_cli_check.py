@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.configs import merged
 
-from mm_grpo import GRPOConfig
+from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.sources import load_train
+from mm_grpo.errors import UserError
+from mm_grpo.preflight.check import check_config
 
 
 @pytest.fixture
@@ -107,6 +111,48 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -
     (folder / "1.png").write_bytes(b"no image")
     broken = command("check", job)
     assert broken.code == 2 and "rows.jsonl:2" in broken.out and "where.jsonl:2" in broken.out
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("algorithm.credit", {"algorithm": {"credit": "pgpo"}, "data": {"train": "text.jsonl", "text_only": True}}),
+        ("algorithm.twin_view", {"algorithm": {"twin_view": {"view": "crop"}}}),
+        ("model.lora.target_modules", {"model": {"lora": {"target_modules": ["q_prj"]}}}),
+        ("model.path: .* attention_dropout", {"model": {"path": "dropout"}}),
+        ("algorithm.reference_path", {"algorithm": {"beta": 0.1, "reference_path": "none"}}),
+        ("algorithm.reference_path", {"algorithm": {"beta": 0.1, "reference_path": "other"}}),
+        ("run.eval_blind", {"run": {"eval_blind": "removed"}, "data": {"eval": "text.jsonl", "text_only": True}}),
+        ("run.expected_curve", {"run": {"expected_curve": "none.json"}}),
+        ("run.dir", {"run": {"dir": "."}}),
+        ("rollout.environment_workers", {"rollout": {"environment": "env.py:E", "environment_workers": 1}}),
+        ("rollout.vllm.engine_kwargs.model", {"rollout": {"engine": "vllm", "vllm": {"engine_kwargs": {"model": 1}}}}),
+    ],
+)  # fmt: skip
+def test_what_the_start_of_a_run_refuses_is_refused_by_check(
+    words: str, changes: Any, job: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = job.parent
+    monkeypatch.chdir(folder)
+    (folder / "text.jsonl").write_text('{"prompt": "what", "answer": "red"}\n' * 4)
+    (folder / "env.py").write_text(
+        'class E:\n    def reset(self): return None\n    def press(self) -> str:\n        """Press."""\n'
+    )
+    (folder / "mine.py").write_text("def mine(completion, environment): return 1.0\n")
+    (folder / "other").symlink_to(models["internvl"])
+    shutil.copytree(models["qwen2_5_vl"], folder / "dropout")
+    sizes = json.loads((folder / "dropout" / "config.json").read_text())
+    sizes["text_config"]["attention_dropout"] = 0.1
+    (folder / "dropout" / "config.json").write_text(json.dumps(sizes))
+    rewards = ["mine.py:mine"] if "environment" in words else ["exact_match"]
+    values = merged(yaml.safe_load(job.read_text()), {"rewards": rewards, **changes})
+    config = GRPOConfig.from_dict(values)
+    refused = []
+    for starts in (check_config, lambda config: GRPOTrainer(config).train()):
+        with pytest.raises(UserError, match=words) as caught:
+            starts(config)
+        refused.append(str(caught.value))
+    assert refused[0] == refused[1]
 
 
 def test_rewards_that_fail_are_listed_by_row(command: Any, job: Path) -> None:

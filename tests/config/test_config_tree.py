@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
@@ -66,8 +67,19 @@ def choices(annotation: Any) -> list[str]:
 # The tree as a whole
 
 
-def test_an_empty_section_has_its_defaults() -> None:
-    assert config(optim=None, rollout={"eval": None}) == config()
+def test_a_section_of_comments_alone_changes_nothing_and_one_set_to_nothing_is_refused(
+    tmp_path: Path,
+) -> None:
+    base, layer = tmp_path / "base.yaml", tmp_path / "layer.yaml"
+    base.write_text(
+        "model: {path: m}\nrollout: {num_generations: 2, eval: {top_k: 3}}\noptim:\n  # nothing\n"
+    )
+    layer.write_text("rollout:\n  # eval\nrun:\n")
+    want = config(model={"path": "m"}, rollout={"num_generations": 2, "eval": {"top_k": 3}})
+    assert GRPOConfig.from_yaml(base, layers=[layer]) == want
+    for override in ("rollout=", "rollout=null", "rollout.eval=null", "rollout.num_generations="):
+        with pytest.raises(ConfigError, match=re.escape(override.partition("=")[0])):
+            GRPOConfig.from_yaml(base, [override])
 
 
 def test_all_errors_are_raised_at_once_one_line_each() -> None:

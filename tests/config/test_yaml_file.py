@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from mm_grpo.config import GRPOConfig, apply_overrides
 from mm_grpo.config.yaml_file import read_yaml, write_yaml
+from mm_grpo.errors import ConfigError
 
 
 @pytest.fixture
@@ -37,6 +38,26 @@ def test_scalars_are_those_of_yaml_1_2(file: Path) -> None:
         assert (read_back, type(read_back)) == (value, type(value)), text
 
 
+def test_aliases_and_merge_keys_are_written_out(file: Path) -> None:
+    text = "a: &a {x: 1, y: &y [1, 2]}\nb: {<<: *a, y: 3}\nc: [*a, *y, *a]\n"
+    a = {"x": 1, "y": [1, 2]}
+    assert read(file, text) == {"a": a, "b": {"x": 1, "y": 3}, "c": [a, [1, 2], a]}
+    many = "a: &a [" + "x," * 2000 + "]\nb: [" + "*a," * 40 + "]\n"  # 82,000 values
+    assert len(read(file, many)["b"]) == 40
+
+
+def test_a_text_that_says_redacted_is_no_key_that_was_left_out(file: Path) -> None:
+    says = {"data": {"system_prompt": "<redacted>"}, "rewards": [{"name": "contains", "text": "<redacted>"}]}
+    config = GRPOConfig.from_dict({"model": {"path": "m"}, **says})
+    config.save(file)
+    assert GRPOConfig.from_yaml(file) == config
+    secret = config.with_values({"rewards": [{"name": "judge", "api_key": "s3cret", "text": "<redacted>"}]})
+    secret.save(file)
+    assert "s3cret" not in file.read_text()
+    with pytest.raises(ConfigError, match="<redacted>: keys are not saved"):
+        GRPOConfig.from_yaml(file)
+
+
 def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     assert read(file, "# nothing yet\n") == {}
     assert read(file, "\ufeffrun: {seed: 1}\n") == {"run": {"seed": 1}}
@@ -50,7 +71,7 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     [
         ("run.seed=7", "run.seed", 7),
         ("optim.learning_rate=1e-5", "optim.learning_rate", 1e-5),
-        ("data.system_prompt=", "data.system_prompt", None),
+        ("data.system_prompt=null", "data.system_prompt", None),
         ("rewards=[iou, {name: exact, weight: 2}]", "rewards", ["iou", {"name": "exact", "weight": 2}]),
         ("data.system_prompt=Count # of cats", "data.system_prompt", "Count # of cats"),
         ("data.system_prompt=Answer: yes or no", "data.system_prompt", "Answer: yes or no"),

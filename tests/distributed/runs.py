@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from PIL import Image
 from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer
@@ -30,6 +31,14 @@ MIXTURE: dict[str, Any] = {
     "rollout": {"prompts_per_step": 6, "num_generations": 4, "max_completion_length": 6},
     "algorithm": {"credit": "pgpo"},
 }
+
+
+def partly_long() -> list[dict[str, Any]]:
+    """Of six rows the third and the fourth have a prompt that is too long."""
+    pictures = [Image.new("RGB", (56, 56), (40 * i, 9, 90)) for i in range(6)]
+    return [
+        {"prompt": "what is it" * (99 if i in (2, 3) else 1), "image": one} for i, one in enumerate(pictures)
+    ]
 
 
 def train(config: str) -> None:

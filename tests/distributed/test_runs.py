@@ -50,6 +50,18 @@ TURNS: dict[str, Any] = {
 }  # fmt: skip
 
 
+DROPPED: dict[str, Any] = {  # of step 2 all prompts
+    "rewards": [{"name": "length", "max_length": 4}],
+    "data": {
+        "train": {"task": f"{runs.__file__}:partly_long"}, "shuffle": False,
+        "max_prompt_length": 200, "on_overlong": "drop",
+    },
+    "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 6},
+    "algorithm": {"beta": 0.1, "num_iterations": 2},
+    "run": {"max_steps": 3},
+}  # fmt: skip
+
+
 def refilled(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
     replaced = {(row["step"], row["slot"]) for row in rows if row["attempt"]}
     assert len(rows) > 40 and len(replaced) > 2 and len({row["completion"] for row in rows}) > 20
@@ -71,10 +83,20 @@ def in_turns(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
     assert max(row.get("turns/max", 0) for row in metrics) == 3
 
 
+def dropped(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
+    """The step without a prompt makes no update, and those before and after it do."""
+    steps = {row["step"]: row for row in metrics if row["step"]}
+    assert [steps[n]["prompts/dropped"] for n in (1, 2, 3)] == [0, 2, 0]
+    assert [steps[n]["learner/updates"] for n in (1, 2, 3)] == [4, 0, 4]
+    assert steps[2]["learner/update_norm"] == 0 and "reward" not in steps[2]
+    assert Counter(row["step"] for row in rows) == {1: 8, 3: 8}
+
+
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "refilled": (REFILLED, refilled),
     "mixture": (MIXTURE, mixed),
     "turns": (TURNS, in_turns),
+    "dropped": (DROPPED, dropped),
 }
 
 

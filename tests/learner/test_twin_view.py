@@ -59,7 +59,7 @@ def twins_of(path: Any, groups: list[Group], view: str) -> dict[int, Group]:
             seen = group.prompt.engine_prompt.images[0]
             factor = (seen.width * seen.height / ((x1 - x0) * (y1 - y0))) ** 0.5
             if factor > 1:
-                image = image.resize((round((x1 - x0) * factor), round((y1 - y0) * factor)))
+                image = image.resize((math.ceil((x1 - x0) * factor), math.ceil((y1 - y0) * factor)))
             sample = replace(sample, images=(image, *sample.images[1:]))
             prompt = load_processor(str(path), max_pixels=SEEN).prompt(sample)
         else:
@@ -223,7 +223,10 @@ def test_a_crop_is_the_box_in_the_files_pixels() -> None:
         assert cut.size == size and cut.getcolors() == [(size[0] * size[1], (255, 0, 0))]
     beyond = gold_crop(replace(sample, columns={"box": [20, -3, 60, 30]}), 100)
     assert beyond.size == (40, 30)  # and no black edge for what is outside
-    for box in ([20, 10, 20, 30], [0, 0, 400, 400], "here"):
+    # over the edge it ends there, and nothing black is added
+    over = gold_crop(replace(sample, columns={"box": [60, 40, 104, 85]}), 100)
+    assert over.size == (40, 40) and over.getcolors() == [(1600, (0, 0, 0))]
+    for box in ([20, 10, 20, 30], [0, 0, 400, 400], [101, 10, 104, 20], "here"):
         with pytest.raises(DataError, match="r:7"):
             gold_crop(replace(sample, columns={"box": box}), 800)
 
@@ -256,6 +259,38 @@ def test_a_crop_is_enlarged_to_what_the_student_sees_and_limits_stay(models: dic
     own = load_processor(str(path), min_pixels=3136, max_pixels=LIMIT)
     assert seen.prompt(small).token_ids == own.prompt(small).token_ids
     assert len(own.prompt(small).token_ids) > len(processor.prompt(small).token_ids)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "llava_onevision", "gemma3"]
+)
+def test_a_box_thinner_than_the_model_takes_is_widened_and_one_that_is_none_has_no_term(
+    family: str, models: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen's rule refuses ratios above 200, the others none: there the crop is the box alone."""
+    qwen = "qwen" in family
+    processor = load_processor(str(models[family]), max_pixels=SEEN if qwen else None)
+    twins = TwinPrompts(processor, config_for(models[family], algorithm={"twin_view": CROP}))
+    for size, box, thin in (
+        ((3000, 60), [0, 30, 3000, 31], True),
+        ((60, 3000), [59, 0, 60, 3000], True),  # at the edge
+        ((398, 2), [0, 0, 398, 1], True),  # the picture itself has 199:1
+        ((3000, 60), [7, 7, 8, 8], False),
+        ((3000, 60), [2999.5, 30, 3200, 30.5], False),
+    ):
+        prompt = processor.prompt(tiny.sample("r:7", "what", (Image.new("RGB", size),), box=box))
+        seen, twin = prompt.engine_prompt.images[0], twins.twin(prompt)
+        assert twin is not None
+        shown = twin.sample.images[0].size
+        if thin and qwen:  # and no further than it has to be
+            assert 130 < max(shown) / min(shown) <= 200, (size, shown)
+        else:
+            assert shown == gold_crop(prompt.sample, seen.width * seen.height).size
+    group = make_groups(processor)[0]
+    bad = replace(group.prompt, sample=replace(group.prompt.sample, columns={"box": [20, 10, 20, 30]}))
+    twins.begin([replace(group, prompt=bad)])
+    assert twins.items([Item(0, 0, bad, (5,))]) == []
+    assert bad.uid in caplog.text and "algorithm.twin_view" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from helpers.small_runs import ROWS, config_for
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.build import processor_of
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.processors.base import load_processor
+from mm_grpo.types import Sample
 
 THINKING = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}"
@@ -84,3 +85,19 @@ def test_a_processor_that_is_passed_in_must_have_the_same(thinker: Path, tmp_pat
     assert getattr(processor_of(config), "chat_template_kwargs", None) == {"enable_thinking": False}
     with pytest.raises(ConfigError, match=r"the processor that was passed in has \{\}"):
         GRPOTrainer(config, train=ROWS, rewards=["format"], processor=load_processor(str(thinker)))
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_template_that_drops_what_a_message_says_is_refused(role: str, models: dict[str, Path]) -> None:
+    """Line breaks and spaces may change on the way, and what the model said before may be cut."""
+    processor: Any = load_processor(str(models["qwen2_5_vl"]))
+    roles = ("system", "user", "assistant")
+    messages = [{"role": r, "content": [{"type": "text", "text": f"the {r}\n says"}]} for r in roles]
+    shown = (
+        "{% for m in messages if m.role != 'ROLE' %}{{ m.content[0].text | replace('\n', ' ') }}{% endfor %}"
+    )
+    processor.template = shown.replace("ROLE", "assistant")
+    processor.prompt(Sample("r:7", messages))
+    processor.template = shown.replace("ROLE", role)
+    with pytest.raises(DataError, match=rf"^r:7: .*chat template drops .*{role}"):
+        processor.prompt(Sample("r:7", messages))

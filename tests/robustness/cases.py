@@ -42,10 +42,20 @@ TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.y
 HALF = os.fsdecode(b"a\xed\xa0\x80")
 NO_HOME = "~nobody-of-this-name/x"
 
+_NINE = [", ".join([f"*a{i}"] * 9) for i in range(12)]
+BOMB = f"rewards: [&a0 [x, x], {', '.join(f'&a{i} [{nine}]' for i, nine in enumerate(_NINE, 1))}]"
+MERGED = f"model: [&a0 {{x: 1}}, {', '.join(f'&a{i} {{<<: [{nine}]}}' for i, nine in enumerate(_NINE, 1))}]"
+"""Some 600 characters that stand for a billion."""
+
 CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("a key twice", "model: {path: m, path: n}", ("config.yaml", "path", "line 1")),
     ("nothing", "", ("model.path",)),
     ("an unknown field", "model: {path: m, lroa: {}}", ("model.lroa", "model.lora")),
+    ("aliases of aliases", BOMB, ("config.yaml", "100,000", "aliases")),
+    ("merged aliases of aliases", MERGED, ("config.yaml", "100,000", "aliases")),
+    ("an alias of itself", "model: &a {path: m, lora: *a}", ("config.yaml", "aliases")),
+    ("nested 10,000 deep", f"model: {'[' * 10_000}{']' * 10_000}", ("config.yaml", "not valid YAML")),
+    ("nested 200 deep", f"model: {'[' * 200}{']' * 200}", ("config.yaml", "50 levels")),
     ("NaN as learning rate", "model: {path: m}\noptim: {learning_rate: .nan}", ("optim.learning_rate",)),
     ("one generation", "model: {path: m}\nrollout: {num_generations: 1}", ("num_generations",)),
     ("a field of TRL", "model: {path: m}\nrollout: {per_device_train_batch_size: 4}", ("rollout.prompts_per_step",)),
@@ -58,6 +68,11 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a config that is not there", "check none.yaml", ("none.yaml",)),
     ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
     ("an override without =", f"{CHECK} run.seed", ("'run.seed'", "section.field=value")),
+    ("a section set to nothing", f"{CHECK} rollout=", ("'rollout='", "null")),
+    ("spaces around =", f"{CHECK} run.seed = 1", ("'run.seed'", "spaces")),
+    ("a dry run", f"{TRAIN} --dry-run", ("--dry-run", "mm-grpo check", "--smoke")),
+    ("a script in Python", "convert s.py", ("s.py", ".yaml")),
+    ("epochs", f"{CHECK} run.epochs=3", ("run.epochs", "run.max_steps")),
     ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
     ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
     ("smoke and resume", f"{TRAIN} --smoke --resume", ("--smoke", "--resume")),
@@ -135,6 +150,7 @@ MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
 ]  # fmt: skip
 HUBS: list[tuple[str, str, Any, tuple[str, ...]]] = [
     ("HF_HUB_OFFLINE", "org/name", at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
+    ("a mistyped folder with a dot", "./MODLE", at_hub(refusing), ("model.path", "MODEL")),
     ("a mistyped folder", "MODLE", at_hub(refusing), ("model.path", "MODEL")),
 ]  # fmt: skip
 
@@ -202,7 +218,7 @@ def lay_tools(kind: str) -> Any:
 
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
-    *(Case(f"command: {name}", command, words) for name, command, words in COMMANDS),
+    *(Case(f"command: {name}", command, words, files={"s.py": "GRPOConfig(x=1)"}) for name, command, words in COMMANDS),
     *(Case(f"rows: {name}", CHECK, words, files={"rows.jsonl": text}) for name, text, words in ROWS),
     *(Case(f"rows: {name}", CHECK, words, config={"data": data}, files=files) for name, data, files, words in SOURCES),
     *(

@@ -118,7 +118,9 @@ def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) 
     assert len({tuple(r["images"]) for r in logged}) == 2
 
 
-def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Path], tmp_path: Path) -> None:
+def test_long_prompts_are_refused_or_dropped_and_never_cut(
+    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [
         {"prompt": "short"},
         {"prompt": "a much longer question " * 9},
@@ -141,6 +143,14 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(models: dict[str, Pat
         plan = SeedPlan(5, 4, 3, 1, 1)
         assert len(logged) == 9 and "train:1" not in {r["uid"] for r in logged}
         assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
+    # a step that no prompt is left of makes no update, and the run goes on
+    data, rollout = {**limits, "on_overlong": "drop", "shuffle": False}, {"prompts_per_step": 1}
+    emptied = config_for(models["qwen2_vl"], tmp_path / "d", data=data, rollout=rollout)
+    with caplog.at_level("WARNING"):
+        GRPOTrainer(emptied, train=rows, rewards=[vowels]).train()
+    metrics = rows_of(tmp_path / "d")
+    assert [(r["learner/updates"], r["prompts/dropped"]) for r in metrics] == [(1, 0), (0, 1), (1, 0)]
+    assert "step 2: all 1 prompts were dropped" in caplog.text and not rollouts_of(tmp_path / "d", 2)
 
 
 def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(
