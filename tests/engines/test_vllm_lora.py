@@ -35,7 +35,7 @@ def config_of(path: Any, folder: Path, dtype: str, lora: dict[str, Any] | None) 
         rollout={
             "engine": "vllm",
             "vllm": {"max_model_len": 1024, "max_images": 2},
-            "prompts_per_step": 2,
+            "prompts_per_step": 4,
             "num_generations": 4,
         },
         optim={"learning_rate": 1e-2},
