@@ -27,13 +27,10 @@ Faults = dict[int, RewardError]
 LONGEST = 2000
 """Characters kept of an exception's message."""
 
-MADE_FOR_A_CALL = frozenset(
-    {
-        "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "turns",
-        "environment", "environments",
-    }
-)  # fmt: skip
-"""Arguments that no other call sees, so that they need no copy."""
+NOT_COPIED = frozenset(
+    {"completion", "completion_ids", "trainer_state", "log_extra", "log_metric", "environment", "environments"}
+)
+"""Arguments that no other call sees or none can change, and environments, which are the user's."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ class Call:
     def __call__(self) -> Any:
         """Call the function, with rows of its own to change. An async one gives its coroutine."""
         given = self.arguments()
-        for name in given.keys() - self.spec.bound.keys() - MADE_FOR_A_CALL:
+        for name in given.keys() - NOT_COPIED - self.spec.left_alone:
             given[name] = own_copy(given[name])
         return self.spec.fn(**given)
 
@@ -225,7 +222,7 @@ class Call:
         return [self.batch.prompts[row].sample for row in self.rows]
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        values = list(values)
+        values = own_copy(list(values))
         if len(values) != len(self.rows):
             wrong = f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
             raise RewardError(wrong)

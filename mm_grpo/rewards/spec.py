@@ -65,6 +65,14 @@ class RewardSpec:
         return self.is_async or self.options.isolated
 
     @property
+    def left_alone(self) -> frozenset[str]:
+        """Settings that every call gets as they are: what a partial holds, and objects, such as a large array. Lists
+        and mappings of an entry may be those of another entry too."""
+        partial = self.fn.keywords if isinstance(self.fn, functools.partial) else {}
+        entry = {name for name, value in self.bound.items() if isinstance(value, list | Mapping)}
+        return frozenset({*partial, *self.bound.keys() - entry})
+
+    @property
     def takes_texts(self) -> bool:
         """Whether a batch function gets texts even where prompts are messages: by its options, or where its class
         derives from one named ORM, as ms-swift's do."""

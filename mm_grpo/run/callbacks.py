@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.user_code.kept_state import own_copy
 
 EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_begin": ("trainer", "step"),
@@ -24,6 +25,8 @@ EVENTS: Mapping[str, tuple[str, ...]] = {
     "on_train_end": ("trainer", "step", "summary"),
 }
 """The arguments of each event, in the order in which a run comes to them first."""
+COPIED = ("groups", "evaluations")
+"""Arguments of which the user's methods get copies: the run goes on with them. What is added to `metrics` is logged."""
 
 
 class Callbacks:
@@ -55,7 +58,7 @@ class Callbacks:
                     )
             for event, method in found.items():
                 asked = _asked_for(method, event, f"{type(callback).__name__}.{event}")
-                self._methods.setdefault(event, []).append((method, asked))
+                self._methods.setdefault(event, []).append((_with_copies(method), asked))
         self.calling, self._quiet = "", quiet
 
     def surround(self, before: Sequence[Any], after: Sequence[Any]) -> None:
@@ -86,6 +89,10 @@ class Callbacks:
                 f"callbacks: {self.calling} calls trainer.{what}, which all {processes} processes have to call "
                 "together, and callbacks run on the first one; set run.eval_every or run.save_every"
             )
+
+
+def _with_copies(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **given: method(**{n: own_copy(v) if n in COPIED else v for n, v in given.items()})
 
 
 def _asked_for(method: Callable[..., Any], event: str, what: str) -> tuple[str, ...]:

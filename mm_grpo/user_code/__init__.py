@@ -7,6 +7,7 @@
 - `loop.py`       `BackgroundLoop`: coroutines in the trainer's process
 - `watchdog.py`   `Watchdog`: an end for this process where a call lets nothing else of it run
 - `kept_state.py` copies of rows for user code, and the process's state put back after it
+- `shared_image.py` images over the pixels of others, copied when they are first written to
 
 Conversations with tools, each of which stays in one worker, are in `environments/workers.py`.
 """

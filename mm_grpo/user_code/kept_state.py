@@ -1,13 +1,14 @@
 """What user code in the trainer's process may not change: the rows that it is given, and the process's state.
 
-`own_copy` gives a function values of its own: a reward that pops from a list column, edits messages or paints on an
-image would otherwise change later calls, the log and, through the prompt, what is trained on. `kept_state` puts back
+`own_copy` gives a function values of its own: a reward that pops from a list column or an argument of a call, or paints
+on an image, would otherwise change later calls, the log and, through the conversation, what is trained on. `kept_state` puts back
 what a function changes for the whole process: the working folder, torch's gradient mode and default dtype, and the
 global random numbers, from which adapters, dropout and other code draw.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -23,9 +24,12 @@ log = logging.getLogger(__name__)
 def own_copy(value: Any) -> Any:
     """A copy of rows, messages, lists, images and arrays, all the way down; other values as they are.
 
-    Numbers, texts and bytes cannot be changed, and objects of other classes are the user's own affair.
+    Numbers, texts and bytes cannot be changed, and objects of other classes are the user's own affair. An image is
+    copied when it is first written to.
     """
     if isinstance(value, str | int | float | bytes | None):
+        return value
+    if type(value) is tuple and {int, float}.issuperset(map(type, value)):  # tokens, in thousands
         return value
     if isinstance(value, Mapping):
         return {key: own_copy(inner) for key, inner in value.items()}
@@ -34,23 +38,17 @@ def own_copy(value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*copied)
         return copied if type(value) is list else type(value)(copied)
-    if dataclasses.is_dataclass(value) and type(value).__module__ == "mm_grpo.types":
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith("mm_grpo."):
         fields = {f.name: own_copy(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)  # type: ignore[type-var]
     kind = type(value)
     if any(cls.__module__ == "PIL.Image" and cls.__name__ == "Image" for cls in kind.__mro__):
-        return _copy_on_write(value)
-    if kind.__module__ == "numpy" and kind.__name__ == "ndarray":
-        return value.copy()
+        from mm_grpo.user_code.shared_image import shared
+
+        return shared(value)
+    if kind is bytearray or (kind.__module__ == "numpy" and kind.__name__ == "ndarray"):
+        return copy.deepcopy(value)
     return value
-
-
-def _copy_on_write(image: Any) -> Any:
-    """An image over the same pixels, which it copies when it is first drawn or pasted on (Pillow's `readonly`)."""
-    image.load()
-    made = image._new(image.im)
-    made.readonly = 1
-    return made
 
 
 @contextmanager
