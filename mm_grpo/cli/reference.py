@@ -32,7 +32,7 @@ def config(
         shown = [field for field in fields if ends[field].startswith(f".{name}.")]
         shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
     if not shown:
-        raise ConfigError(unknown_key(name, None, [field.path for field in fields])[0])
+        raise ConfigError(unknown_key(name or "", None, [field.path for field in fields])[0])
     lines = _lines(shown)
     if any("docs/" in line for line in lines):
         lines.append(f"docs/ is {shipped_folder('docs')}")

@@ -154,7 +154,8 @@ class GRPOConfig(Section):
     def to_yaml(self) -> str:
         """Every field as YAML, keys redacted; `from_yaml` reads it back as an equal config, if it has none."""
         values = self.model_dump()
-        return WITHOUT_KEYS * ((saved := redact(values)) != values) + write_yaml(saved)
+        saved: dict[str, Any] = redact(values)
+        return ("" if saved == values else WITHOUT_KEYS) + write_yaml(saved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_yaml` to a file, whole or not at all. Makes its folder."""

@@ -28,7 +28,15 @@ LONGEST = 2000
 """Characters kept of an exception's message."""
 
 NOT_COPIED = frozenset(
-    {"completion", "completion_ids", "trainer_state", "log_extra", "log_metric", "environment", "environments"}
+    {
+        "completion",
+        "completion_ids",
+        "trainer_state",
+        "log_extra",
+        "log_metric",
+        "environment",
+        "environments",
+    }
 )
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 

@@ -102,7 +102,14 @@ def looked(rows: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
     turns = [
         (
             Turn("assistant", "look", 1, seed=0),
-            Turn("tool", "seen", 1, name="look", arguments={"box": [[0, 1]]}, images=(Image.new("RGB", (4, 4)),)),
+            Turn(
+                "tool",
+                "seen",
+                1,
+                name="look",
+                arguments={"box": [[0, 1]]},
+                images=(Image.new("RGB", (4, 4)),),
+            ),
             Turn("assistant", text, 1, seed=1),
         )
         for text in "ab"

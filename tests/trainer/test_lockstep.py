@@ -6,7 +6,7 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from helpers import calling
@@ -18,7 +18,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.types import Completion
+from mm_grpo.types import Completion, Group
 
 STEPS = 5
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "base"
@@ -172,6 +172,71 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
     for step in (1, 2):
         assert logged(tmp_path / "evaluates", step) == logged(tmp_path / "plain", step)
     assert without_times(tmp_path / "evaluates") == without_times(tmp_path / "plain")
+
+
+@pytest.mark.long
+def test_what_rewards_and_callbacks_do_to_conversations_changes_nothing_of_the_run(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor of one that goes on from pictures in a checkpoint."""
+    use_server(monkeypatch)
+
+    def scores(completion: str, turns: list[dict[str, Any]]) -> float:
+        if spoiling:
+            for turn in turns:
+                turn["arguments"].clear()
+                for image in turn["images"]:
+                    image.paste((255, 0, 0), (0, 0, *image.size))
+            turns.clear()
+        return vowel_count(completion)
+
+    class Spoils:
+        def on_rollouts(self, groups: list[Group]) -> None:
+            for group in groups:
+                for completion in group.completions:
+                    for turn in completion.turns:
+                        cast("dict[str, Any]", turn.arguments).clear()
+                        for image in turn.images:
+                            image.paste((0, 255, 0), (0, 0, *image.size))
+            groups.clear()
+
+        def on_evaluate(self, evaluations: dict[str, Any]) -> None:
+            evaluations.clear()
+
+    changes: dict[str, Any] = {
+        "model": {"processor": f"{calling.__file__}:Calling"},
+        "rollout": {
+            "max_staleness": 1,
+            "max_completion_length": 80,
+            "max_turns": 2,
+            "environment": f"{calling.__file__}:Gallery",
+            "environment_workers": 0,
+        },
+        "run": {
+            "max_steps": 3,
+            "save_every": 1,
+            "save_model": True,
+            "eval_every": 3,
+            "headline": "scores mean",
+        },
+        "reward": scores,
+    }
+    spoiling = False
+    trainer_of(models["qwen2_5_vl"], tmp_path / "whole", **changes).train()
+    spoiling, trained = True, {"callbacks": [Spoils()], **changes}
+    broken = trainer_of(models["qwen2_5_vl"], tmp_path / "r", **trained)
+    update = broken.learner.update
+    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 1 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.train()
+    trainer_of(models["qwen2_5_vl"], tmp_path / "r", resume=True, **trained).train()
+    pictures = [turn["images"] for row in rollouts_of(tmp_path / "r", 2) for turn in row["turns"][1:]]
+    assert any(pictures)
+    for step in (1, 2, 3):
+        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
+    assert without_times(tmp_path / "r") == without_times(tmp_path / "whole")
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
+    assert weights[0] == weights[1]
 
 
 def test_what_fails_ahead_ends_the_run(
