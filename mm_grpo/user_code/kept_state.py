@@ -1,9 +1,9 @@
 """What user code in the trainer's process may not change: the rows that it is given, and the process's state.
 
 `own_copy` gives a function values of its own: a reward that pops from a list column or an argument of a call, or paints
-on an image, would otherwise change later calls, the log and, through the conversation, what is trained on. `kept_state` puts back
-what a function changes for the whole process: the working folder, torch's gradient mode and default dtype, and the
-global random numbers, from which adapters, dropout and other code draw.
+on an image, would otherwise change later calls, the log and, through the conversation, what is trained on. `kept_state`
+puts back what a function changes for the whole process: the working folder, torch's gradient mode and default dtype,
+and the global random numbers, from which adapters, dropout and other code draw.
 """
 
 from __future__ import annotations
