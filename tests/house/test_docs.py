@@ -119,7 +119,7 @@ def test_the_readmes_own_files_pass_the_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     readme = read("README.md")
-    (row,), (config,), (loop, reward, _) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
+    (row,), (config,), (reward, _, loop) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
     assert loop in read("examples/loop.py")
     for name, text in (("rows.jsonl", row), ("mine.yaml", config), ("my_rewards.py", reward)):
         (tmp_path / name).write_text(text)
@@ -246,3 +246,12 @@ def test_every_promise_of_the_readme_has_tests_that_exist() -> None:
     bold = re.findall(r"^- \*\*(.+?)\.?\*\*", read("README.md"), re.DOTALL | re.MULTILINE)
     promised = [promise.rstrip(".") for promise, _ in rows]
     assert len(bold) == 8 and [one for one in bold if one not in promised] == []
+
+
+def test_the_number_of_rewards_that_ship_is_counted() -> None:
+    files = (ROOT / "mm_grpo/rewards/builtins").glob("*.py")
+    number = sum(len(re.findall(r"^@reward\(", file.read_text(), re.MULTILINE)) for file in files)
+    said = [
+        re.findall(r"(\d+) (?:that ship|\[rewards\])", read(page)) for page in ("docs/index.md", "README.md")
+    ]
+    assert said == [[str(number)], [str(number)]]
