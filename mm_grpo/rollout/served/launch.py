@@ -379,7 +379,7 @@ def stop_all(servers: Sequence[ServerProcess]) -> None:
     try:
         for server in servers:
             if server._process is not None:
-                server._process.terminate()
+                server._process.send_signal(signal.SIGTERM)
         for server in servers:
             server.stop(max(0.0, end - time.monotonic()))
     finally:

@@ -137,7 +137,7 @@ class ReadBack:
             parameter: Tensor | None = parameters.get(
                 f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}")
             )
-            if name in self._packed and leaf == "weight":
+            if name in self._packed and leaf == "weight" and len(noted.shape) == 2:  # no convolution
                 if owner not in copies and (self._views is None or name in self._views):
                     copies[owner] = weight_by_identity(layers.get(owner))
                 parameter = copies.get(owner)
