@@ -246,8 +246,9 @@ PHONE = """page.documentElement.scrollWidth, all("main *").filter((e) => e.getBo
   all("img, link, iframe").length, page.body.textContent.includes(SITE), page.body.textContent.includes("\\u202e")"""
 
 
-def test_the_evaluations_of_a_run_fit_a_phone(report: Path, site: Site, tmp_path: Path) -> None:
+def test_the_evaluations_of_a_run_fit_a_phone(site: Site, tmp_path: Path) -> None:
     """Before, after, interval and change are on a screen of 360 pixels, without scrolling."""
+    report = Report([finished_run(tmp_path / "run", steps=3).paths]).write(tmp_path / "report.html")
     script = """all("table.evaluations tr:nth-child(2) .num").length,
       all("table.evaluations *").filter((e) => e.getBoundingClientRect().right > 346).length"""
     assert look(site, tmp_path, report, script, width=360) == ["4", "0"]
