@@ -64,11 +64,11 @@ learner/loss.py < learner/test_twin_view.py
     dropped mask | taught = active & pack.taught ==> taught = active
 learner/twin_view.py < learner/test_twin_view.py
     off by one | len(twin.token_ids) + longest > self.max_tokens ==> len(twin.token_ids) + longest >= self.max_tokens
-    wrong space | math.floor(y0) ==> math.ceil(y1)
-    skipped check | same = not self.crops and ==> same = False and
+    wrong space | max(math.floor(y0) - ==> max(math.ceil(y1) -
+    skipped check | == [i.size for i in seen] else twin ==> == [] else twin
     stale cache | = groups, dict[int, Prompt | None]() ==> = groups, getattr(self, "_made", {})
     wrong axis | seen[0].width * seen[0].height ==> seen[0].width * seen[0].width
-    bound | max(math.floor(y0), 0) ==> math.floor(y0)
+    bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
     dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
 learner/perception.py < learner/test_perception.py
     dropped condition | for item in row if item.prompt.vision] ==> for item in row]
