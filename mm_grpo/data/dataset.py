@@ -40,7 +40,7 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.images import MAX_BYTES, look_at_image, open_images, read_encoded
+from mm_grpo.data.images import MAX_BYTES, BadImage, look_at_image, open_images, read_encoded
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import DataError, did_you_mean
@@ -303,13 +303,14 @@ class Dataset:
 
     def fingerprint_of(self, index: int) -> str:
         """Row `index` as JSON. In place of an image is the XXH3 of its encoded bytes, or the mode and size of a PIL
-        image; of one that cannot be read what the row has."""
+        image; of one that cannot be read what the row has. DataError for one that changed."""
         fields = self.encoded_fields(index)
         name, folder = self.row_name(index), self._image_folder(self._kept[index])
         images = list(fields.images)
         for place, source in enumerate(images):
-            with suppress(DataError):
-                images[place] = read_encoded(source, name, MAX_BYTES, folder)[0]
+            with suppress(BadImage):
+                encoded = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)
+                images[place] = encoded[0]
         return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
 
     def fields(self, index: int) -> Fields:
