@@ -309,8 +309,7 @@ class Dataset:
         images = list(fields.images)
         for place, source in enumerate(images):
             with suppress(BadImage):
-                encoded = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)
-                images[place] = encoded[0]
+                images[place] = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)[0]
         return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
 
     def fields(self, index: int) -> Fields:
