@@ -39,7 +39,8 @@ from mm_grpo.data.columns import (
     template_names,
     value_at,
 )
-from mm_grpo.data.images import MAX_BYTES, look_at_image, open_images, read_encoded
+from mm_grpo.data.file_states import FileStates
+from mm_grpo.data.images import MAX_BYTES, BadImage, look_at_image, open_images, read_encoded
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import DataError, did_you_mean
@@ -90,6 +91,7 @@ class Dataset:
         self._settings = settings
         self._image_rows: Sequence[int] | None = None
         self._blank = False
+        self._image_files = FileStates()  # one for all copies
         self._kept: Sequence[int] = range(len(rows))
         if len(rows) == 0:
             raise DataError(f"the dataset {name!r} has 0 rows; training and evaluation need at least 1")
@@ -212,7 +214,7 @@ class Dataset:
         folder = self._image_folder(pictured)
 
         def opened() -> Sample:
-            images = open_images(fields.images, row=row_name, image_dir=folder)
+            images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
             return Sample(self.uid(index), fields.messages, images, (), fields.columns)
 
         return opened
@@ -252,7 +254,7 @@ class Dataset:
 
         def look() -> None:
             for image in images:
-                look_at_image(image, row_name, folder)
+                look_at_image(image, row_name, folder, self._image_files)
 
         return look
 
@@ -301,13 +303,13 @@ class Dataset:
 
     def fingerprint_of(self, index: int) -> str:
         """Row `index` as JSON. In place of an image is the XXH3 of its encoded bytes, or the mode and size of a PIL
-        image; of one that cannot be read what the row has."""
+        image; of one that cannot be read what the row has. DataError for one that changed."""
         fields = self.encoded_fields(index)
         name, folder = self.row_name(index), self._image_folder(self._kept[index])
         images = list(fields.images)
         for place, source in enumerate(images):
-            with suppress(DataError):
-                images[place] = read_encoded(source, name, MAX_BYTES, folder)[0]
+            with suppress(BadImage):
+                images[place] = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)[0]
         return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
 
     def fields(self, index: int) -> Fields:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
+from mm_grpo.data.file_states import FileStates
 from mm_grpo.errors import DataError, shorten
 from mm_grpo.hub import hub_fault
 
@@ -135,6 +136,7 @@ class _EncodedRows:
         for field in PROMPT_FIELDS:
             _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
+        self._files = FileStates(file["filename"] for file in dataset.cache_files)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -147,6 +149,7 @@ class _EncodedRows:
         return self._encoded.decode_example(self._row(index))
 
     def _row(self, index: int) -> Any:
+        self._files.look_again()
         return self._table[index].to_pylist()[0]
 
 

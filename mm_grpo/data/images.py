@@ -33,6 +33,7 @@ from urllib.parse import unquote
 from PIL import Image, ImageOps
 
 from mm_grpo.data.columns import brief
+from mm_grpo.data.file_states import FileStates
 from mm_grpo.errors import DataError
 from mm_grpo.files import expand_home, read_regular_file
 
@@ -46,6 +47,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LEGAL_SOURCES = (
     "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
 )
+Folder = str | Path | None
+Files = FileStates | None
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
@@ -82,7 +85,8 @@ def open_image(
     row: str,
     max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS,
-    image_dir: str | Path | None = None,
+    image_dir: Folder = None,
+    files: Files = None,
 ) -> Image.Image:
     """The picture of one source: upright, RGB, fully decoded, and independent of what was given.
 
@@ -92,6 +96,7 @@ def open_image(
         row: what messages call the row, such as "train.jsonl:12".
         max_bytes: the most bytes the encoded image may have.
         max_pixels: the most pixels (width × height) it may have.
+        files: what image files were; one that changed since is a DataError.
 
     Raises:
         BadImage: the image is missing, not an image, truncated, too large, animated, or of a kind that
@@ -101,7 +106,7 @@ def open_image(
     if given:
         opened, where = source, f"{row}: image (a PIL image)"
     else:
-        data, where = read_encoded(source, row, max_bytes, image_dir)
+        data, where = read_encoded(source, row, max_bytes, image_dir, files=files)
         opened = _identify(data, where, max_pixels)
     _limit_pixels(opened, where, max_pixels)
     with _GIVEN if given else nullcontext():
@@ -110,7 +115,7 @@ def open_image(
     return _to_rgb(decoded, where)
 
 
-def look_at_image(source: Any, row: str, image_dir: str | Path | None) -> None:
+def look_at_image(source: Any, row: str, image_dir: Folder, files: Files = None) -> None:
     """Raise what `open_image` would of an image that is missing, too large, or none by its header.
 
     Nothing is decoded, and of a file only the first bytes are read where they tell; a JPEG is known by its mark alone.
@@ -118,7 +123,7 @@ def look_at_image(source: Any, row: str, image_dir: str | Path | None) -> None:
     """
     if isinstance(source, Image.Image):
         return
-    data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES)
+    data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES, files=files)
     if data.startswith(_JPEG):  # Pillow would read its tables, which takes as long as all else
         return
     try:
@@ -139,9 +144,10 @@ def read_encoded(
     source: Any,
     row: str,
     max_bytes: int,
-    image_dir: str | Path | None,
+    image_dir: Folder,
     label: str = "(bytes in the row)",
     at_most: int | None = None,
+    files: Files = None,
 ) -> tuple[bytes, str]:
     """The encoded bytes of a source, `max_bytes` at most, and what messages call it; `label` names bytes. Of a file
     only the first `at_most` are read."""
@@ -150,7 +156,8 @@ def read_encoded(
         if inner is None and path is None:
             raise BadImage(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
         label = label if path is None else _label(str(path))
-        return read_encoded(path if inner is None else inner, row, max_bytes, image_dir, label, at_most)
+        inner = path if inner is None else inner
+        return read_encoded(inner, row, max_bytes, image_dir, label, at_most, files)
     if isinstance(source, bytes | bytearray | memoryview):
         data, where = bytes(source), f"{row}: image {label}"
     elif isinstance(source, str) and source[:5].lower() == "data:":
@@ -159,7 +166,7 @@ def read_encoded(
     elif isinstance(source, str | os.PathLike):
         name = os.fsdecode(source)
         where = f"{row}: image {_label(name)}"
-        data = _read_file(name, where, max_bytes, image_dir, at_most or max_bytes + 1)
+        data = _read_file(name, where, max_bytes, image_dir, at_most or max_bytes + 1, files)
     else:
         raise BadImage(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
     if not data:
@@ -183,7 +190,7 @@ def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
         raise BadImage(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
-def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | None, at_most: int) -> bytes:
+def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most: int, files: Files) -> bytes:
     if name.startswith(_BASE64_HEADS) and len(name) > 64 and _BASE64.fullmatch(name):
         raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
@@ -194,6 +201,8 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: str | Path | No
     folder = str(image_dir or ".")
     try:
         path = os.path.join(expand_home(folder), expand_home(name))
+        if files is not None:
+            files.look(path, where=where)
         _limit_bytes(os.stat(path).st_size, where, max_bytes)
         return read_regular_file(path, at_most)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user

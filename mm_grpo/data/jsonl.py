@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mm_grpo.data.columns import brief
+from mm_grpo.data.file_states import changed
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
 
@@ -97,7 +98,7 @@ class JsonLines:
         # Not seek and read: processes that were forked share the place in the file.
         line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
         if zlib.crc32(line) != self._sums[index]:
-            raise DataError(f"{self.row_name(index)}: the file changed after the start; leave it as it is")
+            raise changed(f"{self.row_name(index)}: the file")
         return parse_json(line, self.row_name(index))
 
     def row_name(self, index: int) -> str:

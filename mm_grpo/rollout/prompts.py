@@ -149,9 +149,12 @@ class PromptBuilder:
             made = wait()
             return replace(made, prompt=self._checked(made.prompt))
         except DataError as error:
-            if self.dropped_by(error) is None:
-                raise
-            return None
+            if self.dropped_by(error) is not None:
+                return None
+            if isinstance(error, BadImage):
+                remedy = "data.on_bad_image=drop leaves the row out, also with --resume of a run that stopped"
+                raise BadImage(f"{error}. {remedy}") from None
+            raise
 
     def dropped_by(self, error: UserError) -> str | None:
         """The field for which a row is left out after an error about its prompt; None where that ends the run."""

@@ -62,9 +62,11 @@ def test_images_are_opened_when_a_sample_is_asked_for(tmp_path: Path) -> None:
     made = Dataset(row, DataConfig(), folder=tmp_path)
     with pytest.raises(DataError, match=r"^train row 0: image 'a\.png' cannot be read"):
         made.sample(0)
-    for colour in ("red", "blue"):
-        picture(colour).save(tmp_path / "a.png")
-        assert colour_of(made.sample(0).images[0]) == COLOURS[colour]
+    picture("red").save(tmp_path / "a.png")
+    assert colour_of(made.sample(0).images[0]) == COLOURS["red"]
+    picture("blue").save(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"^train row 0: image 'a\.png' changed"):
+        made.sample(0)
     (tmp_path / "pictures").mkdir()
     picture("lime").save(tmp_path / "pictures" / "a.png")
     there = Dataset(row, DataConfig(image_dir=str(tmp_path / "pictures")), folder=tmp_path)
