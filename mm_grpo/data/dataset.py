@@ -54,6 +54,9 @@ TASK = "task"
 """The column by which metrics are made, of training and of evaluation."""
 MOST_TASKS, LONGEST_TASK = 32, 64
 """Most values of it, and most characters of one."""
+MOST_CHARACTERS, MOST_IMAGES = 4_000_000, 1_000
+"""Most characters and images of a row's messages: the context of no model holds more, and to find that out by
+tokenising and decoding would take minutes and gigabytes."""
 FIRST_ROWS = 16
 """Rows that are looked at for what all are like: where the prompt is, and whether the answer is."""
 
@@ -212,6 +215,14 @@ class Dataset:
             row_name = f"{row_name} (images of {self._rows.row_name(pictured)})"
             fields = replace(fields, images=self._read(self._rows[pictured], pictured).images)
         folder = self._image_folder(pictured)
+        characters = sum(map(_characters, fields.messages))
+        for number, most, what in (
+            (characters, MOST_CHARACTERS, "characters"), (len(fields.images), MOST_IMAGES, "images")
+        ):  # fmt: skip
+            if number > most:
+                raise DataError(
+                    f"{row_name}: the prompt has {number:,} {what}, and {most:,} at most; shorten it"
+                )
 
         def opened() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
@@ -237,8 +248,10 @@ class Dataset:
         return parts[0]
 
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
-        """A key, equal for rows with the same messages, files and bytes, and the name of each row in memory without
-        PIL images."""
+        """Yield a key, equal for rows with the same messages, files and bytes, and the name of each row in memory.
+
+        No picture is opened, and rows with PIL images are left out.
+        """
         for part in self.parts:
             for index in range(len(part) if part.in_memory else 0):
                 with suppress(DataError):
@@ -352,6 +365,11 @@ class Dataset:
                         names[path] = None
                         break
         return list(names)
+
+
+def _characters(message: Mapping[str, Any]) -> int:
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def fingerprint(dataset: Dataset) -> dict[str, Any]:

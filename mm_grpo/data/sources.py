@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.config.source_entries import OWN
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Source = Any
 """Rows (a list of dicts or a datasets.Dataset), paths, a task mapping such as {"task": "shapes"}, or a Mixture."""
+RowKey = tuple[Hashable, str]
+"""What is equal for equal rows, and the name of a row."""
 Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool], None]
 """Given the names of a dataset's columns, what goes through the columns of its rows, and whether it is trained on;
 raises for what is missing (`Scorer.check`)."""
@@ -156,23 +158,21 @@ def load_eval(
 
 def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
     """Warn of evaluation sets with rows of `train`."""
-    for sentence in shared_rows(train, sets):
+    keys = {name: list(rows.row_keys()) for name, rows in sets.items()}
+    for sentence in shared_rows(train.row_keys() if sets else (), keys):
         log.warning("%s", sentence)
 
 
-def shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> list[str]:
-    """A sentence about each evaluation set with rows of `train`: the same messages, about the same files or bytes.
-
-    Of sets in memory; pictures that are drawn, and copies under another name, are not compared.
-    """
-    known, found = dict(train.row_keys()) if sets else {}, []
-    for name, rows in sets.items():
-        if same := [(row, known[key]) for key, row in rows.row_keys() if key in known]:
-            found.append(
-                f"{name}: {len(same)} of {len(rows)} rows are rows of train too, such as {same[0][0]}, which is "
+def shared_rows(train: Iterable[RowKey], sets: Mapping[str, Sequence[RowKey]]) -> list[str]:
+    """Return a sentence about each evaluation set with rows of `train`, by keys that are equal for equal rows."""
+    known, sentences = dict(train), []
+    for name, keys in sets.items():
+        if same := [(row, known[key]) for key, row in keys if key in known]:
+            sentences.append(
+                f"{name}: {len(same)} of {len(keys)} rows are rows of train too, such as {same[0][0]}, which is "
                 f"{same[0][1]}: what they score was learned by heart"
             )
-    return found
+    return sentences
 
 
 def _load_checked(

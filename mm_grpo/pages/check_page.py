@@ -74,6 +74,7 @@ class CheckPage:
         self._sets: dict[str, _Set] = {}
         self._pictures: dict[str, Picture] = {}
         self._bytes = 0
+        self.shared: Sequence[str] = ()  # sentences about rows that stand in several sets
 
     def add(self, name: str, row: str, prompt: Prompt) -> None:
         """Take a row that can be used; `row` is what messages call it."""
@@ -123,7 +124,7 @@ class CheckPage:
             for name, of_set in self._sets.items()
         ]
         megabytes = MOST_BYTES // 1_000_000
-        return {"kind": "check", "megabytes": megabytes, "sets": sets}
+        return {"kind": "check", "megabytes": megabytes, "sets": sets, "shared": list(self.shared)}
 
     def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, Picture]]:
         """One row as the page holds it, and its pictures."""

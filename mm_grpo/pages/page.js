@@ -485,7 +485,7 @@ const PAGES = {
   run: () => [data.runs.map(run_header), curves(), evaluation_table(), rollouts(), data.runs.map(about)],
   check: () => [el("h1", {}, "What the model sees"),
     el("p", { class: "lead" }, "Images at the size that the model gets them, prompts as the ids that it is sent read back; what stands on purple ground is a special token. Marked in pink is what rewards compare with."),
-    data.sets.map(checked_set)],
+    data.shared.map((sentence) => el("p", { class: "bad" }, sentence)), data.sets.map(checked_set)],
 };
 
 // A row of links to the sections, above the first of them.

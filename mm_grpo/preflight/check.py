@@ -6,19 +6,20 @@ answer and on wrong ones (gold_answers.py). Failing rows are listed by cause.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+import xxhash
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
-from mm_grpo.data.sources import load_eval, load_train, shared_rows
+from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.dataset import Dataset
     from mm_grpo.processors.base import Processor
-    from mm_grpo.types import Prompt
+    from mm_grpo.types import Prompt, Sample
 
 SHOWN = 20
 """Causes of failing rows that are listed for a set and for a reward; the others are counted."""
@@ -106,6 +107,7 @@ def check_config(  # noqa: PLR0915
     failures: list[str] = []
     notes = list(plan.sentences)
     reports: dict[str, list[RewardReport]] = {}
+    keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():
         conversational = True
         with suppress(DataError):  # the first row is wrong, and will be listed
@@ -118,7 +120,9 @@ def check_config(  # noqa: PLR0915
         trained = dataset is train
         limit = partial(_broken_limit, config=config, trained=trained, twins=twins if trained else None)
         builder = prompt_builder if dataset is train else prompt_builder.evaluation
-        lengths, images, failed, dropped = _walk(looked, builder, limit, rewards, console, shown)
+        lengths, images, failed, dropped, keys[name] = _walk(looked, builder, limit, rewards, console, shown)
+        if rows is not None:  # the others are compared too, as far as that needs no picture
+            keys[name] = list(dataset.row_keys())
         reports[name] = rewards.finish()
         spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
         table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
@@ -129,7 +133,8 @@ def check_config(  # noqa: PLR0915
         ]
         notes += left_out if lengths else []
         failures += [] if lengths else left_out
-    notes += shared_rows(train, {dataset.name: dataset for dataset in evaluations})
+    shown.shared = shared_rows(keys.pop(train.name), keys)
+    notes += shown.shared
     console.print(table)
     for note in notes:
         print_line(note, console)
@@ -189,10 +194,11 @@ def _walk(
     rewards: RewardCheck,
     console: Console,
     page: CheckPage,
-) -> tuple[list[int], int, list[str], dict[str, list[str]]]:
+) -> tuple[list[int], int, list[str], dict[str, list[str]], list[RowKey]]:
     """Of the rows that can be used prompt lengths and the count of images; of the others the messages about those
-    that stop a run, and about those that it drops, by the field that says so."""
+    that stop a run, and about those that it drops, by the field that says so; at last what tells equal rows."""
     lengths: list[int] = []
+    keys: list[RowKey] = []
     images = 0
     failed: list[str] = []
     dropped: dict[str, list[str]] = {}
@@ -208,7 +214,9 @@ def _walk(
         # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
         uid, source = f"{dataset.uid(index)}: ", dataset.uid(index).rpartition(":")[0]
         try:
-            prompt = prompt_builder.process(dataset.sample(index))
+            sample = dataset.sample(index)
+            keys.append((_content_of(sample), row))
+            prompt = prompt_builder.process(sample)
             message = uid + broken if (broken := broken_limit(prompt)) else ""
         except UserError as error:
             message, field = str(error), prompt_builder.dropped_by(error)
@@ -222,7 +230,18 @@ def _walk(
         images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
-    return lengths, images, failed, dropped
+    return lengths, images, failed, dropped, keys
+
+
+def _content_of(sample: Sample) -> Hashable:
+    """Return a key that is equal for rows with the same texts, but for white space, and the same pixels."""
+    texts: list[tuple[str, ...]] = []
+    for message in sample.messages:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
+        texts.append((message["role"], *(" ".join(part.split()) for part in parts)))
+    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
+    return *texts, *pixels
 
 
 def _listed(name: str, failed: Sequence[str], rows: int) -> list[str]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers.configs import merged
+from PIL import Image
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.sources import load_train
@@ -49,6 +53,31 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -
     assert not (job.parent / "run").exists()
     same = command("check", job, f"data.eval={job.parent}/rows.jsonl")
     assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(job.parent.glob("*.html"))
+
+
+def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, job: Path) -> None:
+    """As another file, format or encoding; one pixel or word makes another row. A page names them too."""
+    picture = Image.open(job.parent / "0.png").convert("RGB")
+    picture.save(job.parent / "other.bmp")
+    encoded, changed = io.BytesIO(), picture.copy()
+    picture.save(encoded, "WEBP", lossless=True)
+    changed.putpixel((0, 0), (1, 2, 3))
+    changed.save(job.parent / "changed.png")
+    url = f"data:image/webp;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+    rows = [
+        ("what is it", "other.bmp"),
+        ("what  is it", url),
+        ("what is it?", "0.png"),
+        ("what is it", "changed.png"),
+    ]
+    lines = [json.dumps({"prompt": text, "image": image, "answer": "red"}) for text, image in rows]
+    (job.parent / "held.jsonl").write_text("\n".join(lines))
+    page = job.parent / "page.html"
+    result = command("check", job, f"data.eval={job.parent}/held.jsonl", "--page", page)
+    sentence = r"eval: 2 of 4 rows are rows of train too, such as \S*held.jsonl:1, which is \S*rows.jsonl:1"
+    assert result.code == 0 and re.search(sentence, result.out) and re.search(sentence, page.read_text())
+    (job.parent / "held.jsonl").write_text("\n".join(lines[2:]))
+    assert "rows of train" not in command("check", job, f"data.eval={job.parent}/held.jsonl").out
 
 
 @pytest.mark.slow
