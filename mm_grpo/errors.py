@@ -89,5 +89,5 @@ def by_cause(messages: Iterable[str], rows: int) -> list[str]:
     """
     causes: dict[str, list[str]] = {}
     for message in messages:
-        causes.setdefault(re.sub(r"'[^']*'|\d+", "", message), []).append(message)
+        causes.setdefault(re.sub(r"""'[^']*'|"[^"]*"|\d+""", "", message), []).append(message)
     return [f"{len(m)} of {rows} rows, the first {m[0]}" if len(m) > 1 else m[0] for m in causes.values()]

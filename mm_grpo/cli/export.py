@@ -86,5 +86,7 @@ def ask(
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     found = answer(loaded, question, image or [], **sampling)
     typer.echo(printable(found.text))
+    if not found.text.strip():
+        print(f"the answer is empty: the model ended after {len(found.token_ids)} tokens", file=sys.stderr)
     if found.finish_reason == "length":
         print(f"cut after {len(found.token_ids)} tokens (--max-tokens)", file=sys.stderr)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Collection
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Annotated, Any
@@ -139,5 +140,8 @@ def first_line(spec: RewardSpec) -> str:
 
 def page(spec: RewardSpec) -> str:
     """What `mm-grpo rewards NAME` prints."""
-    head = f"{spec.name} ({spec.source}; called per {spec.kind}; weight: {spec.weight:g}): {inspect.signature(spec.fn)}"
+    signature = re.sub(
+        r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(spec.fn))
+    )  # types are texts there
+    head = f"{spec.name} ({spec.source}; called per {spec.kind}; weight: {spec.weight:g}): {signature}"
     return f"{head}\n\n{inspect.getdoc(spec.fn) or '(no docstring)'}"

@@ -11,6 +11,7 @@ from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
+from mm_grpo.user_code.thread import CallThread
 
 BUILTINS = {"zoom": "Zoom"}
 """Environments of this package by the name that `rollout.environment` gives them."""
@@ -63,16 +64,22 @@ def factory_named(name: str) -> Callable[[], Any]:
     return found
 
 
-def made(factory: Callable[[], Any]) -> Any:
-    """An environment. ConfigError where none can be made."""
+def made(factory: Callable[[], Any], seconds: float) -> Any:
+    """Make an environment. ConfigError when none can be made, or none in so many seconds."""
     if not callable(factory):
         raise _refused(f"{factory!r} cannot be called without arguments; name a class")
     name = getattr(factory, "__qualname__", repr(factory))
+    thread: CallThread[Any] = CallThread("environment")
     try:
-        return factory()
+        return thread.result(factory, seconds)
+    except TimeoutError:
+        late = f"{name}() had not ended after rollout.tool_timeout = {seconds:g} s"
+        raise _refused(f"{late}; mend its __init__, or set a longer one") from None
     except Exception as error:
         why = f"{name}() raised {described(error)}; it gets no arguments, but the row in reset"
         raise _refused(str(error) if isinstance(error, UserError) else why) from error
+    finally:
+        thread.close()
 
 
 def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:

@@ -55,7 +55,7 @@ class Toolbox:
         self.config, self.factory = config, factory
         self.functions = {function.__name__: function for function in tools}
         self._host: Host | None = None
-        self._made = None if factory is None else made(factory)
+        self._made = None if factory is None else made(factory, config.rollout.tool_timeout)
         own = {} if self._made is None else tools_of(self._made)
         names = [*(tool.__name__ for tool in tools), *own]
         if twice := sorted({name for name in names if names.count(name) > 1}):

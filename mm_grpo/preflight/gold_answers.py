@@ -140,7 +140,7 @@ class _Check:
             scores = self._scores(prompt, texts)
         except RewardError as error:
             self.report.errors += 1
-            end = "; not called again" if self.report.errors == MOST_ERRORS else ""
+            end = f"; it is not called again after {MOST_ERRORS} such rows"
             self.report.failures.append(f"{row}: {error}{end}")
         else:
             self._judge(row, gold, texts, scores)

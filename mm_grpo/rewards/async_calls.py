@@ -1,20 +1,25 @@
 """Async and isolated rewards: their calls, made together on an event loop in a thread of its own.
 
 An isolated reward's calls wait for a worker process (`isolation.py`). A coroutine that blocks the loop cannot be ended;
-when the deadline of every async reward has passed, that stops the run.
+when the deadline of every async reward has passed, that stops the run. If it lets no other thread run either, a
+watchdog ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
 from mm_grpo.user_code import loop as background
+from mm_grpo.user_code import thread
+from mm_grpo.user_code.watchdog import watchdog
 
 if TYPE_CHECKING:
     from mm_grpo.rewards.isolation import WorkerPool
@@ -36,6 +41,9 @@ class AsyncCalls:
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
         self.future = loop.start(self._answers())
+        limit = self._limit(one.results for one in self.running.values())
+        if limit is not None:
+            threading.Thread(target=self._watch, args=(limit,), name="rewards watch", daemon=True).start()
 
     def add(self, name: str, calls: Iterable[Call]) -> None:
         """Begin calls of the reward of that name."""
@@ -65,6 +73,12 @@ class AsyncCalls:
     def abandon(self) -> None:
         """Cancel the calls, whose answers nobody wants."""
         self.loop.abandon(self.future)
+
+    def _watch(self, limit: float) -> None:
+        """Start a watchdog anew each second, which a thread can do while no call keeps the interpreter's lock."""
+        while not self.future.done():
+            with watchdog(limit + thread.WITHOUT_LOCK):
+                wait([self.future], timeout=1.0)
 
     def _limit(self, rewards: Iterable[RewardCalls]) -> float | None:
         """Seconds that the calls may take together; None where one has no time-out, or workers are killed at it."""

@@ -100,7 +100,7 @@ class Scorer:
                 from mm_grpo.rewards.isolation import check_isolation
 
                 check_isolation(spec)
-            elif spec.options.timeout is not None and not spec.is_async:
+            elif spec.options.timeout is not None and not spec.is_async and spec.source != "built-in":
                 log.info(
                     "reward %r runs in the trainer's process, so that its time-out stops the run", spec.name
                 )

@@ -7,6 +7,9 @@ its adapters unmerged. So a wrong merge shows, and so does a file that is not wh
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +37,17 @@ from mm_grpo.types import Prompt
 
 LARGEST = 1e-4
 """Largest gap of a token in float32, in nats; in bfloat16 the mean gap is bounded, by that between two engines."""
+
+MATCHES = """
+import json, re, sys
+config, names = json.load(open(sys.argv[1], encoding="utf-8")), json.load(sys.stdin)
+for field in "target_modules exclude_modules modules_to_save layers_pattern rank_pattern alpha_pattern".split():
+    for pattern in [config[field]] if isinstance(config.get(field), str) else config.get(field) or ():
+        for name in names:
+            re.match(rf"(.*\\.)?({pattern})$", name)
+"""
+PATIENCE = 20.0
+"""Seconds for the patterns of an adapter, which take milliseconds."""
 
 Scores = list[list[float]]
 
@@ -130,6 +144,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     """The model with the adapter in `folder`. ConfigError when the folder has not all of its tensors, or others."""
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
+    _require_quick_patterns(model, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft only warns of what is missing, which is an error here
         model = PeftModel.from_pretrained(model, str(folder))
@@ -142,6 +157,18 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             )
             raise ConfigError(f"'{folder}' {fault} {listed}; give the whole adapter, as it was saved")
     return model
+
+
+def _require_quick_patterns(model: Any, folder: Path) -> None:
+    """ConfigError when the patterns of an adapter take too long: peft matches them in this process."""
+    file = folder / "adapter_config.json"
+    names = json.dumps([name for name, _ in model.named_modules()])
+    command = [sys.executable, "-I", "-c", MATCHES, str(file)]
+    try:
+        subprocess.run(command, input=names, text=True, stderr=subprocess.DEVNULL, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        why = f"a pattern takes more than {PATIENCE:g} s on the names of the layers"
+        raise ConfigError(f"'{file}': {why} (target_modules, say); list the names instead") from None
 
 
 def plain_inputs(

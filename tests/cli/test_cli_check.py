@@ -191,7 +191,7 @@ def test_rewards_that_fail_are_listed_by_row(command: Any, job: Path) -> None:
     assert line.endswith("(mine: 'blue' scores 0, '?!' scores 0)")
     assert row_of(result.out, "train", "mine")[6] == "1 row(s) fail"
     result = command("check", job, f"rewards=[{job.parent}/mine.py:broken]")
-    assert result.code == 2 and "2 problem(s)" in result.out  # not called again after three
+    assert result.code == 2 and "1 problem(s)" in result.out and "the first rows.jsonl:1: " in result.out
     assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
     entry = f"rewards=[{job.parent}/mine.py:ask]"
     quiet, called = command("check", job, entry), command("check", job, entry, "--call-judges")

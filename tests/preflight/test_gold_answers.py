@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from mm_grpo.errors import by_cause
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import as_text, gold_text
 from mm_grpo.rewards import resolve_entry
@@ -57,6 +59,20 @@ def test_one_that_does_not_fails_on_each_row(
     found = checked(fn, answers).failures
     for text, expected in zip(found, failures, strict=True):
         assert text.startswith(f"rows.jsonl:{expected}")
+
+
+def raises(completion: str, answer: str) -> float:
+    raise ValueError(f"bad {completion!r}")
+
+
+@pytest.mark.parametrize(
+    "fn", [raises, lambda completion, answer: math.nan, lambda completion, answer: f"it's {answer}",
+           lambda completions, answer: [1.0]]
+)  # fmt: skip
+def test_a_reward_that_fails_is_one_cause(fn: Callable[..., Any]) -> None:
+    report = checked(fn, ["red", "it's", "blue", "green", "grey"])
+    (line,) = by_cause(report.failures, report.rows)
+    assert line.startswith(f"{report.errors} of 5 rows, the first rows.jsonl:1: ")
 
 
 def test_a_built_in_must_give_1() -> None:

@@ -19,6 +19,8 @@ RECEIPT = {
     "required": ["total"],
     "additionalProperties": False,
 }
+UNIQUE = {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "array", "uniqueItems": True}
+OBJECTS = json.dumps([{"a": [n]} for n in range(9_000)])
 AFTER_THINK = {"template": "...</think> <answer>...</answer>"}
 DAPO = {"max_length": 20480, "buffer": 4096}
 
@@ -104,6 +106,9 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("json_schema", {"schema": json.dumps(RECEIPT)}, [('{"total": 12.5}', 1), ('{"total": 1, "tip": 2}', 0)]),
     ("json_schema", {}, [
         ("3", 1), ("[]", 1), ('"a"', 1), ("null", 1), ("", 0), ("[1,]", 0), ("[" * 100_000, 0)]),
+    ("json_schema", {"schema": UNIQUE}, [
+        ("[1, true, [1], [true], 0, null, {}]", 1), ("[1, 1.0]", 0), ('[{"a": 1, "b": []}, {"b": [], "a": 1.0}]', 0),
+        (OBJECTS, 1), (OBJECTS[:-1] + ', {"a": [7]}]', 0)]),
     ("json_schema", {"schema": {"type": "array", "items": {"$ref": "#"}}}, [("[" * 50 + "]" * 50, 1)]),
     ("json_schema", {"schema": {"properties": {"total": {"multipleOf": 0.5}}}}, [('{"total": ' + "9" * 400 + "}", 0)]),
     # shape

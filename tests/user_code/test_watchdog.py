@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HANG = "import ctypes; ctypes.PyDLL(None).usleep(60_000_000)"  # PyDLL keeps the interpreter's lock
 
 REWARD = """
@@ -25,9 +27,10 @@ def ended(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_reward_that_hangs_with_the_interpreters_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "async "])
+def test_a_reward_that_hangs_with_the_interpreters_lock(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "own.py"
-    file.write_text(f"def slow(completion):\n    {HANG}\n    return 1.0\n")
+    file.write_text(f"{kind}def slow(completion):\n    {HANG}\n    return 1.0\n")
     result = ended(REWARD, str(file))
     assert result.returncode == 1
     assert "Timeout (" in result.stderr and f'"{file}", line 2 in slow' in result.stderr

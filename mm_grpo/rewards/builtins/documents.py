@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import final_part
+from mm_grpo.rewards.options import ISOLATED_TIMEOUT
 from mm_grpo.rewards.registry import reward
 
 
-@reward("json_schema")
+@reward("json_schema", timeout=ISOLATED_TIMEOUT)
 def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) -> float:
     """1 when the completion's final part is JSON, and valid against a JSON schema.
 
@@ -24,8 +25,8 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) 
     None); null asks for any JSON. The draft is that of its `$schema`, else 2020-12; references to
     other documents are not fetched.
 
-    Returns 1.0 or 0.0, never None; 0.0 too for what nests deeper than Python can follow. The time that a schema takes
-    is not bounded: with one that backtracks set `isolated: true` in the entry. ValueError when the schema is no
+    Returns 1.0 or 0.0, never None; 0.0 too for what nests deeper than Python can follow. A schema that backtracks
+    ends the run after `timeout`, 120 s for a step: set `isolated: true` in the entry. ValueError when the schema is no
     schema. For structured extraction: receipts and forms, such as CORD and SROIE. Needs the package jsonschema.
 
     >>> json_schema('{"total": 12.5}', schema={"type": "object", "required": ["total"]})
@@ -73,8 +74,27 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except jsonschema.exceptions.SchemaError as error:
         raise ValueError(f"the schema is not a JSON schema: {error.message}") from error
+    # The library compares any two objects of an array. A "$schema" inside would bring its own comparison back.
+    kind = jsonschema.validators.extend(kind, {"uniqueItems": _unique_items})
+    if isinstance(parsed, dict):
+        parsed.pop("$schema", None)
     # With a registry of our own nothing is fetched; the default one opens the address of a "$ref".
     return kind(parsed, registry=importlib.import_module("referencing").Registry())
+
+
+def _unique_items(validator: Any, wanted: bool, items: Any, schema: Any) -> Iterator[Exception]:
+    """Judge `uniqueItems` as jsonschema does, in a time that grows with the size alone."""
+    if wanted and validator.is_type(items, "array") and len({_key(item) for item in items}) < len(items):
+        yield library("json_schema").exceptions.ValidationError("items are not unique")
+
+
+def _key(value: Any) -> Hashable:
+    """Return what is equal for values that JSON schema calls equal: 1 is 1.0, and not true."""
+    if isinstance(value, dict):
+        return dict, frozenset((name, _key(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return list, tuple(map(_key, value))
+    return isinstance(value, bool), value
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Literal
 
 from mm_grpo.rewards.builtins.answers import check_choice
+from mm_grpo.rewards.options import ISOLATED_TIMEOUT
 from mm_grpo.rewards.registry import reward
 
 TEMPLATE = "<think>...</think> <answer>...</answer>"
 
 
-@reward("format")
+@reward("format", timeout=ISOLATED_TIMEOUT)
 def follows_format(completion: str, *, template: str | None = None, pattern: str | None = None) -> float:
     r"""1 when the whole completion follows a template, or matches a regular expression.
 
@@ -24,7 +25,8 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
     prompt, the completion starts after it, and the template is `...</think> <answer>...</answer>`.
 
     A `pattern` is a Python regular expression that must match the whole completion; its `.` also
-    matches newlines. A pattern can be slow on long texts (nested repeats); a template is never.
+    matches newlines. A pattern can be slow on long texts (nested repeats), and ends the run
+    after `timeout`, 120 s for a step; a template is never.
 
     Returns 1.0 or 0.0, never None. ValueError when both are given or the template is empty.
     For recipes that ask for a reasoning block before the answer.
