@@ -13,6 +13,7 @@
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
     images    one image source → an upright RGB picture within the limits
+    file_states files that must stay as they are while a run reads them
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
