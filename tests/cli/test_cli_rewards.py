@@ -30,7 +30,7 @@ def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) ->
 def test_a_page(command: Any) -> None:
     out = command("rewards", "exact_match").out
     assert out.startswith("exact_match (built-in; called per completion; weight: 1): (completion: ")
-    assert "ignore_case: 'bool' = True" in out and "\n\n1 when the completion's final" in out
+    assert "ignore_case: bool = True" in out and "\n\n1 when the completion's final" in out
 
 
 @pytest.mark.parametrize(
