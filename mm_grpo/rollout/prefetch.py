@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.data.images import decoded_here
-from mm_grpo.rollout.background import Background
 
 if TYPE_CHECKING:
     from mm_grpo.data.dataset import Dataset
@@ -57,7 +57,7 @@ class Prefetcher:
     ) -> None:
         self.prepare = prepare
         self.processor, self.workers = processor, workers
-        self._threads: Background | None = None
+        self._threads: BackgroundThreads | None = None
         self._ahead: dict[tuple[Dataset, int], Callable[[], Made]] = {}
         self._processing = Lock()
         self._asking = Lock()  # an evaluation and a step that is sampled ahead may ask at once
@@ -100,7 +100,7 @@ class Prefetcher:
             return partial(self._make, opener)
         if self._threads is None:
             begin = partial(_compute_alone, torch.get_num_threads())
-            self._threads = Background(self.workers, "mm_grpo prompts", begin)
+            self._threads = BackgroundThreads(self.workers, "mm_grpo prompts", begin)
         return self._threads.submit(partial(self._make, opener)).result
 
     def _make(self, opener: Callable[[], Sample]) -> Made:

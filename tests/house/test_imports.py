@@ -26,7 +26,7 @@ ROOT = Path(mm_grpo.__file__).parent
 LAYERS = tuple(
     frozenset(names.split())
     for names in (
-        "version types errors files hub import_path terminal timing user_code config migrate",
+        "version types errors files hub import_path terminal timing background user_code config migrate",
         "data processors rewards algorithm distributed",
         "health environments",
         "rollout learner",
