@@ -10,20 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
-
-LARGEST = 2.0**63
-"""Most, either way, that a score, a weight, a metric or a number of the config is: the product of two is a float32."""
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number that sums and products of a run can hold."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= LARGEST
-
 
 FinishReason = Literal["stop", "length", "abort"]
 

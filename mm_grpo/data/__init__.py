@@ -12,6 +12,7 @@
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
+    image_files     rows whose images cannot be read: refused or left out before a model is loaded
     images    one image source → an upright RGB picture within the limits
     file_states files that must stay as they are while a run reads them
     mixture   several sources as one dataset, each with its weight and settings

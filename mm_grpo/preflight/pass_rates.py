@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.build import open_sampler
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
-from mm_grpo.health.image_files import readable
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
 from mm_grpo.rollout.success import Success

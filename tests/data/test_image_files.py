@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.data import image_files
 from mm_grpo.data.dataset import Dataset, fingerprint
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError
-from mm_grpo.health import image_files
-from mm_grpo.health.image_files import readable
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.prompts import PromptBuilder
 
