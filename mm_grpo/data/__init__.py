@@ -5,7 +5,8 @@
     readers   the rows of what was found, one source after the other; CSV
     jsonl     rows in JSON files: read, and written with their images in a folder
     hf_datasets   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
-    dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
+    base      `Rows`: what the rows of one source and of several can do; each is read as a `Sample` when asked for
+    dataset   the rows of one source
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   where a row of one ecosystem or another holds its prompt and its answer
@@ -27,6 +28,7 @@ Not here: what a sample becomes for a model (processors/). Importing this loads 
 datasets library.
 """
 
+from mm_grpo.data.base import Rows
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.images import open_image
 from mm_grpo.data.jsonl import write_jsonl
@@ -34,4 +36,4 @@ from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import TASKS, load
 
-__all__ = ["TASKS", "Dataset", "Mixture", "PromptOrder", "load", "open_image", "write_jsonl"]
+__all__ = ["TASKS", "Dataset", "Mixture", "PromptOrder", "Rows", "load", "open_image", "write_jsonl"]

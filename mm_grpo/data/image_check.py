@@ -42,7 +42,7 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
     names: dict[str, None] = {}
     for index in indices:
         try:
-            fields = dataset.encoded_fields(index)
+            fields = dataset.fields(index)
         except DataError as error:
             if verify:
                 raise

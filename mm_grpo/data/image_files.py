@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
+from mm_grpo.data.base import Rows
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.distributed.ranks import Ranks
@@ -19,12 +20,12 @@ MOST = 0.1
 """Most of a source's rows, as a share, that `data.on_bad_image: drop` leaves out."""
 
 
-def readable(dataset: Dataset, on_bad_image: str, ranks: Ranks) -> Dataset:
+def readable(rows: Rows, on_bad_image: str, ranks: Ranks) -> Rows:
     """The rows whose images can be read, the same on every process, which all call it.
 
     DataError where one cannot and `on_bad_image` is not drop, or where more than the share MOST of a source cannot.
     """
-    return dataset.with_parts([_readable(part, on_bad_image == "drop", ranks) for part in dataset.parts])
+    return rows.map_sources(lambda source: _readable(source, on_bad_image == "drop", ranks))
 
 
 def _readable(part: Dataset, drop: bool, ranks: Ranks) -> Dataset:

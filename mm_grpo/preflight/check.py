@@ -44,7 +44,7 @@ from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
@@ -188,7 +188,7 @@ def _broken_limit(
 
 
 def _walk(
-    dataset: Dataset,
+    dataset: Rows,
     prompt_builder: PromptBuilder,
     broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,
