@@ -280,7 +280,7 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
             replace(
                 group,
                 prompt=replace(group.prompt, vision={}),
-                completions=tuple(replace(c, tail=None, environment=None) for c in group.completions),
+                completions=tuple(replace(c, tail=None, final_state=None) for c in group.completions),
             )
             for group in groups
         ]
