@@ -335,7 +335,7 @@ def processor_of(config: GRPOConfig) -> Processor:
 
     return load_processor(
         config.model.path,
-        named=config.model.processor,
+        processor=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,

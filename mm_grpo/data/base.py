@@ -10,15 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
-
-if TYPE_CHECKING:
-    from mm_grpo.data.dataset import Dataset
 
 SAMPLED_ROWS = 1000
 """Rows, evenly spaced, that stand for all of a large dataset."""
@@ -54,7 +51,7 @@ class Rows(ABC):
 
     @property
     @abstractmethod
-    def sources(self) -> Sequence[Dataset]:
+    def sources(self) -> Sequence[Rows]:
         """The sources, one after the other; a dataset is its own only source."""
 
     @property
@@ -116,6 +113,14 @@ class Rows(ABC):
         """Row `index` with its images closed, also those in other columns. DataError when it is wrong."""
 
     @abstractmethod
+    def look_at_images(self, index: int) -> Callable[[], None]:
+        """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
+
+    @abstractmethod
+    def dataset_column(self, name: str) -> str:
+        """Return the dataset's own name for one of our columns."""
+
+    @abstractmethod
     def verify(self) -> None:
         """Read rows, not images: all of a list, the first of any other source. DataError when one is wrong."""
 
@@ -139,7 +144,7 @@ class Rows(ABC):
         """All rows but those with the indices `rows`."""
 
     @abstractmethod
-    def map_sources(self, change: Callable[[Dataset], Dataset]) -> Rows:
+    def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         """The rows with `change` applied to every source."""
 
     @abstractmethod

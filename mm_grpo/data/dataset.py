@@ -128,7 +128,7 @@ class Dataset(Rows):
         return tuple(dict.fromkeys([*(name for name in names if name not in prompts), *row_columns]))
 
     @property
-    def sources(self) -> Sequence[Dataset]:
+    def sources(self) -> Sequence[Rows]:
         return (self,)
 
     @property
@@ -191,7 +191,7 @@ class Dataset(Rows):
     def without(self, rows: Collection[int]) -> Dataset:
         return self._changed(_indices=[at for index, at in enumerate(self._indices) if index not in rows])
 
-    def map_sources(self, change: Callable[[Dataset], Dataset]) -> Dataset:
+    def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         return change(self)
 
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
@@ -205,7 +205,6 @@ class Dataset(Rows):
                     )
 
     def look_at_images(self, index: int) -> Callable[[], None]:
-        """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
         images = self.fields(index).images
 
@@ -281,7 +280,6 @@ class Dataset(Rows):
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
     def dataset_column(self, name: str) -> str:
-        """The dataset's own name for one of our columns."""
         return rename(self._rows.column_names, self._settings.columns).get(name, name)
 
     def _available(self) -> list[str]:

@@ -24,7 +24,6 @@ from typing import Any
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.source_entries import read_entry
 from mm_grpo.data.base import Rows
-from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.mixture_order import MixtureOrder, ratio
 from mm_grpo.data.readers import place
 from mm_grpo.data.rows import Fields
@@ -97,7 +96,7 @@ def _name_of(source: Any) -> str | None:
 class MixedDataset(Rows):
     """The rows of several datasets, numbered through. The base class says what each method does."""
 
-    def __init__(self, name: str, sources: Sequence[Dataset], weights: Sequence[float]) -> None:
+    def __init__(self, name: str, sources: Sequence[Rows], weights: Sequence[float]) -> None:
         self.name, self.weights = name, ratio(weights)
         self._sources = tuple(sources)
         self._ends = list(accumulate(len(source) for source in sources))
@@ -108,7 +107,7 @@ class MixedDataset(Rows):
         return self._ends[-1]
 
     @property
-    def sources(self) -> Sequence[Dataset]:
+    def sources(self) -> Sequence[Rows]:
         return self._sources
 
     @property
@@ -136,7 +135,7 @@ class MixedDataset(Rows):
         sizes = [len(source) for source in self._sources]
         return MixtureOrder(sizes, self.weights, self.names, prompts_per_step, seed, shuffle)
 
-    def _place(self, index: int) -> tuple[Dataset, int]:
+    def _place(self, index: int) -> tuple[Rows, int]:
         """Return the source of a row, and the row's index there."""
         at, inner = place(self._ends, index)
         return self._sources[at], inner
@@ -157,6 +156,13 @@ class MixedDataset(Rows):
         source, inner = self._place(index)
         return source.fields(inner)
 
+    def look_at_images(self, index: int) -> Callable[[], None]:
+        source, inner = self._place(index)
+        return source.look_at_images(inner)
+
+    def dataset_column(self, name: str) -> str:
+        return next((s.dataset_column(name) for s in self._sources if name in s.columns), name)
+
     def verify(self) -> None:
         for source in self._sources:
             source.verify()
@@ -176,11 +182,11 @@ class MixedDataset(Rows):
         starts = dict(zip(self._sources, (0, *self._ends), strict=False))
         return self.map_sources(lambda source: source.without({row - starts[source] for row in rows}))
 
-    def map_sources(self, change: Callable[[Dataset], Dataset]) -> MixedDataset:
+    def map_sources(self, change: Callable[[Rows], Rows]) -> MixedDataset:
         return MixedDataset(self.name, [change(source) for source in self._sources], self.weights)
 
     def with_shuffled_images(self, seed: int = 0) -> MixedDataset:
         return self.map_sources(lambda source: source.with_shuffled_images(seed))
 
     def with_images_removed(self) -> MixedDataset:
-        return self.map_sources(Dataset.with_images_removed)
+        return self.map_sources(lambda source: source.with_images_removed())

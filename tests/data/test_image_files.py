@@ -75,8 +75,10 @@ def test_processes_share_the_files_and_leave_out_the_same_rows(
 ) -> None:
     found = dataset(rows(tmp_path, 20, bad={3: None, 8: b"no"}))
     looked: list[list[int]] = []
-    bad_of = image_files._bad
-    monkeypatch.setattr(image_files, "_bad", lambda part, own: looked.append(list(own)) or bad_of(part, own))
+    faults = image_files._faults
+    monkeypatch.setattr(
+        image_files, "_faults", lambda rows, own: looked.append(list(own)) or faults(rows, own)
+    )
     of_ranks = [[(8, "b")], [(3, "a")]]
 
     class Two(Ranks):
