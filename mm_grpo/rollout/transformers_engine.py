@@ -27,7 +27,7 @@ from torch import Tensor
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
-from mm_grpo.rollout.engine import RequestStream, RolloutEngine, answered
+from mm_grpo.rollout.engine import RequestStream, RolloutEngine
 from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, FinishReason, Pictured
@@ -64,14 +64,9 @@ class TransformersEngine(RolloutEngine):
             return ""
         return "rollout.engine = transformers; vLLM, which is installed here, is faster: rollout.engine=vllm"
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order; neighbours that share a prompt share its prefill."""
-        with TransformersStream(self) as stream:
-            return answered(stream, requests)
-
     def stream(self) -> TransformersStream:
-        """Requests that are answered one by one, as they end; what ended can be gone on from."""
-        return TransformersStream(self, keeps=True)
+        """Open a stream in which neighbours that share a prompt share its prefill."""
+        return TransformersStream(self)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
@@ -153,6 +148,7 @@ class _Row:
     number: int
     request: Request
     noise: list[float]
+    keep: bool
     kept: _Kept | None = None
     pictures: Sequence[Pictured] = ()
     tokens: list[int] = field(default_factory=list)
@@ -160,18 +156,18 @@ class _Row:
 
 
 class TransformersStream(RequestStream):
-    """The stream over the model of `engine`, which is in evaluation mode until `close`.
+    """Stream over the model of `engine`, which is in evaluation mode until `close`.
 
-    `keeps` says that rows that end are kept for requests that follow them.
+    Rows of `add_request` are kept when they end, for requests that follow them; rows of `add_group` are not.
     """
 
-    def __init__(self, engine: TransformersEngine, *, keeps: bool = False) -> None:
+    def __init__(self, engine: TransformersEngine) -> None:
         self.engine, self.model, self.family = engine, engine.model, engine.family
         config = self.model.config.get_text_config()
         self.cache = DecodeCache(config)
         self.windows = bool(getattr(config, "sliding_window", None))
         linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
-        self.keeps = keeps and not linear and not self.family.looks_ahead
+        self.keeps = not linear and not self.family.looks_ahead
         self.kept: dict[int, _Kept] = {}
         self.rows: list[_Row] = []
         self.waiting: deque[_Row] = deque()
@@ -185,8 +181,14 @@ class TransformersStream(RequestStream):
         return len(self.waiting) + len(self.rows)
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        return self._add(request, follows, keep=self.keeps)
+
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        return [self._add(request, None, keep=False) for request in requests]
+
+    def _add(self, request: Request, follows: Follows | None, *, keep: bool) -> int:
         number, self._count = self._count, self._count + 1
-        row = _Row(number, request, uniforms(request.seed, request.sampling.max_tokens).tolist())
+        row = _Row(number, request, uniforms(request.seed, request.sampling.max_tokens).tolist(), keep)
         kept = None if follows is None else self.kept.get(follows.number)
         if follows is not None and kept is not None and kept.begins(request.prompt.token_ids):
             del self.kept[follows.number]  # its prompt is held until the request has begun
@@ -201,8 +203,9 @@ class TransformersStream(RequestStream):
                 return []
             ended = self._draw()
             finished = [(self.rows[i].number, self._completion(self.rows[i])) for i in ended]
-            for i in ended if self.keeps else ():
-                self._keep(i)
+            for i in ended:
+                if self.rows[i].keep:
+                    self._keep(i)
             self.cache.remove(ended)
             self.rows = [row for i, row in enumerate(self.rows) if i not in ended]
             if self.rows:

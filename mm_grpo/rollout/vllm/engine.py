@@ -76,28 +76,13 @@ class VLLMEngine(RolloutEngine):
 
     # the protocol ----------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. Neighbours of one prompt with consecutive seeds go as one.
-
-        Raises DataError for a row that does not fit the engine, GuardStop when vLLM ran other tokens than the
-        learner's, EngineError when it failed.
-        """
-        if not requests:
-            return []
-        with self.stream() as stream:
-            numbers = stream.add_group(requests)
-            found: dict[int, Completion] = {}
-            while stream.unfinished:
-                found |= stream.step()
-        return [found[number] for number in numbers]
-
     def stream(self) -> RequestStream:
         """Requests that are answered one by one, as they end; vLLM's prefix cache knows what they share."""
         self._ready()
         return VLLMStream(self)
 
     @property
-    def sampler(self) -> str:
+    def sampler_version(self) -> str:
         """vLLM's version and which of its two model runners it took: each draws from a seed in a way of its own."""
         second = getattr(self._handle.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
         return f"vLLM {vllm_version()}, model runner {2 if second else 1}"
@@ -231,7 +216,11 @@ class VLLMEngine(RolloutEngine):
 
 
 class VLLMStream(RequestStream):
-    """The stream of a `VLLMEngine`. Raises what its `generate` raises, and gives the rest up then."""
+    """Stream of a `VLLMEngine`. After an error it has given up the other requests.
+
+    Raises DataError for a row that does not fit the engine, GuardStop when vLLM ran other tokens than the learner's,
+    EngineError when vLLM failed.
+    """
 
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
