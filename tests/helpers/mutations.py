@@ -149,8 +149,8 @@ rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
 rollout/decode_cache.py < processors/test_families.py
-    off by one | own.expand(len(tail), -1)], 1) >= window ==> own.expand(len(tail), -1)], 1) > window
-    dropped window | own.expand(len(tail), -1)], 1) >= window ==> (0 * own).expand(len(tail), -1)], 1) >= window
+    off by one | in_tail.expand(len(tail), -1)], 1) >= window ==> in_tail.expand(len(tail), -1)], 1) > window
+    dropped window | in_tail.expand(len(tail), -1)], 1) >= window ==> (0 * in_tail).expand(len(tail), -1)], 1) >= window
     wrong scale | (size**-0.5 if scaling is None else scaling) ==> size**-0.5
 rollout/group_metrics.py < rollout/test_collect.py
     denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)

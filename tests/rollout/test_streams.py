@@ -164,9 +164,9 @@ def test_a_conversation_goes_on_from_what_is_kept(family: str, models: dict[str,
         again, ran_again = conversations(setup, stream, follow=False)
     with setup.engine.stream() as stream:
         kept, ran_kept = conversations(setup, stream, follow=True)
-        assert not stream.cache.rows and (len(stream.kept) == 3 or family == "qwen3_5")
+        assert not stream.cache.rows and (len(stream.ended_rows) == 3 or family == "qwen3_5")
     close_to(kept, again)
-    assert stream.kept == {}  # nothing outlives the stream
+    assert stream.ended_rows == {}  # nothing outlives the stream
     if family == "qwen3_5":  # linear attention has no states of earlier tokens
         assert ran_kept == ran_again
     else:
@@ -216,7 +216,7 @@ def test_requests_that_nothing_follows_are_not_kept(setup: Setup) -> None:
     requests = [Request(setup.prompt(1), seed, Sampling(3)) for seed in range(2)]
     with setup.engine.stream() as stream:
         answer_all(stream, requests)
-        assert stream.kept == {} and stream.cache.prefixes == []
+        assert stream.ended_rows == {} and stream.cache.prompts == []
 
 
 # the model is given back as it was -----------------------------------------------------------
