@@ -168,7 +168,7 @@ rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_lim
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
 rollout/vllm/engine.py < rollout/test_vllm_handle.py
     * factors at rest | self._factors |= factors ==> self._factors = factors
-    * factors at rest | received |= {name: held[name] for name in factors} ==> received |= held
+    * factors at rest | received |= {name: digests[name] for name in factors} ==> received |= digests
     * dropped adapter | if self._factors:  # vLLM ==> if factors:  # vLLM
     earlier run | self._handle.adapter = None  # that of ==> pass  # that of
     earlier run | self._current = self._handle.owner is None ==> self._current = True
