@@ -20,7 +20,7 @@ from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngin
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.four_bits import require_all
-from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
@@ -84,8 +84,10 @@ class VLLMEngine(RolloutEngine):
     @property
     def sampler_version(self) -> str:
         """Return vLLM's version and its model runner: each of the two draws differently from a seed."""
+        import vllm
+
         second = getattr(self._handle.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
-        return f"vLLM {vllm_version()}, model runner {2 if second else 1}"
+        return f"vLLM {vllm.__version__}, model runner {2 if second else 1}"
 
     @property
     def holds_weights(self) -> bool:

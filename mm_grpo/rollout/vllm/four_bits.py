@@ -92,19 +92,12 @@ def _linear_method(layers: Mapping[str, Module]) -> Any:
         def __init__(self, sources: Sequence[str]) -> None:
             self.sources = sources
 
-        # vLLM passes the sizes by position for some layers, by these names for others
-        def create_weights(
-            self,
-            layer: Any,
-            input_size_per_partition: int,
-            output_partition_sizes: list[int],
-            *_: Any,
-            **__: Any,
-        ) -> None:
+        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+            # vLLM passes the sizes by position for some layers, by name for others
+            layer.width = sum(kwargs.get("output_partition_sizes") or args[1])
             weight: Any = Parameter(torch.empty(0), requires_grad=False)  # adapters ask for its device
             weight.weight_loader = lambda *args, **kwargs: None
             layer.register_parameter("weight", weight)
-            layer.width = sum(output_partition_sizes)
 
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
             if not layers:  # vLLM measures its memory before the learner's layers are there
