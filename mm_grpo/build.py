@@ -18,6 +18,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
@@ -65,7 +66,7 @@ def plan_run(
     `rollout.max_turns`. Raises ConfigError when there are not seeds enough.
     """
     rollout, run = config.rollout, config.run
-    if rollout.max_staleness and rollout.engine not in REMOTE:
+    if rollout.max_staleness and not ENGINE_FACTS[rollout.engine].remote:
         raise ConfigError(
             f"rollout.max_staleness = {rollout.max_staleness}: must be 0 with rollout.engine = '{rollout.engine}',"
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
@@ -80,9 +81,9 @@ def plan_run(
             order = by_rate
     updates, warmup = config.updates_in(steps), config.optim.warmup_steps
     cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
-    idle = rollout.engine == "transformers" and rollout.vllm != type(rollout.vllm)()
+    idle = ENGINE_FACTS[rollout.engine].embedded and rollout.vllm != type(rollout.vllm)()
     unread = [
-        "rollout.vllm changes nothing: rollout.engine = 'transformers', and vllm or vllm_server read it"
+        f"rollout.vllm changes nothing: rollout.engine = '{rollout.engine}', and vllm or vllm_server read it"
     ]
     seeds = SeedPlan(
         run_seed=run.seed,
@@ -193,7 +194,7 @@ def build_parts(
             )
     # four bits are not what the engine has, which can then sleep whole, unless it runs the learner's
     may_lend = (
-        config.rollout.engine == "vllm"
+        ENGINE_FACTS[config.rollout.engine].colocated
         and config.model.lora is not None
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
@@ -204,12 +205,12 @@ def build_parts(
         model = load_model(config.model.model_copy(update=host), processor.family)
     else:
         several = ranks is not None and ranks.world > 1
-        from_path = "engine" if config.rollout.engine != "transformers" else from_path
+        from_path = from_path if ENGINE_FACTS[config.rollout.engine].embedded else "engine"
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
         device = model.device  # with model.device: auto it is trained where it is
     check_saveable(model, processor)
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
-    if config.rollout.engine != "transformers":
+    if not ENGINE_FACTS[config.rollout.engine].embedded:
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
     ledger = WeightLedger()
@@ -227,7 +228,7 @@ def build_parts(
         limits,
         engine.sentence,
         unshared if processor.layout == "unshared" else "",
-        "" if config.rollout.engine == "transformers" else adapters_sentence(learner, lent),
+        "" if ENGINE_FACTS[config.rollout.engine].embedded else adapters_sentence(learner, lent),
     )
     return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
 
@@ -254,7 +255,7 @@ def open_sampler(
     from mm_grpo.rollout.turns import sampler_of
     from mm_grpo.rollout.weights import WeightLedger
 
-    embedded = config.rollout.engine == "transformers"
+    embedded = ENGINE_FACTS[config.rollout.engine].embedded
     held = {"dtype": _dtype_name(config)} | ({} if embedded else {"device": "cpu"})
     processor = processor_of(config)
     phase(f"loading the weights of {config.model.path}")
@@ -322,7 +323,7 @@ def _prompts(
 ) -> tuple[PromptBuilder, GRPOConfig, str]:
     """The prompt builder, the config with the limits of an engine that has its own, and what is to be said of them."""
     context = context_of(model.config)
-    if config.rollout.engine == "transformers":
+    if ENGINE_FACTS[config.rollout.engine].embedded:
         return PromptBuilder(processor, config, context, None, toolbox=toolbox), config, ""
     limits = engine_limits(config, processor, datasets, context, toolbox)
     builder = PromptBuilder(processor, config, context, limits.max_model_len, toolbox=toolbox)
@@ -366,13 +367,10 @@ def build_engine(
     name: str = config.rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    maker = ENGINES[name]
-    if maker is _vllm_server:  # the one that processes share
-        return _vllm_server(config, model, processor, ranks)
-    return maker(config, model, processor)
+    return ENGINES[name](config, model, processor, ranks)
 
 
-def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _transformers(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     from mm_grpo.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, processor)
@@ -406,7 +404,7 @@ def vllm_settings(
     )
 
 
-def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _vllm(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
     from mm_grpo.learner.quantization import four_bit_layers
     from mm_grpo.rollout.vllm.engine import VLLMEngine
@@ -419,9 +417,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     return VLLMEngine(replace(settings, four_bits=tuple(layers)), processor, layers)
 
 
-def _vllm_server(
-    config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
-) -> RolloutEngine:
+def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.broadcast import own_address
     from mm_grpo.rollout.served.client import ServerClient
@@ -465,9 +461,7 @@ def _vllm_server(
     )
 
 
-REMOTE = frozenset({"vllm_server"})
-"""Engines that hold their weights outside this process, and can sample while the learner works."""
-ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor, Ranks | None], RolloutEngine]] = {
     "transformers": _transformers,
     "vllm": _vllm,
     "vllm_server": _vllm_server,

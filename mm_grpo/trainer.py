@@ -378,7 +378,7 @@ class GRPOTrainer:
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
                 rewards = rewards_of(self.scorer.specs)
-                run.start(self.config.to_yaml(), rewards=rewards, sampler=self.engine.sampler)
+                run.start(self.config.to_yaml(), rewards=rewards, sampler=self.engine.sampler_version)
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))

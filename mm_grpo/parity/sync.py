@@ -113,6 +113,7 @@ class VerifiedSync:
         self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
         self._shared = getattr(engine, "model", None) is learner.model
         learner.factored = engine.adapter_layers(learner.adapted_layers)
+        engine.use_adapters(learner.factored)
         self._ledger = ledger or WeightLedger()
 
     def start(self) -> None:

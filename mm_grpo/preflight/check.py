@@ -19,6 +19,7 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
@@ -97,7 +98,8 @@ def check_config(  # noqa: PLR0915
         read_expected_curve(config.run.expected_curve)
     processor, template = processor_of(config), config.data.gold_template
     context = context_of(_check_model(config, processor).config)
-    length = None if config.rollout.engine == "transformers" else config.rollout.vllm.max_model_len
+    embedded = ENGINE_FACTS[config.rollout.engine].embedded
+    length = None if embedded else config.rollout.vllm.max_model_len
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
@@ -160,7 +162,7 @@ def _check_model(config: GRPOConfig, processor: Processor) -> Any:
         target_pattern(model, config.model.lora, family)
     if config.algorithm.reference_path is not None:
         load_reference_model(config, model, processor)
-    if config.rollout.engine == "vllm":
+    if ENGINE_FACTS[config.rollout.engine].colocated:
         dtype = str(model.dtype).removeprefix("torch.")
         engine_arguments(vllm_settings(config, processor, dtype, context_of(model.config)))
     return model
@@ -181,7 +183,7 @@ def _broken_limit(
             f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
             "or lower data.max_pixels or rollout.max_completion_length"
         )
-    most = rollout.vllm.max_images if rollout.engine != "transformers" else None
+    most = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
     if most is not None and images > most:
         return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
     return None

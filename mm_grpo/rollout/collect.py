@@ -29,7 +29,7 @@ from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.algorithm.turn_advantages import turn_advantages
 from mm_grpo.rewards.outcome import gated
-from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
+from mm_grpo.rollout.engine import Sampling, answer_all, requests_for, require_answers
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.success import Success
@@ -391,8 +391,10 @@ def sample(
             completions = engine.generate(requests) if requests else []
         else:
             add = scoring.add
-            with stream_of(cast("RolloutEngine", engine)) as stream:
-                completions = answered(stream, requests, lambda at, done: add(at, requests[at].prompt, done))
+            with cast("RolloutEngine", engine).stream() as stream:
+                completions = answer_all(
+                    stream, requests, lambda at, done: add(at, requests[at].prompt, done)
+                )
         if version is not None:
             require_answers(requests, completions, version)
     except BaseException:

@@ -149,8 +149,8 @@ rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
 rollout/decode_cache.py < processors/test_families.py
-    off by one | own.expand(len(tail), -1)], 1) >= window ==> own.expand(len(tail), -1)], 1) > window
-    dropped window | own.expand(len(tail), -1)], 1) >= window ==> (0 * own).expand(len(tail), -1)], 1) >= window
+    off by one | in_tail.expand(len(tail), -1)], 1) >= window ==> in_tail.expand(len(tail), -1)], 1) > window
+    dropped window | in_tail.expand(len(tail), -1)], 1) >= window ==> (0 * in_tail).expand(len(tail), -1)], 1) >= window
     wrong scale | (size**-0.5 if scaling is None else scaling) ==> size**-0.5
 rollout/group_metrics.py < rollout/test_collect.py
     denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)
@@ -168,7 +168,7 @@ rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_lim
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
 rollout/vllm/engine.py < rollout/test_vllm_handle.py
     * factors at rest | self._factors |= factors ==> self._factors = factors
-    * factors at rest | received |= {name: held[name] for name in factors} ==> received |= held
+    * factors at rest | received |= {name: digests[name] for name in factors} ==> received |= digests
     * dropped adapter | if self._factors:  # vLLM ==> if factors:  # vLLM
     earlier run | self._handle.adapter = None  # that of ==> pass  # that of
     earlier run | self._current = self._handle.owner is None ==> self._current = True
