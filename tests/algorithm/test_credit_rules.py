@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.credit import dependency, keep_mass, pgpo, vppo
+from mm_grpo.algorithm.credit import dependency, keep_mass, pgpo, rule_weights, vppo
 from mm_grpo.config import AlgorithmConfig
 
 

@@ -111,6 +111,7 @@ def test_former_options_of_the_loss_are_refused_with_their_new_names() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError) as caught:
         config(algorithm={"loss_options": dict.fromkeys(former, 0.5)})
-    lines = [f"algorithm.loss_options.{old}: unknown key; write algorithm.{new}" for old, new in former.items()]
+    lines = [
+        f"algorithm.loss_options.{old}: unknown key; write algorithm.{new}" for old, new in former.items()
+    ]
     assert str(caught.value).splitlines() == lines
-

@@ -20,9 +20,9 @@ from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.features.credit import credit_metrics, weighed
+from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.learner.minibatch import LogProbs, Minibatch
 from mm_grpo.learner.pack import Item
-from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
 

@@ -134,9 +134,7 @@ def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
     groups = make_groups(load_processor(str(path)))
     largest = max(len(g.prompt.token_ids) + c.run_length for g in groups for c in g.completions)
     optim = {"max_tokens_per_pack": 2 * largest - 1}
-    with pytest.raises(
-        ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, 2 times with"
-    ):
+    with pytest.raises(ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, 2 times with"):
         learner_of(path, algorithm=TERM, optim=optim).update(groups)
     learner_of(path, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest}).update(groups)
 

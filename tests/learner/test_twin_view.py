@@ -19,13 +19,12 @@ from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.logprobs import token_logprobs
-from mm_grpo.learner.pack import Item
 from mm_grpo.learner.alternate_prompts import require_images
 from mm_grpo.learner.features.twin_view import TwinPrompts, gold_crop
+from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.logprobs import token_logprobs
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Group
 
 SEEN, LIMIT = 3200, 12544
 """Pixels of an image for the student and for the teacher."""
