@@ -80,7 +80,7 @@ class Ours:
         self.inputs = LossInputs(advantages.double().to(model.device), weights, count)
 
     def __call__(self) -> None:
-        logp, entropy = self.module(self.pack)
+        logp, entropy, _ = self.module(self.pack)
         old = logp.detach()
         tokens = PackTokens(self.pack.completion_index, logp, entropy, old, old, None)
         pack_loss(self.config, self.inputs, tokens, LossStatistics()).backward()

@@ -27,7 +27,7 @@ from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
-    from mm_grpo.config import AlgorithmConfig, GRPOConfig
+    from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.environments.toolbox import Toolbox
@@ -129,15 +129,12 @@ class Parts:
     sync: VerifiedSync
 
 
-def check_images(algorithm: AlgorithmConfig, train: Rows, *, several_turns: bool) -> None:
-    """Raise ConfigError where the rows do not have what a term that compares images needs."""
-    from mm_grpo.learner.perception import require_images
-    from mm_grpo.learner.twin_view import BOX
+def check_features(config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
+    """Raise ConfigError if a loss feature cannot be imported, or the rows do not have what it needs."""
+    from mm_grpo.learner.features import feature_classes
 
-    for field in ("perception_coef", "credit", "twin_view"):
-        if value := getattr(algorithm, field):
-            column = BOX if getattr(value, "view", None) == "crop" else None
-            require_images(train, field, several_turns=several_turns, column=column)
+    for feature in feature_classes(config.algorithm):
+        feature.check_rows(config, train, several_turns=several_turns)
 
 
 def build_parts(
@@ -175,7 +172,7 @@ def build_parts(
     datasets = list(datasets)
     twin = config.algorithm.twin_view
     if datasets:  # the training set comes first
-        check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
+        check_features(config, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None

@@ -133,14 +133,14 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 def leaves(section: type[Section]) -> Iterator[tuple[str, FieldInfo]]:
     """The dotted path and the field of every leaf, in the order of the file.
 
-    A section that may be null is a leaf itself, and its own leaves follow it.
+    A section that may be null, or one of several, is a leaf itself, and its own leaves follow it, each once. A key with
+    one legal value says which section it is, and is no leaf.
     """
     for name, field in section.model_fields.items():
-        inner = _section_within(field)
-        if section_of(field) is None:
+        is_tag = get_origin(field.annotation) is Literal and len(get_args(field.annotation)) == 1
+        if section_of(field) is None and not is_tag:
             yield _join(section.where, name), field
-        if inner is not None:
-            yield from leaves(inner)
+        yield from {path: leaf for kind in _sections_within(field) for path, leaf in leaves(kind)}.items()
 
 
 def as_config_error(cls: type[Section], error: ValidationError) -> ConfigError:
@@ -204,14 +204,14 @@ def _field(cls: type[Section], location: Sequence[Any]) -> tuple[FieldInfo | Non
             is_union = field is not None and get_origin(field.annotation) in (Union, types.UnionType)
             return field, location[:depth] if is_union and len(kinds) > 1 else location
         field = here.model_fields[part]
-        here = _section_within(field)
+        here = next(iter(_sections_within(field)), None)
     return field, location
 
 
-def _section_within(field: FieldInfo) -> type[Section] | None:
-    """The section class that a field holds, or may hold in place of null."""
+def _sections_within(field: FieldInfo) -> list[type[Section]]:
+    """The section classes that a field may hold."""
     kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def _choices(annotation: Any) -> list[str]:

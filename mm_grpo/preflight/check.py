@@ -18,16 +18,16 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
+from mm_grpo.build import check_features, plan_run, processor_of, vllm_settings
 from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
+from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
-from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
@@ -88,7 +88,7 @@ def check_config(  # noqa: PLR0915
     scorer.close()
     plan = plan_run(config, train, several_turns=several_turns)
     Evaluations(config, {each.name: each for each in evaluations}, headline, several_turns=several_turns)
-    check_images(config.algorithm, train, several_turns=several_turns)
+    check_features(config, train, several_turns=several_turns)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
     Trackers.prepare(config.run.trackers)

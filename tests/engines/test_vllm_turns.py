@@ -72,7 +72,7 @@ class Setting:
         worst = 0.0
         with torch.no_grad():
             for rows in plan(items, 4000):
-                logp, _ = module(layout(rows, self.processor.media_token_ids))
+                logp = module(layout(rows, self.processor.media_token_ids)).logp
                 engine = torch.tensor([x for row in rows for i in row for x in done[i.index].logprobs])
                 worst = max(worst, float((logp - engine).abs().max()))
         return worst
