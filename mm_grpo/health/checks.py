@@ -13,8 +13,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # duplicate completions: equal ones are healthy when the policy is sure of its answer and a fault when two generations
 # drew the same noise. The engine's own log-probabilities tell the two apart. A completion of probability p that stands
@@ -67,29 +71,36 @@ def _copies_message(group: Group, completion: Completion, copies: int, chance: f
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean gap per token, in nats. In float32 two sound engines differ by about 1e-6, and by up to 1e-4
 where a GPU rounds convolutions to TF32; in bfloat16 by 0.001 to 0.03, more for deeper models."""
-FOLLOWED = 10.0
-"""Times that samples may be as far from the learner, in the mean, as it may have moved a token since their weights
+MAX_GAP_PER_MOVE = 10.0
+"""Largest mean gap of samples of older weights, as a multiple of the learner's move since them
 (`VerifiedSync.moved_since`)."""
 
 
 @dataclass(frozen=True)
-class SampledGap:
-    """|difference| of the learner's and the engine's log-probs of sampled tokens, in nats."""
+class LogprobGap:
+    """|difference| of the engine's and the learner's log-probs of the same `tokens` tokens, in nats per token."""
 
-    mean: float = 0.0
-    max: float = 0.0
+    mean: float
+    max: float
+    tokens: int
+
+    @classmethod
+    def of(cls, differences: Tensor) -> LogprobGap:
+        """Return the gap over signed differences [N]; NaN if one of them is."""
+        sizes = differences.abs()
+        return cls(float(sizes.mean()), float(sizes.max()), len(sizes))
 
 
-def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None:
-    """A message when samples are farther from the learner than it has `moved` (nats) since their weights.
+def sampled_gap(gap: LogprobGap, limit: float, move: float = 0.0) -> str | None:
+    """Return a message if samples are too far from the learner, which has moved by `move` nats since their weights.
 
-    0 is for samples of its own weights, infinity for a move that is not known, which bounds nothing.
+    A move of 0 is for samples of its own weights, infinity for an unknown move, which bounds nothing.
     """
-    return logp_gap(gap.mean, gap.max, max(limit, FOLLOWED * moved))
+    return logp_gap(gap, max(limit, MAX_GAP_PER_MOVE * move))
 
 
 def limit_for(dtype: str) -> float:
-    """The limit in nats for the weights' number format.
+    """Return the largest sound mean gap per token for the weights' number format, in nats.
 
     >>> limit_for("torch.float32"), limit_for("bfloat16")
     (0.001, 0.1)
@@ -97,19 +108,17 @@ def limit_for(dtype: str) -> float:
     return LIMITS.get(dtype.removeprefix("torch."), LIMITS["bfloat16"])
 
 
-def logp_gap(
-    mean: float, largest: float, limit: float, what: str = "the tokens that it sampled"
-) -> str | None:
-    """A message when the mean gap per token (nats) is past `limit`, or not a number; else None.
+def logp_gap(gap: LogprobGap, limit: float, tokens: str = "the tokens that it sampled") -> str | None:
+    """Return a message if the mean gap is past `limit` or not a number, else None. `tokens` says which were scored.
 
     Engine and learner compute the same function of the same weights, so they may differ by rounding only. A larger gap
     means that the gradient is taken of another distribution than the one that was sampled from.
     """
-    if mean <= limit:
+    if gap.mean <= limit:
         return None
     return (
-        f"the engine's log-probs of {what} differ from the learner's by {mean:.3g} per token on average, "
-        f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
+        f"the engine's log-probs of {tokens} differ from the learner's by {gap.mean:.3g} per token on average, "
+        f"{gap.max:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
         "image, or samples at another temperature or under another mask; `mm-grpo doctor CONFIG` compares the two. Set "
         "run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
     )
