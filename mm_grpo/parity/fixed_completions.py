@@ -36,7 +36,7 @@ RECENT_VERSIONS = 8
 MIN_SHARE_ERROR = 0.02
 """Least error of the engine's move, as a share of the learner's, that counts as an error."""
 MIN_STANDARD_ERRORS = 6.0
-"""The same in standard errors: six are no chance, over all the updates of a long run."""
+"""The same in standard errors: six are no accident, over all the updates of a long run."""
 MIN_VISIBLE_MOVE = 1e-6
 """Least move of the learner's log-probs, in nats per token, that an engine has to show."""
 MIN_CHANGED_SHARE = 0.5

@@ -1,14 +1,12 @@
 """Weight sync that is verified three times, after every update.
 
-First the tensors: the engine's digests of what its own layers hold if it can read them back, else of what it received,
-are compared with the learner's (rollout/weights.py). A tensor that did not arrive is named whatever the learning rate.
-Then fixed completions (fixed_completions.py), which both sides score: they show updates that were not loaded, or in
-part. Last, a few tokens sampled anew: they show caches of image features, keys or values that belong to older weights,
-and answers to another prompt.
+First the tensors: digests of what the engine's layers hold, or of what it received if it cannot read them back, are
+compared with the learner's (rollout/weights.py). Then fixed completions (fixed_completions.py), which both sides score:
+they show updates that were not loaded, or in part. Last, a few tokens sampled anew: they show caches of image features,
+keys or values that belong to older weights, and answers to another prompt.
 
-An engine that samples from the learner's own module is sent nothing, and what it samples next is compared with the
-learner in the next step. There the last two checks are made at the first step and at every 50th, when the trainer also
-measures whether images are read.
+An engine that samples from the learner's own module is sent nothing. There the last two checks are made at the first
+step and at every 50th.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Canary:
     logprobs: Sequence[Sequence[float]]
     """The learner's log-probs [T] of each before the update; empty if the update is not measured."""
     as_sent: bool = True
-    """True if the log-probs are those of merged adapters, rounded as the engine has them."""
+    """True if the log-probs are those of the weights that the engine is sent, merged and rounded."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class SyncReport:
     tensors: int
     bytes: int
     merge_lost: float | None = None
-    """Share of the adapters' movement that their merge lost to rounding; None without adapters."""
+    """Share of the movement that merging lost to rounding; None if nothing is merged."""
     score: LogprobGap | None = None
     """Gap of the fixed completions."""
     probe: LogprobGap | None = None
@@ -91,10 +89,7 @@ class SyncReport:
 
 
 class VerifiedSync:
-    """Carrier of the learner's weights to one engine, which checks that they arrived.
-
-    `version` is the number of the last weights sent, `ledger` knows what the engine holds already.
-    """
+    """Carrier of the learner's weights to one engine. `version` is the number of the last weights sent."""
 
     def __init__(
         self, engine: RolloutEngine, learner: Learner, config: GRPOConfig, ledger: WeightLedger | None = None
@@ -112,6 +107,7 @@ class VerifiedSync:
         self._max_length = config.rollout.max_completion_length
         self._probe = Sampling(min(PROBE_TOKENS, self._max_length), config.rollout.temperature)
         self._shared = getattr(engine, "model", None) is learner.model
+        # before the first weights are sent: the engine takes these layers as factors, all others merged
         learner.factored = engine.adapter_layers(learner.adapted_layers)
         self._ledger = ledger or WeightLedger()
 
@@ -120,11 +116,7 @@ class VerifiedSync:
         self.send(0, frozen=True)
 
     def calibrate(self, prompt: Prompt) -> None:
-        """Score fixed completions of `prompt` on both sides, which hold the weights that the run starts from.
-
-        Call it before the first update and before a checkpoint is loaded: no update has to be trusted for the scale
-        that it gives.
-        """
+        """Score fixed completions of `prompt` on both sides. Call it before the first update or checkpoint."""
         processor = self.learner.processor
         banned = processor.media_token_ids | processor.stop_token_ids
         self._fixed = FixedCompletions.draw(prompt, self._max_length, banned, self._seed)
@@ -144,7 +136,8 @@ class VerifiedSync:
             return 0, 0
         frozen = frozen or self._ledger.empty or not self.engine.holds_weights
         transfer = self._ledger.send(self.engine, self.learner.named_tensors(frozen=frozen), version)
-        self.engine.wake()  # not before: caches would take the memory that the weights pass through
+        # not before: caches would take the memory that the weights pass through
+        self.engine.wake()
         self.version = version
         return len(transfer.digests), transfer.bytes
 
@@ -186,7 +179,7 @@ class VerifiedSync:
         if self._fixed is None or self._history is None or (self._shared and not is_due(version)):
             return report
         learner, limit = self._learner_scores(), min(self.limit, self._history.gap_limit)
-        move = self._history.move(learner)
+        move = self._history.move(learner)  # before these scores are added
         prompts = [self._fixed.prompt] if canary is None else canary.prompts[: len(self._seeds)]
         requests = [
             Request(prompts[i * len(prompts) // len(self._seeds)], seed, self._probe)
@@ -218,7 +211,7 @@ class VerifiedSync:
     def _score(self, prompt: Prompt, completions: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the learner's log-probs [T] of completions, under the weights that the engine is sent.
 
-        Merged adapters are rounded as the engine has them; how far that is from the policy shows in what is sampled.
+        Merged ones are rounded as the engine has them; how far that is from the policy shows in what is sampled.
         """
         return self.learner.score(prompt, completions, as_sent=not self._shared)
 
@@ -242,15 +235,12 @@ class VerifiedSync:
         return logprobs
 
     def moved_since(self, version: int) -> float:
-        """Return how many nats updates after weights number `version` may have moved a token; infinity if unknown.
-
-        Each counts as much as the farthest of the last RECENT_UPDATES did, at the token that moved most of those scored
-        around it, because an update moves some completions far and others hardly.
-        """
+        """Return how many nats updates after weights number `version` may have moved a token; infinity if unknown."""
         if version >= self.version:
             return 0.0
         if any(v not in self._moves for v in range(version + 1, self.version + 1)):
             return math.inf
+        # each counts as the farthest of the last ones, because an update moves some completions far and others hardly
         first = min(version + 1, self.version + 1 - RECENT_UPDATES)
         farthest = max(self._moves.get(v, 0.0) for v in range(first, self.version + 1))
         return (self.version - version) * farthest
@@ -259,10 +249,10 @@ class VerifiedSync:
 def stale_samples(gap: LogprobGap, move: float, rounding: float, limit: float, tokens: str) -> str | None:
     """Third judgement: return a message if tokens sampled anew are not the updated learner's, else None.
 
-    Compares the engine's log-probs while sampling with the learner's. Past `limit` nats (the number format's) they are
-    wrong. Below it they may still be those of older weights, if the update was small: if the learner's `move` is
-    clearly beyond the rounding, an engine that is half as far off has not followed. The guard `logp_gap` acts on the
-    message, and by default stops the run.
+    Compares the engine's log-probs while sampling with the learner's. Past `limit` nats (LIMITS of the number format)
+    they are wrong. After a small update older weights are below it: if the learner's `move` is clearly beyond the
+    rounding, an engine that is half as far off has not followed. The guard `logp_gap` acts on the message, and by
+    default stops the run.
     """
     message = logp_gap(gap, limit, tokens)
     if message is None and move >= CERTAIN_MOVE_FACTOR * rounding and gap.mean > move / 2:
