@@ -196,15 +196,15 @@ rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_fau
 rollout/pipeline.py < trainer/test_lockstep.py ! slow
     * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)
     * kept steps | if step <= self.learned + self.staleness) ==> if step < self.learned + self.staleness)
-parity/canary.py < parity/test_canary.py
-    * scale | * max(floor, *(float(scores.gap.mean()) for ==> * min(floor, *(float(scores.gap.mean()) for
+parity/fixed_completions.py < parity/test_fixed_completions.py
+    * scale | * max(floor, *(scores.gap.mean for ==> * min(floor, *(scores.gap.mean for
     * scale | self.rounding = max(floor, *( ==> self.rounding = min(floor, *(
     * count | + 1 if lost else 0 ==> + 1 if lost else self._unmoved.get(name, 0)
     * dropped check | return visible and torch.equal( ==> return torch.equal(
-    sign | difference = (now.engine - now.learner) - ( ==> difference = (now.engine - now.learner) + (
+    sign | error = now.difference - before ==> error = now.difference + before
     * dropped term | excess = abs(share) * size - len(move) * min( ==> excess = abs(share) * size - 0 * min(
-    * stale scores | for scores in (first, recent[0], recent[-1])} ==> for scores in (recent[-1],)}
-    * late lies | for scores in (first, recent[0], recent[-1])} ==> for scores in (first,)}
+    * stale scores | earlier = (self._first(name), recent[0], recent[-2]) ==> earlier = (recent[-2],)
+    * late lies | earlier = (self._first(name), recent[0], recent[-2]) ==> earlier = (self._first(name),)
 rollout/vllm/read_back.py < rollout/test_read_back.py
     wrong axis | .apply(layer, rows, None).t()) ==> .apply(layer, rows, None))
     off by one | rows[:, start:].fill_diagonal_(1) ==> rows[:, :].fill_diagonal_(1)
@@ -212,11 +212,11 @@ rollout/vllm/adapters.py < engines/test_vllm_adapters.py
     * dropped check | digest(buffer.contiguous() if differs else factor) ==> digest(factor)
 parity/sync.py < parity
     * scale | min(self.limit, self._history.gap_limit) ==> self.limit
-    * wrong prompt | [group.prompt, *others[:1]], ==> [group.prompt],
+    * wrong prompt | [group.prompt, *other_prompts[:1]], ==> [group.prompt],
     * staleness | (self.version - version) * farthest ==> farthest
-    threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
+    threshold | and gap.mean > move / 2: ==> and gap.mean > move * 2:
 health/checks.py < health/test_guards.py
-    * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
+    * bound | max(limit, MAX_GAP_PER_MOVE * move) ==> max(limit, move)
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py

@@ -24,14 +24,14 @@ from mm_grpo.types import Group, Prompt
 if TYPE_CHECKING:
     from mm_grpo.learner.learner import Learner
 
-Rows = Sequence[Sequence[Item]]
+PackRows = Sequence[Sequence[Item]]
 
 
 @dataclass(frozen=True)
 class FeaturePack:
     """One pack of an update after its forward, for the loss of one feature."""
 
-    rows: Rows
+    rows: PackRows
     """The pack's own rows."""
     inputs: LossInputs
     """Advantages and weights of all completions of the update."""
@@ -89,7 +89,7 @@ class LossFeature:
         """Return the minibatch of an update with what the feature adds to it. Collective."""
         return minibatch
 
-    def added_rows(self, rows: Rows) -> Rows:
+    def added_rows(self, rows: PackRows) -> PackRows:
         """Return rows to add to the pack of `rows`."""
         return ()
 

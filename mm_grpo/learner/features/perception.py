@@ -17,7 +17,7 @@ from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
-from mm_grpo.learner.features.base import FeaturePack, LossFeature, Rows
+from mm_grpo.learner.features.base import FeaturePack, LossFeature, PackRows
 from mm_grpo.learner.minibatch import Minibatch
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor
@@ -40,7 +40,7 @@ class Perception(LossFeature):
         ratio = self.algorithm.perception.mask_ratio
         self.masked_prompts = masked_prompts(groups, self.learner.processor, ratio)
 
-    def added_rows(self, rows: Rows) -> Rows:
+    def added_rows(self, rows: PackRows) -> PackRows:
         """Return the rows' groups with images after the masked prompts."""
         return [masked for row in rows if (masked := self.masked_prompts.items(row))]
 
