@@ -74,7 +74,7 @@ class ConversationProcessor(Processor, Protocol):
         ...
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its own ids stay as they are."""
+        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
         ...
 
     def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
