@@ -1,4 +1,4 @@
-"""`Rows`, the interface of all rows: those of one source (dataset.py) and of several (mixture.py).
+"""`Rows`, the interface of all rows: of one source (dataset.py) and of several (mixture.py).
 
 Callers take `Rows` and never ask which of the two they have. A sample's uid is the source's name and the row's index,
 "train:7"; a column called `uid` stays a column for the rewards. Two equal rows thus have two uids.
@@ -79,7 +79,7 @@ class Rows(ABC):
 
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the rows, for a resume: their number `rows`, and a `sha256`.
+        """Identify the rows in a resumed run: their number `rows`, and a `sha256`.
 
         Up to SAMPLED_ROWS rows of a source, evenly spaced, are hashed: conversations, columns and image files, so an
         image that was exchanged behind its path is noticed. A mixture adds its `sources`, each with its weight.

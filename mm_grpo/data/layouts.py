@@ -141,7 +141,7 @@ def _with_system(prompt: Any, values: Mapping[str, Any], row_name: str) -> Any:
     has_system = any(isinstance(message, Mapping) and message.get("role") == "system" for message in prompt)
     if not isinstance(system, str) or has_system:
         raise DataError(
-            f"{row_name}: 'system' is {brief(system)}; legal is text, or null where a message has the role 'system'"
+            f"{row_name}: 'system' is {brief(system)}; legal is text, or null if a message has the role 'system'"
         )
     return [{"role": "system", "content": system}, *prompt]
 

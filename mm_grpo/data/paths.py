@@ -52,7 +52,7 @@ class Location:
 
 
 def find(source: str, name: str) -> list[Location]:
-    """Resolve a string to its files, in order. `name` is the dataset's, for messages.
+    """Resolve a string to its files, in order. Messages call the dataset `name`.
 
     Raises:
         DataError: it names nothing, or files that do not belong together.

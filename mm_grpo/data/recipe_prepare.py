@@ -22,7 +22,7 @@ PROGRESS_SECONDS = 5.0
 def published(hub: str, split: str, config: str | None = None) -> Any:
     """Load a split of a dataset of the hub, as datasets.Dataset with {bytes, path} in its columns of pictures.
 
-    Downloads go on where they stopped, and are kept in the cache of the datasets library.
+    Downloads that stopped are resumed, and kept in the cache of the datasets library.
 
     Raises:
         DataError: the hub cannot be reached or refuses, or the datasets library cannot read it.

@@ -135,7 +135,7 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{row_name}: {column!r} ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer', or where it is the answer set data.columns.messages to "
+            "move it to a column of its own, such as 'answer', or if it is the answer set data.columns.messages to "
             "this column's name"
         )
     return messages

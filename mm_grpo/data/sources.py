@@ -12,7 +12,7 @@
 Relative image paths start at `data.image_dir`; if that is not set, at the folder of the dataset's file, or at the
 working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
 
-A task is a function with keyword arguments that returns rows; `TASKS` names those of this package. Kinds of file are
+A task is a function with keyword arguments that returns rows; `TASKS` names the package's own. Kinds of file are
 in paths.py and readers.py.
 """
 

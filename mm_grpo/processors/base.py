@@ -78,7 +78,7 @@ class ConversationProcessor(Processor, Protocol):
         ...
 
     def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
-        """Return the collapsed ids between two turns of the model, for these answers to its calls, by the template."""
+        """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""
         ...
 
 
