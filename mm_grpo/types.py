@@ -30,7 +30,7 @@ class Sample:
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields of the row, for rewards."""
+    """All other fields of the row; rewards get them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
@@ -52,6 +52,7 @@ class Prompt:
     sample: Sample
     token_ids: tuple[int, ...]
     """[L], expanded: one image token per visual feature. The learner trains on these."""
+    # not the same ids: an engine expands placeholders itself, and a second time if it gets expanded ids
     engine_prompt: EnginePrompt
     position_ids: Tensor
     """[*A, L], the model's own positions. A are the axes of its family: [3, L] for M-RoPE, [L] for a plain count."""
@@ -151,7 +152,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     """Messages after the prompt; empty in a conversation of one turn."""
     final_state: Any = None
-    """The object whose methods the model called, for rewards; None if it lives in another process."""
+    """The object whose methods the model called; rewards get it. None if it lives in another process."""
     final_reward: float | None = None
     """What `final_state` says that the whole conversation earned."""
     masked: str | None = None
@@ -170,7 +171,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt and its completions, then their rewards, then their advantages.
+    """A prompt and its completions, then their rewards, then their advantages.
 
     Each stage fills its own fields by `dataclasses.replace`. Fields are [G], and empty before their stage.
     """
@@ -206,7 +207,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """Figures of one optimizer update, for metrics and guards."""
+    """Figures of one optimizer update; metrics and guards read them."""
 
     learning_rate: float
     grad_norm: float

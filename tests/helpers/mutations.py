@@ -223,7 +223,7 @@ processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     wrong axis | image.resize((width, height) ==> image.resize((height, width)
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
     another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
-    skipped check | following == found and all(found): ==> following == found:
+    skipped check | following == current and all(current): ==> following == current:
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
     skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:
