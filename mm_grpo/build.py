@@ -10,7 +10,7 @@ engine itself, so that no run pays for one that it does not use.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mm_grpo.config.engine_facts import ENGINE_FACTS
-from mm_grpo.data.mixture import MixedDataset
-from mm_grpo.data.mixture_order import MixtureOrder
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
@@ -30,7 +28,7 @@ from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
     from mm_grpo.config import AlgorithmConfig, GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.learner.learner import Learner
@@ -59,7 +57,7 @@ class RunPlan:
 
 
 def plan_run(
-    config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False, several_turns: bool = False
+    config: GRPOConfig, rows: Rows, *, at_least_an_epoch: bool = False, several_turns: bool = False
 ) -> RunPlan:
     """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
 
@@ -75,11 +73,7 @@ def plan_run(
             " while the learner works"
         )
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
-    order: PromptOrder = (
-        MixtureOrder(rows.sizes, rows.weights, rows.names, *how)
-        if isinstance(rows, MixedDataset)
-        else PromptOrder(len(rows), *how)
-    )
+    order = rows.order(*how)
     steps = run.max_steps or order.steps_per_epoch
     if config.data.pass_rate is not None:
         by_rate = _pass_rate_order(config, rows, steps)
@@ -102,12 +96,12 @@ def plan_run(
     return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut, *unread * idle))
 
 
-def _pass_rate_order(config: GRPOConfig, rows: Sized, steps: int) -> PassRateOrder:
+def _pass_rate_order(config: GRPOConfig, rows: Rows, steps: int) -> PassRateOrder:
     """The order of `data.pass_rate`. ConfigError where it would change nothing, or where weights say what is drawn."""
     factor, rollout = config.data.pass_rate or 0.0, config.rollout
     how = (rollout.prompts_per_step, config.run.seed, factor, rollout.max_staleness)
     order, why = PassRateOrder(len(rows), *how), ""
-    if isinstance(rows, MixedDataset):
+    if rows.weights:
         why = "data.train is a mixture, whose weights say how often rows come; name one source by its path alone"
     elif not order.draws_in(steps):
         why = f"the run of {steps} steps ends before rows are drawn by it, in the second pass; raise run.max_steps"
@@ -135,7 +129,7 @@ class Parts:
     sync: VerifiedSync
 
 
-def check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
+def check_images(algorithm: AlgorithmConfig, train: Rows, *, several_turns: bool) -> None:
     """Raise ConfigError where the rows do not have what a term that compares images needs."""
     from mm_grpo.learner.perception import require_images
     from mm_grpo.learner.twin_view import BOX
@@ -149,7 +143,7 @@ def check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: b
 def build_parts(
     config: GRPOConfig,
     updates: int,
-    datasets: Iterable[Dataset],
+    datasets: Iterable[Rows],
     *,
     model: Any = None,
     processor: Processor | None = None,
@@ -242,7 +236,7 @@ def build_parts(
 @contextmanager
 def open_sampler(
     config: GRPOConfig,
-    datasets: Iterable[Dataset],
+    datasets: Iterable[Rows],
     scorer: Scorer,
     toolbox: Toolbox | None,
     *,
@@ -325,7 +319,7 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
 
 
 def _prompts(
-    config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Dataset], toolbox: Toolbox | None
+    config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Rows], toolbox: Toolbox | None
 ) -> tuple[PromptBuilder, GRPOConfig, str]:
     """The prompt builder, the config with the limits of an engine that has its own, and what is to be said of them."""
     context = context_of(model.config)
@@ -342,7 +336,7 @@ def processor_of(config: GRPOConfig) -> Processor:
 
     return load_processor(
         config.model.path,
-        named=config.model.processor,
+        processor=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,

@@ -19,6 +19,7 @@ import torch
 
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import start
@@ -26,7 +27,6 @@ from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import finite_loss, sampled_gap, update_happens
 from mm_grpo.health.guards import Guards
-from mm_grpo.health.image_files import readable
 from mm_grpo.migrate.arguments import explain_arguments
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage, Report

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.algorithm.perception import masked_image
-from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.base import Rows
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.loss import PackTokens
 from mm_grpo.learner.pack import Item, Pack
@@ -73,7 +73,7 @@ def with_masked(tokens: PackTokens, rows: Sequence[Sequence[Item]], masked_logp:
     )
 
 
-def require_images(train: Dataset, field: str, *, several_turns: bool, column: str | None = None) -> None:
+def require_images(train: Rows, field: str, *, several_turns: bool, column: str | None = None) -> None:
     """ConfigError where a field of `algorithm` that compares images has no meaning: no row has one, none with images
     has the `column` that it needs, or, but for credit, conversations of several turns."""
     if several_turns and field != "credit":

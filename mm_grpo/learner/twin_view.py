@@ -119,7 +119,7 @@ def _seeing_more(config: GRPOConfig) -> Processor:
     assert config.algorithm.twin_view is not None
     return load_processor(
         config.model.path,
-        named=config.model.processor,
+        processor=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.algorithm.twin_view.max_pixels,
         trust_remote_code=config.model.trust_remote_code,

@@ -20,11 +20,11 @@ from rich.table import Table
 
 from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
 from mm_grpo.config.engine_facts import ENGINE_FACTS
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
-from mm_grpo.health.image_files import readable
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
 from mm_grpo.learner.twin_view import TwinPrompts
@@ -45,7 +45,7 @@ from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
@@ -190,7 +190,7 @@ def _broken_limit(
 
 
 def _walk(
-    dataset: Dataset,
+    dataset: Rows,
     prompt_builder: PromptBuilder,
     broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,

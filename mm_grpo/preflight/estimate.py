@@ -49,7 +49,7 @@ FEWEST = 512
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     """The model of a config without weights, trained parts marked, and its family. ConfigError for what is unknown."""
     options = {"trust_remote_code": config.model.trust_remote_code}
-    cls, found = processor_class(config.model.path, named=config.model.processor, **options)
+    cls, found = processor_class(config.model.path, processor=config.model.processor, **options)
     family = cls.family
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     try:

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 from mm_grpo.config.messages import Accepts, Section
 from mm_grpo.config.values import Number
 from mm_grpo.errors import ConfigError, RewardError
-from mm_grpo.types import is_number
+from mm_grpo.numbers import is_number
 
 Action = Literal["stop", "mask"]
 

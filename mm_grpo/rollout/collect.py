@@ -38,7 +38,7 @@ from mm_grpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from mm_grpo.config import AlgorithmConfig, GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer, Scores
@@ -102,7 +102,7 @@ class Collector:
     def __init__(
         self,
         config: GRPOConfig,
-        dataset: Dataset,
+        dataset: Rows,
         order: PromptOrder,
         seeds: SeedPlan,
         prompt_builder: PromptBuilder,
@@ -280,7 +280,7 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
             replace(
                 group,
                 prompt=replace(group.prompt, vision={}),
-                completions=tuple(replace(c, tail=None, environment=None) for c in group.completions),
+                completions=tuple(replace(c, tail=None, final_state=None) for c in group.completions),
             )
             for group in groups
         ]

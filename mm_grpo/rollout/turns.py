@@ -217,8 +217,8 @@ class TurnLoop:
             weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
             tail=one.conversation.tail(),
             turns=tuple(one.turns),
-            environment=one.episode.environment,
-            environment_reward=reward,
+            final_state=one.episode.environment,
+            final_reward=reward,
             masked=one.episode.masked,
         )
 

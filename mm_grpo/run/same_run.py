@@ -15,7 +15,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.messages import Section, section_of
-from mm_grpo.data.dataset import Dataset, fingerprint
+from mm_grpo.data.base import Rows
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import FILE_MODULE
 from mm_grpo.rewards.resolve import describe, describe_code
@@ -89,9 +89,12 @@ def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def rows_of(train: Dataset, eval_sets: Mapping[str, Dataset]) -> dict[str, Any]:
+def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
     """The fingerprints of the training rows and of the evaluation sets, by the field of `data` that names them."""
-    return {"train": fingerprint(train), **{f"eval.{name}": fingerprint(s) for name, s in eval_sets.items()}}
+    return {
+        "train": train.fingerprint(),
+        **{f"eval.{name}": s.fingerprint() for name, s in eval_sets.items()},
+    }
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:

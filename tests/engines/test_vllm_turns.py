@@ -35,7 +35,7 @@ class Setting:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.processor: Any = load_processor(rig.settings.model, named=f"{calling.__file__}:Calling")
+        self.processor: Any = load_processor(rig.settings.model, processor=f"{calling.__file__}:Calling")
         self.engine = VLLMEngine(replace(rig.settings, max_images=MOST_TURNS * 2 + 2), self.processor)
         self.engine.update_weights(rig.tensors(), 0)
         config = small_config("model", rollout={"max_turns": MOST_TURNS})

@@ -226,7 +226,7 @@ processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     skipped check | following == found and all(found): ==> following == found:
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
-    skipped check | if found != images * self.template_tokens.get(name, 0): ==> if False:
+    skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:
 processors/qwen_vl.py < processors/test_qwen_vl.py processors/test_resize.py processors/test_families.py
     wrong key | image_processor.size if max_pixels else ==> image_processor.size if True else
 processors/special_tokens.py < processors/test_special_tokens.py
