@@ -178,7 +178,7 @@ rollout/vllm/internals.py < rollout/test_vllm_handle.py
     not shared | parameter.data = part ==> parameter.data = part.clone()
     skipped check | raise failures[0] ==> pass
 rollout/served/plugin.py < rollout/test_served_transfer.py
-    * earlier run | self.account.factors = init_info.group, {} ==> self.account.factors = init_info.group, self.account.factors
+    * earlier run | factors = init_info.group, {} ==> factors = init_info.group, self.account.factors
     * factors at rest | {name: digests[name] for name in self.digests.keys() & digests.keys()} ==> digests
     * dropped adapter | self.finished, self.put = True, not self.factors ==> self.finished, self.put = True, True
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow

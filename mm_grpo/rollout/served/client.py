@@ -14,17 +14,15 @@ import asyncio
 import json as jsonlib
 import os
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
+from mm_grpo.background import BackgroundLoop
 from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
 
-T = TypeVar("T")
 Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 KEEP_ALIVE = (
@@ -38,6 +36,13 @@ silence and 3 unanswered probes 10 s apart. A slow answer is safe: the kernel of
 CONNECT_TIMEOUT = 5.0
 MESSAGE_LENGTH = 400
 """Most characters of a server's own message."""
+
+
+_LOOP = BackgroundLoop("mm_grpo-http")
+in_background = _LOOP.submit
+"""Run a coroutine in the thread of all clients."""
+wait = _LOOP.result
+"""Wait for its result."""
 
 
 class ServerError(Exception):
@@ -159,33 +164,6 @@ class ServerClient:
                 trust_env=False,
             )
         return self._http
-
-
-_starting = threading.Lock()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop of this process's clients in a daemon thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mm_grpo-http", daemon=True).start()
-    return loop
-
-
-def in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine in the thread of all clients; cancelling the future cancels it."""
-    with _starting:
-        loop = _loop()
-    return asyncio.run_coroutine_threadsafe(work, loop)
-
-
-def wait(future: Future[T]) -> T:
-    """Return the result of a future, which is cancelled if the wait is interrupted (Ctrl-C)."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
 
 
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:

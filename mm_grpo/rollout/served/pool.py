@@ -17,11 +17,12 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, in_background, wait
 from mm_grpo.rollout.served.protocol import ServerLimits, ask, probe, weights_name
@@ -94,7 +95,7 @@ class ServerPool:
         self._waiting: deque[tuple[int, asyncio.Future[Server]]] = deque()  # with the completions of each
         self._none_ready_since: float | None = None
         self._watcher: Future[None] | None = None
-        self._threads = ThreadPoolExecutor(len(self.servers) + 1, "mm_grpo-servers")
+        self._threads = BackgroundThreads(len(self.servers) + 1, "mm_grpo-servers")
 
     # from any thread -------------------------------------------------------------------------
 
@@ -195,7 +196,7 @@ class ServerPool:
             for server in self.servers:  # a readmission would go on in threads that are gone
                 self._in_loop(lambda s: s.readmission and s.readmission.cancel(), server)
         self.closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # one request -----------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, describe, listen
@@ -54,7 +54,7 @@ class ServedTransfer(ABC):
         self._joined: dict[str, str] = {}  # names of the workers' groups, by url
         self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
         # a server has at most three calls at once, and one of them waits for the others
-        self._threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="mm_grpo-transfer")
+        self._threads = BackgroundThreads(256, "mm_grpo-transfer")
 
     def weights_name(self, version: int) -> str:
         """Return the servers' name of this run's weights: RUN:VERSION, RUN different for every transfer."""
@@ -73,7 +73,7 @@ class ServedTransfer(ABC):
         return self._update([client], self.all_parts())[client.url]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     @abstractmethod
     def join(self, client: ServerClient, name: str) -> None:
