@@ -73,7 +73,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 class BroadcastGroup:
-    """One rank of a group of `size` that broadcasts from rank 0. Each call ends within `timeout` seconds.
+    """Rank of a group of `size` that broadcasts from rank 0. Each call ends within `timeout` seconds.
 
     The constructor blocks until all have joined, and raises EngineError if they do not join in time. The learner passes
     the `listener` at the port that it announced, and gives it up; the others pass its host and port.

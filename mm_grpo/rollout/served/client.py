@@ -46,7 +46,7 @@ wait = _LOOP.result
 
 
 class ServerError(Exception):
-    """A call to the server at `url` failed, for a `reason` that does not name the url."""
+    """Failed call to the server at `url`. `reason` does not name the url."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
@@ -58,7 +58,7 @@ class ServerUnreachable(ServerError):
 
 
 class ServerRefused(ServerError):
-    """A `status` of 4xx: the request is wrong, for every server."""
+    """A `status` of 4xx: every server would refuse the request."""
 
     def __init__(self, url: str, reason: str, status: int) -> None:
         super().__init__(url, reason)

@@ -19,11 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
-from mm_grpo.rollout.engine import Follows, ReplicaLost, Request, RequestStream, RolloutEngine
+from mm_grpo.rollout.engine import ReplicaLost, Request, RolloutEngine
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerRefused, ServerUnreachable, wait
 from mm_grpo.rollout.served.pool import Server, ServerPool
 from mm_grpo.rollout.served.protocol import MASKED, ServerLimits, adapter_layers, key_refused
-from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, RequestFormat, request_groups
+from mm_grpo.rollout.vllm.requests import (
+    EngineAnswer,
+    EngineRequest,
+    GroupStream,
+    RequestFormat,
+    request_groups,
+)
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
 
@@ -96,7 +102,7 @@ class ServedEngine(RolloutEngine):
 
     @property
     def sentence(self) -> str:
-        """Return the servers' urls, for the log."""
+        """Return the log's line about the servers."""
         return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
@@ -224,7 +230,7 @@ class ServedEngine(RolloutEngine):
 
 @dataclass(frozen=True)
 class ServedReplica:
-    """One server as an engine for checks: `score` and `generate` raise ReplicaLost if it fails."""
+    """Server as an engine for checks: `score` and `generate` raise ReplicaLost if it fails."""
 
     engine: ServedEngine
     server: Server
@@ -249,52 +255,31 @@ class ServedReplica:
             raise ReplicaLost(str(error)) from error
 
 
-class ServedStream(RequestStream):
-    """Stream of a `ServedEngine`. Its exit gives up the requests that are left after an error.
+class ServedStream(GroupStream):
+    """Stream of a `ServedEngine`. Its exit aborts the requests that are left after an error.
 
     Raises DataError for a row that does not fit, GuardStop when a server ran other tokens than the learner's,
     EngineError when no server is left.
     """
 
     def __init__(self, engine: ServedEngine) -> None:
-        self.engine = engine
-        self.running: dict[
-            int, tuple[Sequence[Request], Future[EngineAnswer]]
-        ] = {}  # by a group's first number
-        self._count = 0
+        super().__init__(engine.requests)
+        self.pool = engine.pool
 
-    @property
-    def unfinished(self) -> int:
-        return sum(len(group) for group, _ in self.running.values())
-
-    def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        return self._add([request])[0]
-
-    def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add requests; neighbours of one prompt with consecutive seeds go as one, and are answered together."""
-        return [number for group in request_groups(requests) for number in self._add(group)]
-
-    def _add(self, group: Sequence[Request]) -> list[int]:
-        """Add requests that go as one (`request_groups`)."""
-        first, self._count = self._count, self._count + len(group)
-        self.running[first] = group, self.engine.pool.submit(self.engine.requests.sampled(group))
-        return list(range(first, self._count))
+    def send(self, request: EngineRequest) -> Future[EngineAnswer]:
+        return self.pool.submit(request)
 
     def step(self) -> list[tuple[int, Completion]]:
         """Return the answers that have come. Waits for the first."""
         if not self.running:
             return []
-        futures.wait([future for _, future in self.running.values()], return_when=futures.FIRST_COMPLETED)
-        completions: list[tuple[int, Completion]] = []
-        for first in [first for first, (_, future) in self.running.items() if future.done()]:
-            group, future = self.running.pop(first)
-            answer = answer_of(future, group[0].prompt.uid)
-            completions += enumerate(self.engine.requests.completions(group, answer), first)
-        return completions
+        futures.wait(self.running, return_when=futures.FIRST_COMPLETED)
+        done = [(future, group[0].prompt.uid) for future, (_, group) in self.running.items() if future.done()]
+        return [pair for future, uid in done for pair in self.finish(future, answer_of(future, uid))]
 
     def close(self) -> None:
         running, self.running = self.running, {}
-        for _, future in running.values():
+        for future in running:
             future.cancel()
 
 

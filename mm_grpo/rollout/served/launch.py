@@ -73,7 +73,7 @@ class ServerSettings:
     gpus: tuple[str, ...] | None = None
     """As many GPUs as `tensor_parallel`, as CUDA_VISIBLE_DEVICES names them; None for all."""
     socket: Path | None = None
-    """None for one that `serve` makes."""
+    """`serve` makes one if it is None."""
     host: str | None = None
     port: int = 8000
 
@@ -278,7 +278,7 @@ class ServerProcess:
             self.settings.socket.unlink(missing_ok=True)
 
     def tail(self) -> str:
-        """Return the end of its log, for a message."""
+        """Return the end of its log as part of a message."""
         with suppress(OSError):
             lines = self.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
             return f"the end of its log, '{self.log}':\n" + "\n".join(lines)

@@ -80,14 +80,14 @@ class InitInfo:
     """The learner's name for it."""
     host: str = ""
     port: int | None = None
-    """None for a transfer by files."""
+    """A transfer by files has None."""
     world_size: int = 0
     timeout: float = 60.0
 
 
 @dataclass
 class UpdateInfo:
-    """One chunk: tensors `names` of the file at `path`, or the `tensors` of a broadcast."""
+    """A chunk: tensors `names` of the file at `path`, or the `tensors` of a broadcast."""
 
     path: str | None = None
     names: Sequence[str] = ()

@@ -43,7 +43,7 @@ NO_DEADLINE = 7 * 86400.0
 
 @dataclass(eq=False)
 class Server:
-    """One server and its state."""
+    """Server and its state."""
 
     client: ServerClient
     model: str | None = None
