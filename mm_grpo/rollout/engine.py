@@ -1,8 +1,7 @@
 """The interface of a rollout engine, and its requests.
 
-A `Request` is one generation: a prompt, a seed and a sampling setting. Requests that share a prompt
-object stand side by side, so that an engine can run the prompt once for all of them; the seeds stay
-one per generation however the engine batches.
+Requests that share a prompt object stand side by side, so that an engine can run the prompt once for all of them. Each
+request has its own seed however the engine batches.
 
 An engine answers through a `RequestStream`: each request when it is done, with others added meanwhile. `generate` sends
 one whole batch through a stream. An engine that can only answer whole batches returns a `BatchStream`.
@@ -93,6 +92,7 @@ class RequestStream(ABC):
     def step(self) -> list[tuple[int, Completion]]:
         """Work for a moment, such as a token of each request. Return the numbers and answers that are done."""
 
+    # answered requests stay in memory without it, if the engine keeps rows to continue
     def release(self, number: int) -> None:  # noqa: B027
         """Forget an answered request, because none will follow it."""
 

@@ -6,8 +6,8 @@ The learner is rank 0; a server's workers follow. Each server has its own group 
 or hangs costs only its own deadline; one that comes back or joins late gets a new group. torch's default group, which
 belongs to the trainer (or vLLM), is not touched.
 
-The rendezvous, like gloo, listens only at the learner's `host`. It has no password: whoever reaches that port while a
-group is made could join it, so use it across hosts only in a private network.
+The rendezvous listens only at the learner's `host`, without a password: whoever reaches the port while a group is made
+could join it, so use it across hosts only in a private network.
 """
 
 from __future__ import annotations

@@ -77,8 +77,6 @@ class ServedEngine(RolloutEngine):
         self.pool = ServerPool(clients, limits, bring_up=None if transfer is None else self._bring_up)
         self.pool.connect()
 
-    # the protocol ----------------------------------------------------------------------------
-
     def stream(self) -> ServedStream:
         """Open a stream of requests; first lose the servers that are gone."""
         self._require_current()
@@ -102,7 +100,6 @@ class ServedEngine(RolloutEngine):
 
     @property
     def sentence(self) -> str:
-        """Return the log's line about the servers."""
         return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
@@ -144,7 +141,6 @@ class ServedEngine(RolloutEngine):
         return dict(received)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
         self._require_current()
@@ -159,8 +155,6 @@ class ServedEngine(RolloutEngine):
         for server in self.pool.servers:
             server.client.close()
         self._current = False
-
-    # weights ---------------------------------------------------------------------------------
 
     def _send(
         self, transfer: ServedTransfer, tensors: Iterable[tuple[str, Tensor]], version: int

@@ -153,9 +153,6 @@ def server_environment(settings: ServerSettings) -> dict[str, str]:
     return environment
 
 
-# processes -------------------------------------------------------------------------------------
-
-
 def require_key(host: str) -> None:
     """Raise ConfigError if a server at an address has no key."""
     if not os.environ.get(VARIABLE):
@@ -222,14 +219,11 @@ class ServerProcess:
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Wait until it answers. Raises EngineError if it ends, or takes more than `timeout` seconds from its start."""
         while not self.ready:
-            if (code := self.poll()) is not None:
-                raise EngineError(
-                    f"the vLLM server at {self.url} {ended(code)} before it was ready; {self.tail()}"
-                )
-            if time.monotonic() - self._started > timeout:
-                raise EngineError(
-                    f"the vLLM server at {self.url} was not ready within {timeout:g} s; {self.tail()}"
-                )
+            code = self.poll()
+            if code is not None or time.monotonic() - self._started > timeout:
+                late = f"was not ready within {timeout:g} s"
+                event = late if code is None else f"{ended(code)} before it was ready"
+                raise EngineError(f"the vLLM server at {self.url} {event}; {self.tail()}")
             time.sleep(0.25)
 
     @property

@@ -4,8 +4,7 @@
         --worker-extension-cls mm_grpo.rollout.served.plugin.WorkerExtension
 
 A worker imports the module of its extension before it makes its transfer engine, and this import registers the
-backends: no entry point, which would run in every vLLM of the machine. mm_grpo has to be importable where the server
-runs. `transfer.py` is the other end.
+backends. (An entry point would run in every vLLM of the machine.) `transfer.py` is the other end.
 
 `Receiver` is what vLLM calls a weight-transfer engine, without its base class, which `register` adds, so this file
 needs no vLLM. Its calls come in this order:
@@ -16,7 +15,7 @@ needs no vLLM. Its calls come in this order:
     finish_weight_update   layers are made from their tensors
 
 The learner then asks for the `Account`: a digest of each tensor as vLLM's layers hold it if they can be read
-(`vllm/read_back.py`), else as it arrived here. (vLLM's own checksums hash fused parameters, and on a CPU empty ones.)
+(`vllm/read_back.py`), else as it arrived here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Load balancing and failover over several servers.
 
-A request goes to the server that works on the fewest completions, MAX_SEQUENCES at most. The rest wait here without
-their bodies, so that they take little memory.
+A request goes to the server that works on the fewest completions, MAX_SEQUENCES at most; the rest wait here.
 
 A server is `lost` when it refuses or cuts a connection, answers 5xx or under other weights than the run's, or answers
 none of its requests for `timeout`. Its requests go to other servers unchanged, seeds included. It is tried again every
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from mm_grpo.background import BackgroundThreads
@@ -104,19 +104,21 @@ class ServerPool:
 
         Raises ConfigError if a server lacks what a run needs, or none answers.
         """
-        end = time.monotonic() + self.limits.wait_timeout
-        self._probe_all()
-        if not self.answering():
-            log.warning("rollout: waiting for a server: %s", self.describe())
-        while not self.answering():
-            if time.monotonic() > end:
+        start = time.monotonic()
+        for attempt in count():
+            for future in [self._threads.submit(self._probe, server) for server in self.servers]:
+                wait(future)
+            if self.answering():
+                break
+            if attempt == 0:
+                log.warning("rollout: waiting for a server: %s", self.describe())
+            if time.monotonic() > start + self.limits.wait_timeout:
                 raise ConfigError(
                     f"rollout.server.urls: no server answers within {self.limits.wait_timeout:g} s "
                     f"(rollout.server.wait_timeout): {self.describe()}; start them with `mm-grpo serve`, or check the "
                     "addresses"
                 )
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
-            self._probe_all()
         for server in self.servers:
             if server.model is None:
                 log.warning(
@@ -185,7 +187,6 @@ class ServerPool:
             time.sleep(0.05)
 
     def describe(self) -> str:
-        """Return each server's description."""
         return "; ".join(server.describe() for server in self.servers)
 
     def close(self) -> None:
@@ -299,10 +300,6 @@ class ServerPool:
             log.warning("rollout: %s joins", server.url)
         server.state, server.last_event, server.weights = "ready", "", self.current
         self._dispatch()
-
-    def _probe_all(self) -> None:
-        for future in [self._threads.submit(self._probe, server) for server in self.servers]:
-            wait(future)
 
     def _probe(self, server: Server) -> None:
         """Ask a server for its model. Raises ConfigError if it lacks what a run needs."""

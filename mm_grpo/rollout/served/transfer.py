@@ -4,8 +4,7 @@
     received -> reset caches -> resume -> name of the weights
 
 on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails or is late is
-left out from there on and stays paused, because it holds a mixture; the others go on. `rollout/weights.py` compares the
-digests; that a server's workers agree with each other is checked here.
+left out from there on and stays paused, because it holds a mixture. `rollout/weights.py` compares the digests.
 
 A new kind is a subclass of `ServedTransfer`, a line in `transfer_of`, and its receiver in `plugin.py`.
 """
@@ -14,8 +13,9 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -41,10 +41,7 @@ JOIN_TIMEOUT = 60.0
 
 
 class ServedTransfer(ABC):
-    """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds.
-
-    It keeps the newest tensors for servers that join late. Its calls must not overlap.
-    """
+    """Base of every kind, which keeps the newest tensors for servers that join late. Calls must not overlap."""
 
     kind = ""
 
@@ -254,15 +251,10 @@ class GlooTransfer(ServedTransfer):
         call = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        try:
+        with _during(call):
             group = BroadcastGroup(
                 self.kind, self.host, port, rank=0, size=size, timeout=seconds, listener=listener
             )
-        except EngineError:
-            if call.done():  # raises the server's own error if there is one
-                call.result()
-            raise
-        call.result()
         group.timeout = self.timeout
         self._groups[client.url] = group
 
@@ -278,15 +270,10 @@ class GlooTransfer(ServedTransfer):
         call = self._threads.submit(self._send_part, client, tensors=describe(part))
         call.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
-            for _, tensor in part:
-                group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
-            call.result()
-        except EngineError as error:
-            self._leave(client)
-            if call.done():  # raises the server's own error if there is one
-                call.result()
-            raise EngineError(f"{client.url}: {error}") from error
-        except ServerError:
+            with _during(call):
+                for _, tensor in part:
+                    group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
+        except (EngineError, ServerError):
             self._leave(client)
             raise
 
@@ -308,6 +295,18 @@ class NcclTransfer(GlooTransfer):
     kind = "nccl"
 
 
+@contextmanager
+def _during(call: Future[Any]) -> Iterator[None]:
+    """Run the block while a server works on `call`, and wait for it. Raises the server's own error if there is one."""
+    try:
+        yield
+    except EngineError:
+        if call.done():
+            call.result()
+        raise
+    call.result()
+
+
 def kind_of(kind: str, device: str, folder: str | None) -> str:
     """Return the kind of a transfer; `auto` is nccl for a learner on a GPU without a folder, else file."""
     automatic = "file" if device == "cpu" or folder is not None else "nccl"
@@ -322,10 +321,7 @@ def transfer_of(
     host: str = "127.0.0.1",
     timeout: float = 300.0,
 ) -> ServedTransfer:
-    """Make the transfer of `rollout.server.transfer`.
-
-    `device` is the learner's, `host` its address as servers reach it, `timeout` the deadline of every call in seconds.
-    """
+    """Make the transfer of `rollout.server.transfer`. `device` is the learner's, `host` its address for the servers."""
     kind = kind_of(kind, device, folder)
     if kind == "file":
         return FileTransfer(folder, timeout)

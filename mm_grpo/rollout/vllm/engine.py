@@ -74,8 +74,6 @@ class VLLMEngine(RolloutEngine):
             version=lambda: self.version,
         )
 
-    # the protocol ----------------------------------------------------------------------------
-
     def stream(self) -> RequestStream:
         """Open a stream of requests; vLLM's prefix cache finds what they share."""
         self._ready()
@@ -144,7 +142,6 @@ class VLLMEngine(RolloutEngine):
         return internals.lend(self._handle, parameters)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
         answer = internals.run(self._ready(), self.requests.scored(prompt, token_ids))
@@ -156,8 +153,6 @@ class VLLMEngine(RolloutEngine):
             if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
             self._current = False
-
-    # memory ----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the GPU for the learner, as `settings.sleep_level` says. Does nothing on a CPU, or at level 0."""
@@ -171,8 +166,6 @@ class VLLMEngine(RolloutEngine):
     def wake(self) -> None:
         """Take the memory back. After level 2 the weights are gone until `update_weights` sends all."""
         internals.wake(self._own_handle())
-
-    # parts -----------------------------------------------------------------------------------
 
     @property
     def _can_sleep(self) -> bool:

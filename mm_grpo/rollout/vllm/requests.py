@@ -67,10 +67,9 @@ class EngineAnswer:
 
 
 class RequestFormat:
-    """Maker of requests for a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
+    """Maker of requests, within the limits that vLLM was started with.
 
-    `mask` is a logit bias that keeps media tokens from being sampled; `params` are added to those of each request;
-    `version` returns the number of the weights.
+    `mask` is a logit bias against media tokens, `params` join those of each request, `version` numbers the weights.
     """
 
     def __init__(
@@ -229,10 +228,7 @@ def check_ids(prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) ->
 
 
 def completion_of(request: Request, processor: Processor, sampled: Sampled, version: int) -> Completion:
-    """Return the completion of a request.
-
-    Raises EngineError if it did not end, GuardStop if a log-probability is missing, not finite or positive.
-    """
+    """Return a completion. EngineError if it did not end, GuardStop if a log-prob is missing, not finite or positive."""
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
