@@ -419,7 +419,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     from mm_grpo.rollout.served.broadcast import own_address
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
-    from mm_grpo.rollout.served.protocol import Limits, model_sizes
+    from mm_grpo.rollout.served.protocol import ServerLimits, model_sizes
     from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
@@ -445,7 +445,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
         clients,
         transfer,
         processor,
-        limits=Limits(
+        limits=ServerLimits(
             timeout=given.timeout,
             probe_timeout=min(30.0, given.timeout / 3),
             wait_timeout=given.wait_timeout,

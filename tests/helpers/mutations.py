@@ -178,15 +178,15 @@ rollout/vllm/internals.py < rollout/test_vllm_handle.py
     not shared | parameter.data = part ==> parameter.data = part.clone()
     skipped check | raise failures[0] ==> pass
 rollout/served/plugin.py < rollout/test_served_transfer.py
-    * earlier run | self.account.factors = group, {} ==> self.account.factors = group, self.account.factors
-    * factors at rest | {name: held[name] for name in self.digests.keys() & held.keys()} ==> held
+    * earlier run | factors = init_info.group, {} ==> factors = init_info.group, self.account.factors
+    * factors at rest | {name: digests[name] for name in self.digests.keys() & digests.keys()} ==> digests
     * dropped adapter | self.finished, self.put = True, not self.factors ==> self.finished, self.put = True, True
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
-    * another version | if found != self.current: ==> if ":" not in found:
+    * another version | if weights != self.current: ==> if ":" not in weights:
     * another version | self._require(server, answer.weights) ==> self._require(server, str(self.current))
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
-    * another version | self.timeout))) == held ==> self.timeout)))[:8] == held[:8]
+    * another version | self.timeout))) == name ==> self.timeout)))[:8] == name[:8]
     missing clone | tensor.detach().to("cpu", copy=True).contiguous() ==> tensor.detach().to("cpu").contiguous()
     stale group | self._joined.pop(client.url, None) ==> pass
     dropped worker | if any(account.group != ==> if all(account.group !=
