@@ -9,7 +9,7 @@ prompt, L prompt tokens, T completion tokens, V vocabulary, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
 
 if TYPE_CHECKING:
@@ -203,6 +203,11 @@ class Group:
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     turn_rewards: tuple[tuple[float | None, ...], ...] = ()
     turn_advantages: tuple[tuple[float, ...], ...] = ()
+
+    def without_local_state(self) -> Group:
+        """Return a copy for another process: without vision tensors, observations and live objects."""
+        completions = tuple(replace(c, tail=None, environment=None) for c in self.completions)
+        return replace(self, prompt=replace(self.prompt, vision={}), completions=completions)
 
     @property
     def has_advantage(self) -> list[bool]:

@@ -39,6 +39,8 @@ class PassRateOrder(PromptOrder):
         staleness: k, steps that are sampled ahead of the learner.
     """
 
+    uses_shares = True
+
     def __init__(
         self, n_rows: int, prompts_per_step: int, seed: int, factor: float, staleness: int = 0
     ) -> None:
@@ -68,7 +70,7 @@ class PassRateOrder(PromptOrder):
         return self.first_step((steps * self.prompts_per_step - 1) // self.n_rows) > self.lag
 
     def observe(self, step: int, shares: Iterable[tuple[int, float]]) -> None:
-        """Take in rows and their shares of successes in a step that was learned from, and draw the pass that is due."""
+        """Update the rates of these rows, and draw the pass that is due."""
         for row, share in shares:
             rate = self.rates[row]
             self.rates[row] = share if rate is None else rate + self.factor * (share - rate)
@@ -79,14 +81,13 @@ class PassRateOrder(PromptOrder):
             del self._drawn[epoch]
 
     def state(self) -> dict[str, str]:
-        """What a checkpoint keeps, as one compressed text."""
+        """Return rates and drawn passes as one compressed text."""
         text = json.dumps({"rates": self.rates, "drawn": sorted(self._drawn.items())})
         return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take up the state in what a checkpoint kept; at the start of a run there is none."""
-        if KEY in kept:
-            state = json.loads(zlib.decompress(base64.b85decode(kept[KEY])))
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        if KEY in extra:
+            state = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
             self.rates, self._drawn = state["rates"], dict(state["drawn"])
 
     def sentence(self, steps: int) -> str:

@@ -159,10 +159,10 @@ rollout/group_metrics.py < rollout/test_collect.py
 rollout/evaluate.py < rollout/test_evaluate.py
     denominator | sum(row.clipped for row in rows) / len(lengths) ==> sum(row.clipped for row in rows) / len(rows)
     denominator | length=fmean(lengths) if ==> length=sum(lengths) / len(rows) if
-    sign | [[fmean(own) - fmean(row.values)] ==> [[fmean(row.values) - fmean(own)]
+    sign | [[fmean(s) - fmean(row.values)] ==> [[fmean(row.values) - fmean(s)]
     bound | best is not None and score <= best.score) ==> best is not None and score < best.score)
 rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
-    * seeds by attempt | slot, rollout.attempts) ==> slot, 0)
+    * seeds by attempt | self.seeds.group(step, slot, attempt) ==> self.seeds.group(step, slot, 0)
 rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
