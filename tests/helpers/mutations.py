@@ -134,7 +134,7 @@ learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
     * budget | sampling.max_tokens - conversation.run_length) ==> sampling.max_tokens - conversation.run_length + 1)
-    * seeds by turn | self.seeds.of_turn(one.request.seed, turn) ==> self.seeds.of_turn(one.request.seed, 1)
+    * seeds by turn | self.seeds.of_turn(talk.request.seed, turn) ==> self.seeds.of_turn(talk.request.seed, 1)
     * skipped check | require_answers([request], [answer], self.version()) ==> None
 rollout/conversation.py < rollout/test_turns.py
     * budget | len(self.start.token_ids) >= below: ==> len(self.start.token_ids) > below:
