@@ -6,11 +6,9 @@ advantages of its slots. `collect_step` (pipeline.py) calls the four stages in o
 
 Dynamic sampling (DAPO, Yu et al. 2025, arXiv:2503.14476, section 3.2): a group whose rewards are all equal has zero
 standard deviation and no gradient. Such groups are replaced, whole, by groups of other rows, attempt after attempt up
-to `rollout.max_attempts`. A replacement keeps its slot and takes the seeds of its attempt. Its row comes from an order
-of spare rows, so the rows of later steps do not shift. Departures from DAPO: the bound is on attempts, and a slot that
-still has zero standard deviation after the last one keeps its group, which adds no gradient and counts in denominators.
-Metrics of rewards and completions describe the first attempt, which shows how the policy does on the data; what is
-learned from is a selection.
+to `rollout.max_attempts`. A replacement keeps its slot and takes the seeds of its attempt. Departures from DAPO: the
+bound is on attempts, and a slot that still has zero standard deviation after the last one keeps its group, which adds
+no gradient and counts in denominators.
 """
 
 from __future__ import annotations
@@ -140,16 +138,17 @@ class Collector:
         return self.runner.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
 
     def observe(self, rollout: Rollout, ranks: Ranks) -> None:
-        """Show an order that depends on it each sampled row's share of successes. Collective over `ranks`."""
-        if not self.order.uses_shares:
-            return
-        groups = [(group, self.success.share(group)) for group in rollout.sampled]
-        shares = [
-            (self._row(rollout.step, g.slot, g.attempt), share) for g, share in groups if share is not None
-        ]
-        self.order.observe(rollout.step, ranks.broadcast(shares, "success shares"))
+        """Show each sampled row's share of successes to an order that uses it. Collective over `ranks`."""
+        # `ranks` are the main thread's; with steps ahead `self.ranks` belongs to the job thread
+        if self.order.uses_shares:
+            rows = (
+                (self._row(rollout.step, g.slot, g.attempt), self.success.share(g)) for g in rollout.sampled
+            )
+            shares = [(row, share) for row, share in rows if share is not None]
+            self.order.observe(rollout.step, ranks.broadcast(shares, "success shares"))
 
     def _row(self, step: int, slot: int, attempt: int) -> int:
+        # replacements come from an order of spare rows, so the rows of later steps do not shift
         if attempt:
             return self.order.spare(step, attempt, slot, self.config.rollout.max_attempts)
         return self.order.rows(step)[slot]
@@ -178,16 +177,14 @@ class Collector:
         return groups
 
     def rewards(self, rollout: Rollout, groups: Sequence[Group]) -> None:
-        """Score the groups of all processes on the first one, and close the attempt.
-
-        `rollout.zero_std_slots` are then the slots whose group is to be replaced; none without dynamic sampling.
-        """
+        """Score the groups of all processes on the first one, and close the attempt: set `zero_std_slots`."""
         gathered = self.runner.gather(groups, "completions")
         with self.ranks.fail_together("rewards"):
             if gathered is not None:
                 with timed(rollout.times, "time/rewards"):
                     scored, metrics = self.runner.score(gathered, rollout.step, rollout.streamed_calls)
                 rollout.sampled += scored
+                # later attempts are a selection; the first shows how the policy does on the data
                 if rollout.attempts == 0 and scored:
                     by_task = task_metrics(scored) if self.dataset.by_task else {}
                     rollout.metrics |= metrics | group_metrics(scored) | by_task
@@ -214,6 +211,7 @@ class Collector:
                 learned = {slot: replace(group, **by_slot[slot]) for slot, group in final.items()}
                 rollout.metrics |= self._advantage_metrics(rollout, [*learned.values()])
                 zeros = (0.0,) * self.seeds.generations
+                # by identity: the groups of a slot's attempts have the same slot
                 rollout.sampled = [
                     learned[group.slot] if group is final[group.slot] else replace(group, advantages=zeros)
                     for group in rollout.sampled

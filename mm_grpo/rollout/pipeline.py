@@ -1,8 +1,8 @@
 """When the groups of a step are made: in the step itself, or ahead of it while the learner works (max_staleness k > 0).
 
 `Synchronous` makes them when they are asked for. `Lockstep` samples step s under weight version max(0, s - 1 - k) and
-no other: one job per step, one after the other in a thread, and an update lands when no job runs. Samples follow from
-the schedule, not from the time that anything takes, so a run repeats, on any number of servers and after a resume.
+no other: one job per step, one after the other in a thread; an update lands when no job runs. Samples follow from the
+schedule, not from the time that anything takes, so a run repeats, on any number of servers and after a resume.
 
     version 0            1            2                       k = 1
     engine  [1][2]       [3]          [4]                     job of a step: prompts, completions, rewards, advantages
@@ -10,8 +10,8 @@ the schedule, not from the time that anything takes, so a run repeats, on any nu
 
 The schedule is that of verl's one-step-off-policy recipe and of prime-rl, for any k. The threads:
 
-- main thread: the learner, weight sync, evaluation, guards, callbacks, checkpoints. An update with its checks, and an
-  evaluation, come when no job runs: the checks ask the engine, and would wait behind what it samples.
+- main thread: the learner, weight sync, evaluation, guards, callbacks, checkpoints. Updates and evaluations come when
+  no job runs.
 - job thread: prompts (prefetch.py decodes images in more threads), sampling, rewards in the trainer's process, and the
   collectives of these, over a gloo group that only this thread uses (`Ranks.second`). Every process has the same jobs
   in the same order, so the collectives meet.
@@ -93,7 +93,7 @@ class Lockstep(Synchronous):
         """Do nothing: the engine samples on."""
 
     def drain(self) -> None:
-        # a job that has begun is to be sampled under the weights that the engine has now
+        # a job is to be sampled under the weights that the engine has now; checks would wait behind it
         seconds = self._wait([job for _, job in sorted(self.jobs.items())])
         if self.current is not None:
             self.current.times["time/wait"] += seconds
@@ -101,7 +101,8 @@ class Lockstep(Synchronous):
     def landed(self, step: int) -> None:
         self.learned = step
         interval = self.collector.config.run.eval_every
-        if not interval or step % interval:  # else an evaluation comes first
+        # an evaluation comes before the next job: both would ask the engine
+        if not interval or step % interval:
             self._start(step + 1)
 
     def finished(self) -> dict[int, Rollout]:
@@ -137,7 +138,8 @@ def collect_step(
 
     `require_open` is called between them, and raises when the run has ended.
     """
-    for _ in range(collector.config.rollout.max_attempts):  # above 1 only with dynamic sampling
+    # above 1 only with dynamic sampling
+    for _ in range(collector.config.rollout.max_attempts):
         prompts = collector.prompts(rollout)
         require_open()
         groups = collector.completions(rollout, prompts)

@@ -71,6 +71,7 @@ class PromptBuilder:
         self.limit_name, self.limit = prompt_limit(config, *sizes, training=True)
         self.evaluation = self
         if config.rollout.eval.max_completion_length is not None or self.policy == "drop":
+            # it shares the prefetcher, and so its threads
             self.evaluation = copy.copy(self)
             self.evaluation.limit_name, self.evaluation.limit = prompt_limit(config, *sizes, training=False)
 
@@ -85,6 +86,7 @@ class PromptBuilder:
 
         Prompts of `next_rows`, which will be asked for next, begin in the background.
         """
+        # all rows begin before the first is waited for, and before the next ones, which have time
         waits = {row: self.prefetcher.begin(dataset, row) for row in dict.fromkeys(rows.values())}
         self.prefetcher.ahead(dataset, next_rows)
         results = {row: self._usable(wait) for row, wait in waits.items()}
@@ -102,10 +104,8 @@ class PromptBuilder:
             )  # fmt: skip
 
     def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
-        """Yield (step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for.
-
-        As many places are looked at as there are rows: all rows come, unless weights repeat some.
-        """
+        """Yield (step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for."""
+        # as many places as rows: all rows come, unless the order repeats some
         places = ((step, slot, row) for step in count(1) for slot, row in enumerate(order.rows(step)))
         rows: set[int] = set()
         for step, slot, row in islice(places, len(dataset)):

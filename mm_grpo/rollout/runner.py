@@ -68,31 +68,29 @@ class RolloutRunner:
                 if version is not None:
                     require_answers(requests, completions, version)
             except BaseException:
+                # else the scorer would take the next batch for a second one at the same time
                 if streamed_calls is not None:
                     streamed_calls.abandon()
                 raise
         flat = iter(completions)
-        slots = zip(prompts.slots, prompts.prompts, seeds, strict=True)
         groups = [
             Group(slot, prompt, tuple(islice(flat, len(group_seeds))), attempt=attempt)
-            for slot, prompt, group_seeds in slots
+            for slot, prompt, group_seeds in zip(prompts.slots, prompts.prompts, seeds, strict=True)
         ]
         return groups, streamed_calls
 
     def begin_scoring(self, prompts: Sequence[Prompt], count: int, step: int) -> StreamedCalls | None:
         """Prepare to score `count` completions one by one. None if no reward can, and with several processes."""
-        if (
-            self.ranks.world > 1
-        ):  # the first process scores, and has the completions of the others only at the end
+        # the first process scores, and has the completions of the others only at the end
+        if self.ranks.world > 1:
             return None
         columns = dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns)
         return self.scorer.begin(count, columns, step)
 
     def gather(self, groups: Sequence[Group], label: str) -> list[Group] | None:
         """Return the groups of all processes by slot on the first process, None on the others. Collective."""
-        if (
-            self.ranks.world > 1
-        ):  # tensors are large, and live objects cannot be sent; no reward looks at them there
+        # tensors are large and live objects cannot be sent; with several processes no reward looks at them
+        if self.ranks.world > 1:
             groups = [group.without_local_state() for group in groups]
         shards = self.ranks.gather(groups, label)
         if shards is None:

@@ -5,9 +5,9 @@ The formulas are in algorithm/; here they meet the gates, weights and masks of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.scorer import Scores
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Group
-
-
-T = TypeVar("T")
 
 
 def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
@@ -37,8 +34,8 @@ def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
             group,
             rewards=tuple(None if skip else total for skip, total in totals),
             turn_rewards=tuple(tuple(None if skip else r for r in rewards) for skip, rewards in turns),
-            parts=_slices(scores.parts, start, end),
-            extra=_slices(scores.extra, start, end),
+            parts={name: values[start:end] for name, values in scores.parts.items()},
+            extra={name: values[start:end] for name, values in scores.extra.items()},
         )
         scored.append(group)
     return scored
@@ -101,7 +98,3 @@ def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Obj
         for spec in specs
         if spec.weight != 0
     ]
-
-
-def _slices(columns: Mapping[str, Sequence[T]], start: int, end: int) -> dict[str, Sequence[T]]:
-    return {name: values[start:end] for name, values in columns.items()}

@@ -28,7 +28,8 @@ from mm_grpo.errors import ConfigError
 TRAIN_SEEDS = 1 << 30
 TURN_SEEDS = 1 << 30
 EVAL_SEEDS = (1 << 31) - (1 << 10) - TRAIN_SEEDS
-_MIX = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring run seeds land far apart
+# 2^64 / golden ratio: neighbouring run seeds land far apart
+_MIX = 0x9E3779B97F4A7C15
 
 
 def _offset(run_seed: int, span: int, multiple: int) -> int:
@@ -71,6 +72,7 @@ class SeedPlan:
                 f"(step {step}, attempt {attempt}, slot {slot}) is outside the plan: steps 1 to "
                 f"{self.max_steps}, attempts below {self.attempts}, slots below {self.prompts}"
             )
+        # modulus and offset are multiples of G, so a group never straddles the end of the range
         modulus = self._modulus
         position = ((step - 1) * self.attempts + attempt) * self.prompts + slot
         offset = _offset(self.run_seed, modulus, self.generations)

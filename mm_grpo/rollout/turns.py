@@ -157,18 +157,14 @@ class TurnLoop:
 
     def _ask(self, stream: RequestStream, talk: _Talk) -> tuple[int, tuple[_Talk, Request]]:
         """Ask for a conversation's next turn."""
-        request = self._request(talk)
+        request, conversation = talk.request, talk.conversation
+        if turn := len(conversation.answers):
+            tokens = request.sampling.max_tokens - conversation.run_length
+            seed = self.seeds.of_turn(request.seed, turn)
+            request = Request(conversation.prompt, seed, replace(request.sampling, max_tokens=tokens))
         follows = None if talk.number is None else Follows(talk.number, talk.new_pictures)
         talk.number, talk.new_pictures = stream.add_request(request, follows), ()
         return talk.number, (talk, request)
-
-    def _request(self, talk: _Talk) -> Request:
-        sampling, conversation = talk.request.sampling, talk.conversation
-        turn = len(conversation.answers)
-        if turn == 0:
-            return talk.request
-        sampling = replace(sampling, max_tokens=sampling.max_tokens - conversation.run_length)
-        return Request(conversation.prompt, self.seeds.of_turn(talk.request.seed, turn), sampling)
 
     def _take_turn(self, talk: _Talk, answer: Completion) -> list[ToolCall]:
         """Append the model's turn; returns the calls to be made, [] if the conversation has ended."""
