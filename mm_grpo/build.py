@@ -321,9 +321,9 @@ def _prompts(
     """The prompt builder, the config with the limits of an engine that has its own, and what is to be said of them."""
     context = context_of(model.config)
     if ENGINE_FACTS[config.rollout.engine].embedded:
-        return PromptBuilder(processor, config, context, None, toolbox=toolbox), config, ""
+        return PromptBuilder(processor, config, context, None, preparer=toolbox), config, ""
     limits = engine_limits(config, processor, datasets, context, toolbox)
-    builder = PromptBuilder(processor, config, context, limits.max_model_len, toolbox=toolbox)
+    builder = PromptBuilder(processor, config, context, limits.max_model_len, preparer=toolbox)
     return builder, limits.in_config(config), limits.sentence
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
@@ -20,7 +21,6 @@ import torch
 from mm_grpo.build import build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.image_files import readable
-from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import start
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
@@ -40,6 +40,7 @@ from mm_grpo.rollout.collect import Collector
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Evaluation
 from mm_grpo.rollout.pipeline import scheduled_version
+from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
@@ -181,13 +182,13 @@ class GRPOTrainer:
         self.sampler = sampler_of(
             config, self.processor, self.engine, self.toolbox, plan.seeds, lambda: self.sync.version
         )
+        self.runner = RolloutRunner(self.prompt_builder, self.sampler, self.scorer, self.ranks)
         self.collector = Collector(
-            config, self.train_set, plan.order, plan.seeds, self.prompt_builder, self.sampler, self.scorer,
-            self.ranks.second() if config.rollout.max_staleness else self.ranks,
+            config, self.train_set, plan.order, plan.seeds,
+            replace(self.runner, ranks=self.ranks.second()) if config.rollout.max_staleness else self.runner,
             version=partial(scheduled_version, staleness=config.rollout.max_staleness),
             reference_logprobs=self.learner.reference_logprobs,
         )  # fmt: skip
-        self._pass_rates = plan.order if isinstance(plan.order, PassRateOrder) else None
         self.pipeline = pipeline_of(self.collector, self.engine, self.ranks)
 
     def train(self) -> dict[str, Any]:
@@ -228,7 +229,7 @@ class GRPOTrainer:
         """Answer every evaluation set with the current weights, by name; the first set is the headline. Collective."""
         self.callbacks.refuse_collective("evaluate", self.ranks.world)
         self.pipeline.drain()
-        return self.evaluations.answer((self.prompt_builder, self.sampler, self.scorer, self.ranks), step)
+        return self.evaluations.answer(self.runner, step)
 
     def save(self, path: str | Path) -> None:
         """Write weights, config, processor and chat template to `path`, loadable without mm_grpo."""
@@ -293,9 +294,7 @@ class GRPOTrainer:
         with timed(times, "step_time"):
             rollout = self.pipeline.take(step)  # prompts, completions, rewards, advantages (`collect_step`)
             groups = rollout.groups
-            if self._pass_rates is not None:
-                shares = ranks.broadcast(self.collector.pass_rates(rollout), "pass rates")
-                self._pass_rates.observe(step, shares)
+            self.collector.observe(rollout, ranks)
             with ranks.fail_together("guards"):
                 if ranks.first:  # every group that was sampled: the evidence, before a guard may stop the run
                     with timed(rollout.times, "time/log"):
@@ -382,8 +381,7 @@ class GRPOTrainer:
                 run.cut_after(done, log)
                 if done and run.paths.metrics.exists():
                     self.guards.replay(iter_metrics(run.paths.metrics))
-        if self._pass_rates is not None:
-            self._pass_rates.restore(kept)
+        self.plan.order.restore(kept)
         return done, kept
 
     @contextmanager
@@ -460,9 +458,8 @@ class GRPOTrainer:
             self._phase("evaluating before the first step")
         clock = time.perf_counter()
         self.pipeline.drain()
-        parts = (self.prompt_builder, self.sampler, self.scorer, self.ranks)
         self.progress.step = step
-        metrics = self.evaluations.run(step, parts, self.folder, self.progress.evaluating)
+        metrics = self.evaluations.run(step, self.runner, self.folder, self.progress.evaluating)
         self.progress.print_after(self.evaluations.sentence(step))
         metrics["time/eval"] = time.perf_counter() - clock
         self._call("on_evaluate", step=step, metrics=metrics, evaluations=self.evaluations.after)
@@ -509,7 +506,7 @@ class GRPOTrainer:
             "tokens_seen": self.tokens_seen,
             **self._identity,
             **self.evaluations.state(),
-            **({} if self._pass_rates is None else self._pass_rates.state()),
+            **self.plan.order.state(),
             **pack_ahead(self.pipeline.finished(), self.ranks),
         }
 

@@ -8,7 +8,7 @@ P prompts per step, G generations per prompt, L prompt tokens, T completion toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -196,6 +196,11 @@ class Group:
     """[G][K], totals by turn of the model; () for a completion without turns."""
     turn_advantages: tuple[tuple[float, ...], ...] = ()
     """[G][K] with `algorithm.turn_gamma`, else empty."""
+
+    def without_local_state(self) -> Group:
+        """Return a copy for another process: without vision tensors, observations and live objects."""
+        completions = tuple(replace(c, tail=None, final_state=None) for c in self.completions)
+        return replace(self, prompt=replace(self.prompt, vision={}), completions=completions)
 
     @property
     def has_advantage(self) -> list[bool]:

@@ -37,6 +37,8 @@ class PassRateOrder(PromptOrder):
         staleness: k, steps that are sampled ahead of the learner.
     """
 
+    uses_shares = True
+
     def __init__(
         self, n_rows: int, prompts_per_step: int, seed: int, factor: float, staleness: int = 0
     ) -> None:
@@ -77,14 +79,13 @@ class PassRateOrder(PromptOrder):
             del self._drawn[epoch]
 
     def state(self) -> dict[str, str]:
-        """Return the state for a checkpoint, as one compressed text."""
+        """Return rates and drawn passes as one compressed text."""
         text = json.dumps({"rates": self.rates, "drawn": sorted(self._drawn.items())})
         return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Restore the state of a checkpoint, if it has one."""
-        if KEY in kept:
-            state = json.loads(zlib.decompress(base64.b85decode(kept[KEY])))
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        if KEY in extra:
+            state = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
             self.rates, self._drawn = state["rates"], dict(state["drawn"])
 
     def sentence(self, steps: int) -> str:

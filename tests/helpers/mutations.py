@@ -133,8 +133,8 @@ learner/linear_attention.py < learner/test_linear_attention.py
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
-    * budget | sampling.max_tokens - conversation.run_length) ==> sampling.max_tokens - conversation.run_length + 1)
-    * seeds by turn | self.seeds.of_turn(one.request.seed, turn) ==> self.seeds.of_turn(one.request.seed, 1)
+    * budget | sampling.max_tokens - conversation.run_length ==> sampling.max_tokens - conversation.run_length + 1
+    * seeds by turn | self.seeds.of_turn(request.seed, turn) ==> self.seeds.of_turn(request.seed, 1)
     * skipped check | require_answers([request], [answer], self.version()) ==> None
 rollout/conversation.py < rollout/test_turns.py
     * budget | len(self.start.token_ids) >= below: ==> len(self.start.token_ids) > below:
@@ -155,14 +155,14 @@ rollout/decode_cache.py < processors/test_families.py
 rollout/group_metrics.py < rollout/test_collect.py
     denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)
     denominator | sum(faults.values()) / max(len(answers), 1) ==> sum(faults.values()) / len(completions)
-    wrong sample | fmean(stdev(r) if len(r) > 1 else 0.0 for r in known) ==> stdev(rewards) if len(rewards) > 1 else 0.0
+    wrong sample | fmean(stdev(r) if len(r) > 1 else 0.0 for r in values) ==> stdev(rewards if rewards[1:] else [0, 0])
 rollout/evaluate.py < rollout/test_evaluate.py
     denominator | sum(row.clipped for row in rows) / len(lengths) ==> sum(row.clipped for row in rows) / len(rows)
     denominator | length=fmean(lengths) if ==> length=sum(lengths) / len(rows) if
-    sign | [[fmean(own) - fmean(row.values)] ==> [[fmean(row.values) - fmean(own)]
+    sign | [[fmean(s) - fmean(row.values)] ==> [[fmean(row.values) - fmean(s)]
     bound | best is not None and score <= best.score) ==> best is not None and score < best.score)
 rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
-    * seeds by attempt | slot, rollout.attempts) ==> slot, 0)
+    * seeds by attempt | self.seeds.group(step, slot, attempt) ==> self.seeds.group(step, slot, 0)
 rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
