@@ -47,7 +47,6 @@ def measure(
     chosen = spread(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
-    scorer.conversational = all_rows.conversational
     as_trained = {"num_generations": samples, "temperature": config.rollout.temperature}
     config = config.with_values({f"rollout.eval.{name}": value for name, value in as_trained.items()})
 
@@ -56,7 +55,7 @@ def measure(
         shares.update((row, share) for row, share in known if share is not None)
 
     with open_sampler(config, [chosen], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
-        scorer.start()
+        scorer.start(conversational=all_rows.conversational)
         given = (prompt_builder, sampler, scorer, config, 0, ranks)
         answer_rows(chosen, *given, keep=keep, report=lambda done, of: report("pass rate", done, of))
     never, always = (list(shares.values()).count(share) for share in (0.0, 1.0))

@@ -79,7 +79,6 @@ def evaluate_config(
     if toolbox is not None:
         columns = [c for rows in sets.values() for c in rows.columns]
         toolbox.place(scorer.asking_for(("environment", "environments"), columns), processes=ranks.world)
-    scorer.conversational = next(iter(sets.values())).conversational
     model = config.model if found.config is None else found.config.model
     changed = config.model_copy(update={"model": model})
     put = partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None
@@ -89,7 +88,7 @@ def evaluate_config(
     with opened as (prompt_builder, sampler):
         clock = time.perf_counter()
         if ranks.first:
-            scorer.start()
+            scorer.start(conversational=next(iter(sets.values())).conversational)
         given = (prompt_builder, sampler, scorer, ranks)
         for name, scored, control, kind in evaluations.rows(given, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
