@@ -7,6 +7,7 @@
 - `outcome.py`    the gate of a reward that says what is right: the others pay nothing where it is no success
 - `required_columns.py` what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
+- `batch.py`      the rows of a step, and what functions log
 - `call.py`       calls of one function, and the scores and faults that come back
 - `arguments.py`  the arguments of a call by name
 - `scores.py`     what is a score, and what is wrong with other values
@@ -28,7 +29,7 @@ To add a reward of your own, decorate a function anywhere and name it in the con
 Nothing here imports torch, transformers or datasets.
 """
 
-from mm_grpo.rewards.call import TrainerState
+from mm_grpo.rewards.batch import TrainerState
 from mm_grpo.rewards.registry import get, names, reward
 from mm_grpo.rewards.resolve import describe, entry_point_names, resolve_entries, resolve_entry
 from mm_grpo.rewards.scorer import Scorer, Scores

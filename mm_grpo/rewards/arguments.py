@@ -12,7 +12,9 @@ from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.user_code.kept_state import own_copy
 
 if TYPE_CHECKING:
-    from mm_grpo.rewards.call import Batch, Call
+    from collections.abc import Sequence
+
+    from mm_grpo.rewards.batch import Batch
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Turn
 
@@ -30,22 +32,21 @@ NOT_COPIED = frozenset(
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 
 
-def copied_arguments(call: Call) -> dict[str, Any]:
+def copied_arguments(batch: Batch, spec: RewardSpec, rows: Sequence[int]) -> dict[str, Any]:
     """Return `arguments_of` with copies of everything that the function could change for later calls."""
-    arguments = arguments_of(call)
-    for name in arguments.keys() - NOT_COPIED - call.spec.shared_settings:
+    arguments = arguments_of(batch, spec, rows)
+    for name in arguments.keys() - NOT_COPIED - spec.shared_settings:
         arguments[name] = own_copy(arguments[name])
     return arguments
 
 
-def arguments_of(call: Call) -> dict[str, Any]:
-    """Return every argument by name. A required one that nothing supplies is None."""
-    spec, batch = call.spec, call.batch
+def arguments_of(batch: Batch, spec: RewardSpec, rows: Sequence[int]) -> dict[str, Any]:
+    """Return every argument of a call for `rows` by name. A required one that nothing supplies is None."""
     if spec.kind == "completion":
-        supplied, columns = _for_completion(call), batch.prompts[call.rows[0]].sample.columns
+        supplied, columns = _for_completion(batch, spec, rows[0]), batch.prompts[rows[0]].sample.columns
     else:
-        samples = [batch.prompts[row].sample for row in call.rows]
-        supplied = _for_batch(call) | {"samples": samples}
+        samples = [batch.prompts[row].sample for row in rows]
+        supplied = _for_batch(batch, spec, rows) | {"samples": samples}
         columns = {name: [sample.columns.get(name) for sample in samples] for name in batch.columns}
     supplied = {n: v for n, v in supplied.items() if n not in TURN_ARGUMENTS or n not in batch.columns}
     arguments: dict[str, Any] = {}
@@ -64,26 +65,24 @@ def arguments_of(call: Call) -> dict[str, Any]:
     return arguments | dict(spec.bound)
 
 
-def _for_completion(call: Call) -> dict[str, Any]:
-    row = call.rows[0]
-    prompt, completion = call.batch.prompts[row], call.batch.completions[row]
+def _for_completion(batch: Batch, spec: RewardSpec, row: int) -> dict[str, Any]:
+    prompt, completion = batch.prompts[row], batch.completions[row]
     return {
-        "completion": completion_text(call.batch, call.spec, row),
+        "completion": completion_text(batch, spec, row),
         "completion_ids": list(completion.token_ids),
-        "prompt": _prompt(call.batch, row),
+        "prompt": _prompt(batch, row),
         "images": prompt.engine_prompt.images,
         "sample": prompt.sample,
-        "trainer_state": call.batch.state,
-        "log_extra": lambda column, value: call.log_extra(column, own_copy([value])),
-        "log_metric": call.log_metric,
+        "trainer_state": batch.state,
+        "log_extra": lambda column, value: batch.log_extra(spec, [row], column, own_copy([value])),
+        "log_metric": batch.log_metric,
         "turns": turn_messages(completion),
         "environment": completion.environment,
         "environment_reward": completion.environment_reward,
     }
 
 
-def _for_batch(call: Call) -> dict[str, Any]:
-    batch, spec, rows = call.batch, call.spec, call.rows
+def _for_batch(batch: Batch, spec: RewardSpec, rows: Sequence[int]) -> dict[str, Any]:
     completions = [batch.completions[row] for row in rows]
     supplied = {
         "prompts": [_prompt(batch, row) for row in rows],
@@ -94,8 +93,8 @@ def _for_batch(call: Call) -> dict[str, Any]:
         "completion_ids": [list(completion.token_ids) for completion in completions],
         "images": [list(batch.prompts[row].engine_prompt.images) for row in rows],
         "trainer_state": batch.state,
-        "log_extra": lambda column, values: call.log_extra(column, own_copy(list(values))),
-        "log_metric": call.log_metric,
+        "log_extra": lambda column, values: batch.log_extra(spec, rows, column, own_copy(list(values))),
+        "log_metric": batch.log_metric,
     }
     # Without turns these stay out, unless asked for: they would appear in the **kwargs of TRL's functions.
     if any(c.turns for c in completions) or not TURN_ARGUMENTS.isdisjoint(spec.required + spec.optional):

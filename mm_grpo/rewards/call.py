@@ -1,8 +1,8 @@
-"""Calls of reward functions: rows, calls, and the scores and faults that come back.
+"""Calls of reward functions, and the scores and faults that come back.
 
-`Batch` holds a step's rows, `RewardCalls` one reward's calls in that step, and `Call` is one of them. Trainer and
-worker processes check answers by the same functions (`scores.py`), so isolation does not change a score. Not here:
-arguments (`arguments.py`), totals, metrics and the order of calls (`scorer.py`). Axis letters: n = P·G rows, flat.
+`RewardCalls` holds one reward's calls in a step, and `Call` is one of them. Trainer and worker processes check answers
+by the same functions (`scores.py`), so isolation does not change a score. Not here: the rows (`batch.py`), arguments
+(`arguments.py`), totals and the order of calls (`scorer.py`). Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.arguments import copied_arguments
+from mm_grpo.rewards.batch import Batch
 from mm_grpo.rewards.scores import (
     LEGAL,
     LEGAL_TURNS,
@@ -24,50 +25,15 @@ from mm_grpo.rewards.scores import (
     Fault,
     Score,
     check_answer,
-    score_of,
     shown,
     total_of,
 )
 from mm_grpo.rewards.spec import RewardSpec, code_of
 
-if TYPE_CHECKING:
-    from mm_grpo.types import Completion, Prompt
-
 RowErrors = dict[int, RewardError]
 """Errors by the row that is masked for them."""
 LONGEST = 2000
 """Characters kept of an exception's message."""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Progress of the run that rewards may read; `max_steps` is 0 when the run has no bound."""
-
-    global_step: int
-    max_steps: int = 0
-
-
-@dataclass
-class Batch:
-    """Rows of one step: `prompts[i]` belongs to `completions[i]`, n of each."""
-
-    prompts: Sequence[Prompt]
-    completions: Sequence[Completion]
-    columns: tuple[str, ...]
-    """Columns of the dataset; a row that lacks one reads None."""
-    conversational: bool
-    state: TrainerState
-    extra: dict[str, tuple[str, list[Any]]] = field(default_factory=dict)
-    """By column of `log_extra`, the name of its reward and n values."""
-    logged: dict[str, list[float]] = field(default_factory=dict)
-    """Values of `log_metric` by metric."""
-
-    def calls(self, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
-        """Return one call for each of `rows` that the reward applies to, or one for all of them."""
-        rows = [row for row in rows if spec.applies_to(self.prompts[row].sample.columns)]
-        if spec.kind == "completion":
-            return [Call(self, spec, (row,)) for row in rows]
-        return [Call(self, spec, tuple(rows))] if rows else []
 
 
 @dataclass(frozen=True)
@@ -80,7 +46,7 @@ class Call:
 
     def __call__(self) -> Any:
         """Call the function; an async one returns its coroutine."""
-        return self.spec.fn(**copied_arguments(self))
+        return self.spec.fn(**copied_arguments(self.batch, self.spec, self.rows))
 
     def refused(self, fault: Fault, row: int | None = None) -> RewardError:
         """Return the error for an answer that is no score."""
@@ -114,31 +80,6 @@ class Call:
             place = f"row {self.batch.prompts[row].uid!r} with the completion {text}"
         return f"reward {self.spec.name!r}, on {place},"
 
-    def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Store a function's values for a column of the rollout log, one for each row of the call."""
-        if len(values) != len(self.rows):
-            wrong = f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
-            raise RewardError(wrong)
-        owner, column_values = self.batch.extra.setdefault(
-            column, (self.spec.name, [None] * len(self.batch.completions))
-        )
-        if owner != self.spec.name:
-            raise RewardError(f"log_extra({column!r}): reward {owner!r} logs that column too; rename it")
-        for row, value in zip(self.rows, values, strict=True):
-            column_values[row] = value
-
-    def log_metric(self, name: str, value: Any) -> None:
-        """Store a function's value for a metric of the step."""
-        try:
-            number = score_of(value)
-        except ValueError:
-            number = None
-        if number is None:
-            raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
-        if name.startswith(("rewards/", "time/")):
-            raise RewardError(f"log_metric({name!r}): names under rewards/ and time/ are the trainer's")
-        self.batch.logged.setdefault(name, []).append(number)
-
     def _absent_columns(self) -> str:
         """Return a hint if a column that the function asked for is None in these rows, else ""."""
         samples = [self.batch.prompts[row].sample for row in self.rows]
@@ -152,6 +93,14 @@ class Call:
             return ""
         listed = ", ".join(repr(name) for name in absent)
         return f" (here {listed} is None; @reward(..., needs=({listed},)) skips such rows)"
+
+
+def calls_of(batch: Batch, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
+    """Return one call for each of `rows` that the reward applies to, or one for all of them."""
+    rows = [row for row in rows if spec.applies_to(batch.prompts[row].sample.columns)]
+    if spec.kind == "completion":
+        return [Call(batch, spec, (row,)) for row in rows]
+    return [Call(batch, spec, tuple(rows))] if rows else []
 
 
 @dataclass

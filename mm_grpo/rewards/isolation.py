@@ -179,7 +179,7 @@ def _workers(spec: RewardSpec) -> Workers:
 def _pickled(spec: RewardSpec, call: Call) -> bytes:
     """A call as a worker gets it: with the names of the logging functions, and `samples`, which hold the images at
     their full size, only where the function names them."""
-    arguments = arguments_of(call)
+    arguments = arguments_of(call.batch, spec, call.rows)
     logs = tuple(name for name in ("log_extra", "log_metric") if arguments.pop(name, None))
     if "samples" not in spec.required + spec.optional:
         arguments.pop("samples", None)
@@ -215,7 +215,10 @@ def _store(reward: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
     elif "scores" in answer:
         try:
             for loggable, name, values in answer["logged"]:
-                (call.log_extra if loggable == "extra" else call.log_metric)(name, values)
+                if loggable == "extra":
+                    call.batch.log_extra(call.spec, call.rows, name, values)
+                else:
+                    call.batch.log_metric(name, values)
         except RewardError as error:
             reward.set_error(call, call.raised(error), error)
         else:

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.call import Batch, RewardCalls, TrainerState
+from mm_grpo.rewards.batch import Batch, TrainerState
+from mm_grpo.rewards.call import RewardCalls, calls_of
 from mm_grpo.rewards.outcome import ScoresByReward, check_outcomes, gated
 from mm_grpo.rewards.plain import run_plain
 from mm_grpo.rewards.required_columns import column_faults, routing_faults
@@ -192,7 +193,7 @@ class Scorer:
             with self._scoring:
                 for level in self._levels:
                     for spec in level:
-                        rewards[spec.name].calls = batch.calls(spec, _open_rows(spec, rewards))
+                        rewards[spec.name].calls = calls_of(batch, spec, _open_rows(spec, rewards))
                     self._run([rewards[spec.name] for spec in level], streamed_calls.runners)
                 return self._scores(batch, rewards)
         finally:

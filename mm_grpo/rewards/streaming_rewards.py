@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableSequence
 from typing import TYPE_CHECKING, cast
 
+from mm_grpo.rewards.call import calls_of
+
 if TYPE_CHECKING:
     from mm_grpo.rewards.async_runner import AsyncRunner
-    from mm_grpo.rewards.call import Batch, RewardCalls
+    from mm_grpo.rewards.batch import Batch
+    from mm_grpo.rewards.call import RewardCalls
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Prompt
 
@@ -42,7 +45,7 @@ class StreamedCalls:
         cast("MutableSequence[Completion]", self.batch.completions)[row] = completion
         for name, reward in self.rewards.items():
             if is_streamed(reward.spec):
-                self.runners[name].add(reward, self.batch.calls(reward.spec, [row]))
+                self.runners[name].add(reward, calls_of(self.batch, reward.spec, [row]))
 
     def abandon(self) -> None:
         """Cancel the calls that still run."""
