@@ -132,13 +132,12 @@ class GRPOTrainer:
             toolbox.look(self.train_set)
         self.plan = plan_run(config, self.train_set, several_turns=several_turns)
         self.save_every = steps_between(config.run.save_every, self.plan.max_steps)
-        scorer.conversational, scorer.max_steps = self.train_set.conversational, self.plan.max_steps
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         every = steps_between(config.run.eval_every, self.plan.max_steps, None) if self.eval_sets else 0
         self.config = config = config.with_values({"run.eval_every": every})
         self.evaluations = Evaluations(config, self.eval_sets, headline, several_turns=several_turns)
         if self.ranks.first:
-            scorer.start()
+            scorer.start(conversational=self.train_set.conversational, max_steps=self.plan.max_steps)
 
     def _look_at_folder(self, inputs: Iterable[tuple[str, str | PathLike[str]]]) -> RunFolder:
         """The run folder, found fit to be written to, which it is not yet."""

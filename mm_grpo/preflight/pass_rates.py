@@ -48,7 +48,6 @@ def measure(
     chosen = spread(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
-    scorer.conversational = all_rows.conversational
     as_trained = {"num_generations": samples, "temperature": config.rollout.temperature}
     config = config.with_values({f"rollout.eval.{name}": value for name, value in as_trained.items()})
 
@@ -57,7 +56,7 @@ def measure(
         shares.update((row, share) for row, share in known if share is not None)
 
     with open_sampler(config, [chosen], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
-        scorer.start()
+        scorer.start(conversational=all_rows.conversational)
         runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         answer_rows(
             runner, chosen, config, 0, keep=keep, report=lambda done, of: report("pass rate", done, of)

@@ -83,7 +83,6 @@ def evaluate_config(
     if toolbox is not None:
         every_column = [column for rows in sets.values() for column in rows.columns]
         toolbox.place(scorer.asking_for(("environment", "environments"), every_column), processes=ranks.world)
-    scorer.conversational = next(iter(sets.values())).conversational
     section = config.model if model.config is None else model.config.model
     sampled_config = config.model_copy(update={"model": section})
     put = partial(put_in, found=model) if isinstance(model, RunCheckpoint) else None
@@ -95,7 +94,7 @@ def evaluate_config(
     with opened as (prompt_builder, sampler):
         clock = time.perf_counter()
         if ranks.first:
-            scorer.start()
+            scorer.start(conversational=next(iter(sets.values())).conversational)
         runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         for name, scored, control, kind in evaluations.rows(runner, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
