@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.messages import Section, section_of
+from mm_grpo.config.section import Section, section_of
 from mm_grpo.data.dataset import Dataset, fingerprint
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
