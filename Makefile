@@ -84,7 +84,6 @@ bench: setup  ## measure against TRL on the CPU, in about twenty minutes; ends i
 	$(BIN)/python benchmarks/packs.py --json benchmarks/results/cpu/packs.json
 	$(BIN)/python benchmarks/spread.py --json benchmarks/results/cpu/spread.json
 	$(BIN)/python benchmarks/turns.py --json benchmarks/results/cpu/turns.json
-	$(BIN)/python benchmarks/plot.py
 	$(BIN)/python benchmarks/readme.py
 
 # A GPU machine has its own torch, which the pins of requirements/cpu.txt would replace: PYTHON runs with what it has,

@@ -1,23 +1,11 @@
-"""What the benchmarks share: models and prompts to measure on, clocks, the machine's rate, and the output.
-
-A benchmark is one file with one question, which it answers with a table and, with --json FILE, with
-{"versions": {...}, "rows": [{...}]}. Times are seconds, sizes bytes. `--device` and `--dtype` choose the
-machine; on a GPU clocks wait for it. To add a benchmark: a script here, its call in the Makefile's `bench`, its
-table in readme.py. What needs a GPU is a stage of gpu_proof.py.
-"""
+"""Models and prompts to measure on, clocks, and the work that a pass has to do. Times are seconds, sizes bytes."""
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +13,6 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from mm_grpo import __version__
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Prompt, Sample
 
@@ -109,94 +96,6 @@ class Machine:
                 a @ b
 
         return max(10 * 2 * rows * inner * columns / self.seconds(ten) for _ in range(rounds))
-
-
-def arguments(description: str | None, *, machine: bool = True) -> argparse.ArgumentParser:
-    """A parser with --json and, where the script leaves it open, --device and --dtype."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=_file, metavar="FILE", help="write versions and rows to this file")
-    if machine:
-        parser.add_argument("--device", type=_device, default="cpu", help="cpu (the default) or cuda")
-        parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    return parser
-
-
-def parse(parser: argparse.ArgumentParser, argv: list[str] | None, *packages: str) -> argparse.Namespace:
-    """The arguments of a script that needs `packages`; a mistake is told in one line, with exit code 2."""
-    args = parser.parse_args(argv)
-    for package in packages:
-        if importlib.util.find_spec(package) is None:
-            parser.error(f"needs the package {package}, which is not installed; `make setup` installs it")
-    return args
-
-
-def positive(text: str) -> int:
-    """The value of an argument that counts something: an integer >= 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be an integer >= 1")
-    return int(text)
-
-
-def positives(text: str) -> list[int]:
-    """The value of an argument that lists such numbers, with commas."""
-    return [positive(part) for part in text.split(",")]
-
-
-def _device(text: str) -> str:
-    try:
-        if torch.device(text).type not in ("cpu", "cuda"):
-            raise RuntimeError("it is neither a CPU nor a GPU of NVIDIA's")
-        torch.empty((), device=text)
-    except (RuntimeError, AssertionError) as error:
-        cause = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(
-            f"{text!r} cannot be used here ({cause}); legal are cpu and, with a GPU, cuda"
-        ) from error
-    return text
-
-
-def _file(text: str) -> Path:
-    """A file that can be written: told before anything is measured, for the rows are written at the end."""
-    path = Path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written ({error.strerror})") from error
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} may not be written")
-    return path
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
-    return Machine(torch.device(args.device), getattr(torch, args.dtype))
-
-
-def versions(machine: Machine | None = None, *packages: str) -> dict[str, Any]:
-    """What a figure depends on besides the code: packages, processors, threads."""
-    found: dict[str, Any] = {"mm_grpo": __version__, "python": platform.python_version()}
-    found |= {name: version(name) for name in ("torch", "transformers", *packages)}
-    found |= {"cpus": os.cpu_count(), "threads": torch.get_num_threads()}
-    if machine is not None:
-        gpu = machine.device.type == "cuda"
-        found["device"] = torch.cuda.get_device_name(machine.device) if gpu else "cpu"
-        found["dtype"] = str(machine.dtype).removeprefix("torch.")
-    return found
-
-
-def write_json(path: Path | None, found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"versions": dict(found), "rows": [rounded(r) for r in rows]}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
-
-
-def rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row with six digits of each number."""
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def interleaved(

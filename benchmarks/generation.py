@@ -6,19 +6,18 @@ P prompts with an image each, G completions of exactly T tokens (see workloads.p
 and one of TRL's `_generate_single_turn` with the prompts tokenized and the images processed, which is what its trainer
 calls for the same step. The prompts' ids are asserted equal on both sides, and the tokens are counted. Both in one
 process with the same number of threads, in turn; medians after a warm round. --json adds a sitting to those that the
-file has of equal versions (sittings.py).
+file has of equal versions.
 """
 
 from __future__ import annotations
 
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import Machine, arguments, interleaved, parse, positive, versions
-from sittings import add, by_workload
+from common import Machine, interleaved
+from harness import arguments, by_workload, parse, positive, run, versions
 from workloads import NEVER, WORKLOADS, Workload, parts, trl_trainer
 
 from mm_grpo.rollout.engine import Sampling, requests_for
@@ -94,16 +93,11 @@ def main(argv: list[str] | None = None) -> None:
     names = ["shapes", "24M, 448 px"]
     parser.add_argument("--workloads", nargs="+", default=names, choices=WORKLOADS)
     args = parse(parser, argv, "trl")
-    warnings.filterwarnings("ignore")
-    print(f"{'workload':<24}{'ours s':>9}{'TRL s':>9}{'ratio':>7}")
-    rows = []
-    for name in args.workloads:
-        row = measure(name, args.rounds)
-        rows.append(row)
-        print(
-            f"{name:<24}{row['seconds_ours']:>9.3f}{row['seconds_trl']:>9.3f}{row['ratio']:>7.2f}", flush=True
-        )
-    add(args.json, versions(None, "trl"), {"rows": rows}, by_workload)
+
+    def case(name: str) -> dict[str, Any]:
+        return measure(name, args.rounds)
+
+    run("generation", args.workloads, case, args, versions(None, "trl"), summary=by_workload)
 
 
 if __name__ == "__main__":

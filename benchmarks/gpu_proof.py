@@ -52,7 +52,8 @@ from typing import Any
 import torch
 
 try:
-    from common import Machine, positive, rounded, versions
+    from common import Machine
+    from harness import positive, rounded, versions
 except ModuleNotFoundError as error:
     sys.exit(f"{error}: `make gpu-wheels` collects what a machine without an index lacks")
 

@@ -11,23 +11,11 @@ they run in turn, warm, and medians are compared.
 from __future__ import annotations
 
 import tempfile
-import warnings
 from typing import Any
 
 import torch
-from common import (
-    BASE,
-    Machine,
-    arguments,
-    interleaved,
-    load_shapes_processor,
-    machine_of,
-    make_prompt,
-    parse,
-    positive,
-    versions,
-    write_json,
-)
+from common import Machine, interleaved, load_shapes_processor, make_prompt
+from harness import arguments, machine_of, parse, positive, run, versions
 from learner import FIRST_WORD, SHAPES, TRL, Ours, gap, gradients
 from learner import shapes as read_shapes
 from torch import Tensor
@@ -143,29 +131,16 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="timed runs of each side")
     parser.add_argument(
-        "--shapes",
-        type=read_shapes,
-        default="vqa,wide,text",
-        help="of " + ", ".join(SHAPES) + ", or GxTxSIDE",
+        "--shapes", type=read_shapes, default="vqa,wide,text", help=f"of {', '.join(SHAPES)}, or GxTxSIDE"
     )
     parser.add_argument("--size", default="22m", choices=("tiny", "22m"))
     args = parse(parser, argv, "trl")
-    warnings.filterwarnings("ignore")
     machine = machine_of(args)
-    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads; tokenizer of {BASE.name}")
-    print(
-        f"{'shape':<10}{'G':>4}{'T':>5}{'L':>5}{'ours s':>9}{'plain s':>9}{'TRL s':>9}{'/ours':>7}{'/ours':>7}"
-    )
-    rows = []
-    for name, shape in args.shapes.items():
-        row = measure(name, args.rounds, args.size, machine, shape)
-        rows.append(row)
-        print(
-            f"{name:<10}{row['G']:>4}{row['T']:>5}{row['L']:>5}{row['seconds_ours']:>9.3f}{row['seconds_plain']:>9.3f}"
-            f"{row['seconds_trl']:>9.3f}{row['plain_ratio']:>7.2f}{row['trl_ratio']:>7.2f}",
-            flush=True,
-        )
-    write_json(args.json, versions(machine, "trl"), rows)
+
+    def case(name: str) -> dict[str, Any]:
+        return measure(name, args.rounds, args.size, machine, args.shapes[name])
+
+    run("hybrid", args.shapes, case, args, versions(machine, "trl"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from os import devnull
@@ -22,18 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import (
-    BASE,
-    SIZES,
-    Machine,
-    arguments,
-    load_shapes_processor,
-    make_model,
-    parse,
-    positive,
-    versions,
-    write_json,
-)
+from common import BASE, SIZES, Machine, load_shapes_processor, make_model
+from harness import arguments, parse, positive, run, versions
 from PIL import Image
 from workloads import NEVER, alternate
 
@@ -113,17 +102,14 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=positive, default=2, help="timed steps")
     args = parse(parser, argv)
-    warnings.filterwarnings("ignore")
-    found = []
-    print(f"{'workers':>8}{'wait s':>9}{'step s':>9}{'share':>8}")
+    sizes = {k: getattr(args, k) for k in ("generations", "tokens", "max_pixels", "size", "steps")}
     with tempfile.TemporaryDirectory() as name:
         rows = draw(Path(name), args.prompts)
-        for workers in args.workers:
-            row = measure(args, rows, workers, Path(name))
-            found.append(row)
-            print(f"{workers:>8}{row['wait']:>9.2f}{row['step']:>9.2f}{row['share']:>8.1%}", flush=True)
-    sizes = {k: getattr(args, k) for k in ("generations", "tokens", "max_pixels", "size", "steps")}
-    write_json(args.json, versions() | sizes, found)
+
+        def case(workers: int) -> dict[str, Any]:
+            return measure(args, rows, workers, Path(name))
+
+        run("images", args.workers, case, args, versions() | sizes)
 
 
 if __name__ == "__main__":

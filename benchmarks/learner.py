@@ -23,7 +23,6 @@ import re
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -33,19 +32,14 @@ from common import (
     BASE,
     SIZES,
     Machine,
-    arguments,
     flops,
     interleaved,
     load_shapes_processor,
-    machine_of,
     make_model,
     make_prompt,
-    parse,
     patches_of,
-    positive,
-    versions,
 )
-from sittings import add, ranged
+from harness import arguments, machine_of, parse, positive, ranged, run, versions
 from torch import Tensor
 
 from mm_grpo import GRPOConfig
@@ -86,7 +80,7 @@ class Ours:
         self.inputs = LossInputs(advantages.double().to(model.device), weights, count)
 
     def __call__(self) -> None:
-        logp, entropy = self.module(self.pack)
+        logp, entropy, _ = self.module(self.pack)
         old = logp.detach()
         tokens = PackTokens(self.pack.completion_index, logp, entropy, old, old, None)
         pack_loss(self.config, self.inputs, tokens, LossStatistics()).backward()
@@ -260,30 +254,32 @@ def shapes(text: str) -> dict[str, tuple[int, int, int]]:
 
 
 def summary(sittings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each shape: medians over its sittings, `..._range` the least and the most of them.
+    """Return a row for each shape: medians over its sittings, with the ranges of the ratios.
 
-    `ratio`, `seconds_...`, `ours_bound` and `trl_bound` are of glibc's allocator as it is; `kept_ratio` is that of
-    sittings that kept freed blocks, where there are any.
+    `ratio`, `seconds_...`, `ours_bound` and `trl_bound` are of glibc's allocator as it is; `kept_ratio` is of the
+    sittings that kept freed blocks, if there are any.
     """
-    of: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    shapes: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for sitting in sittings:
         for row in sitting["rows"]:
-            of.setdefault(row["shape"], {}).setdefault(sitting["allocator"], []).append(row)
+            bound = row["flops"] / sitting["flops_per_second"]
+            by_allocator = shapes.setdefault(row["shape"], {})
+            by_allocator.setdefault(sitting["allocator"], []).append({**row, "seconds_bound": bound})
     rows = []
-    for each in of.values():
-        plain, kept = each.get("glibc", []), each.get("keep", [])
+    for by_allocator in shapes.values():
+        plain, keep = by_allocator.get("glibc", []), by_allocator.get("keep", [])
         if not plain:
             continue
         row = {key: plain[-1][key] for key in ("shape", "size", "kind", "G", "T", "L", "flops")}
-        row["sittings"], row["kept_sittings"] = len(plain), len(kept)
-        row["gradient_gap"] = max(one["gradient_gap"] for one in (*plain, *kept))
+        row["sittings"], row["kept_sittings"] = len(plain), len(keep)
+        row["gradient_gap"] = max(r["gradient_gap"] for r in (*plain, *keep))
         for key in ("seconds_ours", "seconds_trl", "seconds_bound"):
-            row[key] = statistics.median(one[key] for one in plain)
-        row |= ranged("ratio", [one["ratio"] for one in plain])
-        if kept:
-            row |= ranged("kept_ratio", [one["ratio"] for one in kept])
+            row[key] = statistics.median(r[key] for r in plain)
+        row |= ranged("ratio", [r["ratio"] for r in plain])
+        if keep:
+            row |= ranged("kept_ratio", [r["ratio"] for r in keep])
         for name in ("ours", "trl"):
-            row |= ranged(f"{name}_bound", [one[f"seconds_{name}"] / one["seconds_bound"] for one in plain])
+            row |= ranged(f"{name}_bound", [r[f"seconds_{name}"] / r["seconds_bound"] for r in plain])
         rows.append(row)
     return rows
 
@@ -303,31 +299,16 @@ def main(argv: list[str] | None = None) -> None:
             [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)],
             os.environ | KEEP,
         )
-    warnings.filterwarnings("ignore")
     machine = machine_of(args)
-    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
-    print(f"{'shape':<12}{'G':>4}{'T':>5}{'L':>5}{'ours s':>9}{'TRL s':>9}{'ratio':>7}{'ours/bound':>12}")
-    rows: list[dict[str, Any]] = []
-    rate = 0.0
-    for name, shape in args.shapes.items():
-        rate = max(
-            rate, machine.rate()
-        )  # anew each time: a machine that is busy just now must not flatter us
-        row = measure(name, args.rounds, args.size, machine, shape)
-        rows.append(row)
-        print(
-            f"{name:<12}{row['G']:>4}{row['T']:>5}{row['L']:>5}{row['seconds_ours']:>9.3f}{row['seconds_trl']:>9.3f}"
-            f"{row['ratio']:>7.2f}{row['seconds_ours'] * rate / row['flops']:>12.2f}",
-            flush=True,
-        )
-    rate = max(rate, machine.rate())
-    print(
-        f"bound: {rate / 1e9:.0f} GFLOP/s, the most that was reached in products before and after the shapes"
-    )
-    for row in rows:
-        row["seconds_bound"] = row["flops"] / rate
-    sitting = {"allocator": args.allocator, "flops_per_second": rate, "rows": rows}
-    add(args.json, versions(machine, "trl"), sitting, summary)
+    sitting: dict[str, Any] = {"allocator": args.allocator, "flops_per_second": 0.0}
+
+    def case(name: str) -> dict[str, Any]:
+        row = measure(name, args.rounds, args.size, machine, args.shapes[name])
+        # measured with each shape, the best of all counts: a machine that is busy just now must not flatter us
+        sitting["flops_per_second"] = max(sitting["flops_per_second"], machine.rate())
+        return row
+
+    run("learner", args.shapes, case, args, versions(machine, "trl"), summary=summary, sitting=sitting)
 
 
 if __name__ == "__main__":

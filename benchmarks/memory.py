@@ -26,7 +26,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Machine, arguments, machine_of, parse, positive, positives, versions, write_json
+from common import Machine
+from harness import arguments, machine_of, parse, positive, positives, run, versions
 from torch import Tensor
 
 from mm_grpo.learner.logprobs import chunk_bytes_of, token_logprobs
@@ -161,31 +162,20 @@ def main(argv: list[str] | None = None) -> None:
     if args.child:
         print(json.dumps(child(args.child, args.vocabularies[0], args.tokens, args.width, machine)))
         return
-    print(
-        f"{args.tokens} tokens, width {args.width}, {args.dtype}; extra memory in MiB, one chunk of ours has ",
-        end="",
-    )
-    print(f"{chunk_bytes / MIB:.0f}")
-    print(f"{'V':>7}{'all logits':>12}{'head and gradient':>19}{'ours':>9}{'TRL':>9}{'TRL / ours':>12}")
-    rows = []
-    for vocabulary in args.vocabularies:
+
+    def case(vocabulary: int) -> dict[str, Any]:
         sizes = (vocabulary, args.tokens, args.width, machine)
         (extra_ours,), (extra_trl, gap) = (in_a_fresh_process(side, *sizes) for side in SIDES)
         head = 2 * vocabulary * args.width * torch.empty((), dtype=machine.dtype).element_size()
-        row = {
+        return {
             "V": vocabulary, "M": args.tokens, "D": args.width, "chunk_bytes": chunk_bytes,
             "bytes_logits": 4 * args.tokens * vocabulary, "bytes_head_and_gradient": head,
             "extra_ours": extra_ours, "extra_trl": extra_trl,
             "ratio": extra_trl / max(extra_ours, 1), "chunks_ours": extra_ours / chunk_bytes,
             "gradient_gap": gap,
         }  # fmt: skip
-        rows.append(row)
-        print(
-            f"{vocabulary:>7}{row['bytes_logits'] / MIB:>12.1f}{head / MIB:>19.1f}{extra_ours / MIB:>9.1f}"
-            f"{extra_trl / MIB:>9.1f}{row['ratio']:>12.2f}",
-            flush=True,
-        )
-    write_json(args.json, versions(machine, "trl"), rows)
+
+    run("memory", args.vocabularies, case, args, versions(machine, "trl"))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import BASE, Stopwatch, arguments, parse, positive, versions, write_json
+from common import BASE, Stopwatch
+from harness import arguments, parse, positive, run, versions
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.errors import UserError
@@ -47,7 +47,7 @@ class Clock(Stopwatch):
         self.steps.append(self.take() | own)
 
 
-def run(steps: int, recipe: Path, overrides: list[str]) -> list[dict[str, float]]:
+def steps_of(steps: int, recipe: Path, overrides: list[str]) -> list[dict[str, float]]:
     """The records of `steps` steps of the recipe."""
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -81,16 +81,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--config", type=Path, default=RECIPE, help="the recipe")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe to change")
     args = parse(parser, argv)
-    warnings.filterwarnings("ignore")
+
+    def case(_: None) -> list[dict[str, Any]]:
+        return breakdown(steps_of(args.warm + args.steps, args.config, args.overrides)[args.warm :])
+
     try:
-        steps = run(args.warm + args.steps, args.config, args.overrides)
+        run("overhead", [None], case, args, versions() | {"steps": args.steps})
     except UserError as error:
         parser.error(str(error))
-    rows = breakdown(steps[args.warm :])
-    print(f"{'part':<28}{'ms':>9}{'share':>8}")
-    for row in rows:
-        print(f"{row['part']:<28}{row['seconds'] * 1e3:>9.1f}{row['share']:>8.1%}")
-    write_json(args.json, versions() | {"steps": args.steps}, rows)
 
 
 if __name__ == "__main__":

@@ -23,19 +23,14 @@ from common import (
     BASE,
     SIZES,
     Machine,
-    arguments,
     assert_moved_alike,
     interleaved,
     load_shapes_processor,
-    machine_of,
     make_completions,
     make_model,
     make_prompt,
-    parse,
-    positive,
-    versions,
-    write_json,
 )
+from harness import arguments, machine_of, parse, positive, run, versions
 
 from mm_grpo import GRPOConfig
 from mm_grpo.learner import learner as learner_module
@@ -160,16 +155,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="24m", choices=SIZES)
     args = parse(parser, argv)
     machine = machine_of(args)
-    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
-    print(f"{'layout':<8}{'packs':>7}{'fill':>7}{'pack fill':>11}{'tokens':>9}{'seconds':>9}")
-    rows = measure(args, machine)
-    for row in rows:
-        print(
-            f"{row['layout']:<8}{row['packs']:>7.0f}{row['fill']:>7.3f}{row['pack_fill']:>11.3f}"
-            f"{row['tokens']:>9.0f}{row['seconds']:>9.2f}"
-        )
-    print(f"{rows[0]['layout']} / {rows[1]['layout']}: {rows[0]['seconds'] / rows[1]['seconds']:.3f}")
-    write_json(args.json, versions(machine), rows)
+
+    def case(_: None) -> list[dict[str, Any]]:
+        return measure(args, machine)
+
+    run("packs", [None], case, args, versions(machine))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ pays for the image, which is no token of the language model. So `share` should f
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,19 +32,14 @@ import torch
 from common import (
     SIZES,
     Machine,
-    arguments,
     flops,
     interleaved,
     load_shapes_processor,
-    machine_of,
     make_model,
     make_prompt,
-    parse,
     patches_of,
-    positive,
-    versions,
-    write_json,
 )
+from harness import arguments, machine_of, parse, positive, run, versions
 from learner import FIRST_WORD, Ours
 
 from mm_grpo.types import Prompt
@@ -134,20 +128,6 @@ def measure(
     return [*rows, fit]
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    for row in rows:
-        if row["x"] is not None:
-            print(f"{row['sweep']:<17}{row['x']:>7}{row['L']:>7}{row['tokens']:>8}{row['seconds']:>10.4f}")
-    fit = rows[-1]
-    print(f"  line: {fit['intercept']:.4f} s + {fit['slope']:.6f} s each", flush=True)
-    if "share" in fit:
-        print(
-            f"  one more completion costs {fit['share']:.3f} of the first in time, {fit['token_share']:.3f} in tokens, "
-            f"{fit['flop_share']:.3f} in matrix products; time / tokens {fit['share_over_token_share']:.2f}",
-            flush=True,
-        )
-
-
 def sweeps(text: str) -> list[str]:
     """The names of sweeps, of a list with commas."""
     names = text.split(",")
@@ -166,17 +146,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="24m", choices=SIZES)
     parser.add_argument("--side", type=positive, default=448, help="side of the image, in pixels")
     args = parse(parser, argv)
-    warnings.filterwarnings("ignore")
     machine = machine_of(args)
     processor = load_shapes_processor(args.side**2)
     model = make_model(processor, args.size, machine)
-    print(f"{'sweep':<17}{'x':>7}{'L':>7}{'tokens':>8}{'seconds':>10}")
-    rows: list[dict[str, Any]] = []
-    for sweep in args.sweeps:
-        found = measure(sweep, points(sweep, processor, args.side), model, processor, args.rounds, machine)
-        show(found)
-        rows += found
-    write_json(args.json, versions(machine) | {"size": args.size}, rows)
+
+    def case(sweep: str) -> list[dict[str, Any]]:
+        return measure(sweep, points(sweep, processor, args.side), model, processor, args.rounds, machine)
+
+    run("scaling", args.sweeps, case, args, versions(machine) | {"size": args.size})
 
 
 if __name__ == "__main__":

@@ -19,20 +19,14 @@ from common import (
     BASE,
     SIZES,
     Machine,
-    arguments,
     assert_moved_alike,
     interleaved,
     load_shapes_processor,
-    machine_of,
     make_completions,
     make_model,
     make_prompt,
-    parse,
-    positive,
-    positives,
-    versions,
-    write_json,
 )
+from harness import arguments, machine_of, parse, positive, positives, run, versions
 
 from mm_grpo import GRPOConfig
 from mm_grpo.learner.learner import Learner
@@ -112,17 +106,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", default="24m", choices=SIZES)
     args = parse(parser, argv)
     machine = machine_of(args)
-    print(f"{args.dtype} on {args.device}, {torch.get_num_threads()} threads")
-    heads = "".join(f"{head:>16}" for head in ("prompts", "images", "tokens", "seconds"))
-    print(f"{'packs':<6}{heads}{'again / once':>14}   (again, once)")
-    rows = []
-    for packs in args.packs:
-        rows.append(row := measure(packs, args, machine))
-        cells = [f"{row[f'{w}_again']:.0f}, {row[f'{w}_once']:.0f}" for w in ("prompts", "images", "tokens")]
-        cells.append(f"{row['seconds_again']:.2f}, {row['seconds_once']:.2f}")
-        ratio = row["seconds_again"] / row["seconds_once"]
-        print(f"{row['packs']:<6}{''.join(f'{c:>16}' for c in cells)}{ratio:>14.2f}", flush=True)
-    write_json(args.json, versions(machine), rows)
+
+    def case(packs: int) -> dict[str, Any]:
+        return measure(packs, args, machine)
+
+    run("spread", args.packs, case, args, versions(machine))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Both do the same work (see workloads.py), each in a process of its own with the same number of threads, and take
 turns: one makes a step while the other waits, so that both meet the same machine. Medians over the steps after the
 warm-up. That both saw as many tokens is asserted for every step. --json adds a sitting to those that the file has of
-equal versions (sittings.py).
+equal versions.
 
     generate   ours: the engine's `generate`; TRL's: `_generate_single_turn`, prompts already tokenized
     learner    packing or padding, loss, backward, clipping and the optimizer's step
@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from common import Stopwatch, arguments, parse, positive, versions
-from sittings import add, by_workload
+from common import Stopwatch
+from harness import arguments, by_workload, parse, positive, run, versions
 from transformers import TrainerCallback
 from workloads import WORKLOADS, Workload, our_trainer, trl_trainer
 
@@ -173,17 +173,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--warm", type=int, default=2, help="steps before them")
     parser.add_argument("--workloads", nargs="+", default=["shapes", "24M, 448 px"], choices=WORKLOADS)
     args = parse(parser, argv, "trl")
-    print(f"{'workload':<14}{'':<10}{'ours s':>9}{'TRL s':>9}{'ratio':>7}")
-    rows = []
-    for name in args.workloads:
-        row = measure(name, args.rounds, args.warm)
-        rows.append(row)
-        for key in KEYS:
-            print(
-                f"{name:<14}{key:<10}{row[key + '_ours']:>9.3f}{row[key + '_trl']:>9.3f}{row[key + '_ratio']:>7.2f}",
-                flush=True,
-            )
-    add(args.json, versions(None, "trl"), {"rows": rows}, by_workload)
+
+    def case(name: str) -> dict[str, Any]:
+        return measure(name, args.rounds, args.warm)
+
+    run("step", args.workloads, case, args, versions(None, "trl"), summary=by_workload)
 
 
 if __name__ == "__main__":

@@ -20,27 +20,14 @@ from __future__ import annotations
 import json
 import statistics
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
-from common import (
-    BASE,
-    SIZES,
-    Machine,
-    arguments,
-    interleaved,
-    load_shapes_processor,
-    make_model,
-    parse,
-    positive,
-    positives,
-    versions,
-    write_json,
-)
+from common import BASE, SIZES, Machine, interleaved, load_shapes_processor, make_model
+from harness import arguments, parse, positive, positives, run, versions
 from learner import gap
 from PIL import Image
 from torch import Tensor
@@ -296,9 +283,9 @@ def measure(size: str, count: int, tokens: int, side: int, shown: int, rounds: i
         "size": size, "G": count, "T": tokens, "side": side, "shown": shown,
         "L": len(group.prompt.token_ids), "tail": group.completions[0].run_length, "gradient_gap": found,
     }  # fmt: skip
-    for name, run in sides.items():
+    for name, side_run in sides.items():
         row |= {
-            f"step_{name}": seconds[name], f"generate_{name}": statistics.median(run.generate_seconds[1:])
+            f"step_{name}": seconds[name], f"generate_{name}": statistics.median(side_run.generate_seconds[1:])
         }  # fmt: skip
         row[f"learner_{name}"] = row[f"step_{name}"] - row[f"generate_{name}"]
     for part in ("step", "generate", "learner"):
@@ -320,24 +307,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, default=32, help="T, tokens of a turn")
     parser.add_argument("--size", default="24m", choices=SIZES)
     args = parse(parser, argv)
-    warnings.filterwarnings("ignore")
-    print(
-        f"{torch.get_num_threads()} threads, a picture of {args.side} pixels, G = {args.generations}, T = {args.tokens}"
-    )
-    print(
-        f"{'shown':>6}{'part':>10}{'ours s':>9}{'batched s':>11}{'alone s':>9}{'batched/ours':>14}{'alone/ours':>12}"
-    )
-    rows = []
-    for shown in args.sides:
-        row = measure(args.size, args.generations, args.tokens, args.side, shown, args.rounds)
-        rows.append(row)
-        for part in ("step", "generate", "learner"):
-            print(
-                f"{shown:>6}{part:>10}{row[part + '_ours']:>9.3f}{row[part + '_batched']:>11.3f}"
-                f"{row[part + '_alone']:>9.3f}{row[part + '_batched_ratio']:>14.2f}{row[part + '_alone_ratio']:>12.2f}",
-                flush=True,
-            )
-    write_json(args.json, versions(), rows)
+
+    def case(shown: int) -> dict[str, Any]:
+        return measure(args.size, args.generations, args.tokens, args.side, shown, args.rounds)
+
+    run("turns", args.sides, case, args, versions())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ engine itself, so that no run pays for one that it does not use.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,8 +18,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from mm_grpo.data.mixture import MixedDataset
-from mm_grpo.data.mixture_order import MixtureOrder
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
@@ -28,8 +27,8 @@ from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
-    from mm_grpo.config import AlgorithmConfig, GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.learner.learner import Learner
@@ -59,7 +58,7 @@ class RunPlan:
 
 
 def plan_run(
-    config: GRPOConfig, rows: Sized, *, at_least_an_epoch: bool = False, several_turns: bool = False
+    config: GRPOConfig, rows: Rows, *, at_least_an_epoch: bool = False, several_turns: bool = False
 ) -> RunPlan:
     """Plan a run over `rows`: `run.max_steps` steps, by default one epoch.
 
@@ -68,18 +67,14 @@ def plan_run(
     not enough seeds.
     """
     rollout, run = config.rollout, config.run
-    if rollout.max_staleness and rollout.engine not in REMOTE:
+    if rollout.max_staleness and not ENGINE_FACTS[rollout.engine].remote:
         raise ConfigError(
             f"rollout.max_staleness = {rollout.max_staleness}: must be 0 with rollout.engine = '{rollout.engine}',"
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
             " while the learner works"
         )
     how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
-    order: PromptOrder = (
-        MixtureOrder(rows.sizes, rows.weights, rows.names, *how)
-        if isinstance(rows, MixedDataset)
-        else PromptOrder(len(rows), *how)
-    )
+    order = rows.order(*how)
     steps = run.max_steps or order.steps_per_epoch
     if config.data.pass_rate is not None:
         by_rate = _pass_rate_order(config, rows, steps)
@@ -87,9 +82,9 @@ def plan_run(
             order = by_rate
     updates, warmup = config.updates_in(steps), config.optim.warmup_steps
     cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
-    idle = rollout.engine == "transformers" and rollout.vllm != type(rollout.vllm)()
+    idle = ENGINE_FACTS[rollout.engine].embedded and rollout.vllm != type(rollout.vllm)()
     unread = [
-        "rollout.vllm changes nothing: rollout.engine = 'transformers', and vllm or vllm_server read it"
+        f"rollout.vllm changes nothing: rollout.engine = '{rollout.engine}', and vllm or vllm_server read it"
     ]
     seeds = SeedPlan(
         run_seed=run.seed,
@@ -102,12 +97,12 @@ def plan_run(
     return RunPlan(steps, updates, seeds, order, (order.sentence(steps), *cut, *unread * idle))
 
 
-def _pass_rate_order(config: GRPOConfig, rows: Sized, steps: int) -> PassRateOrder:
+def _pass_rate_order(config: GRPOConfig, rows: Rows, steps: int) -> PassRateOrder:
     """Return the order of `data.pass_rate`. ConfigError if it changes nothing, or contradicts a mixture's weights."""
     factor, rollout = config.data.pass_rate or 0.0, config.rollout
     how = (rollout.prompts_per_step, config.run.seed, factor, rollout.max_staleness)
     order, why = PassRateOrder(len(rows), *how), ""
-    if isinstance(rows, MixedDataset):
+    if rows.weights:
         why = "data.train is a mixture, whose weights say how often rows come; name one source by its path alone"
     elif not order.draws_in(steps):
         why = f"the run of {steps} steps ends before rows are drawn by it, in the second pass; raise run.max_steps"
@@ -139,21 +134,18 @@ class Parts:
     """It has sent the learner's weights once."""
 
 
-def check_images(algorithm: AlgorithmConfig, train: Dataset, *, several_turns: bool) -> None:
-    """Raise ConfigError if the rows do not have what a term that compares images needs."""
-    from mm_grpo.learner.perception import require_images
-    from mm_grpo.learner.twin_view import BOX
+def check_features(config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
+    """Raise ConfigError if a loss feature cannot be imported, or the rows do not have what it needs."""
+    from mm_grpo.learner.features import feature_classes
 
-    for field in ("perception_coef", "credit", "twin_view"):
-        if value := getattr(algorithm, field):
-            column = BOX if getattr(value, "view", None) == "crop" else None
-            require_images(train, field, several_turns=several_turns, column=column)
+    for feature in feature_classes(config.algorithm):
+        feature.check_rows(config, train, several_turns=several_turns)
 
 
 def build_parts(
     config: GRPOConfig,
     updates: int,
-    datasets: Iterable[Dataset],
+    datasets: Iterable[Rows],
     *,
     model: Any = None,
     processor: Processor | None = None,
@@ -179,7 +171,7 @@ def build_parts(
             raise ConfigError(f"{name} = {str(passed)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
     if datasets:
-        check_images(config.algorithm, datasets[0], several_turns=toolbox is not None)
+        check_features(config, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None
@@ -189,7 +181,7 @@ def build_parts(
         _check_processor(processor, config)
     # four bits are not what the engine has, which can then sleep whole, unless it runs the learner's
     may_lend = (
-        config.rollout.engine == "vllm"
+        ENGINE_FACTS[config.rollout.engine].colocated
         and config.model.lora is not None
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
@@ -198,12 +190,12 @@ def build_parts(
         model = _load_model(config, processor, on_host=may_lend, phase=phase)
     else:
         several = ranks is not None and ranks.world > 1
-        from_path = "engine" if config.rollout.engine != "transformers" else from_path
+        from_path = from_path if ENGINE_FACTS[config.rollout.engine].embedded else "engine"
         model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
         device = model.device  # with model.device: auto it is trained where it is
     check_saveable(model, processor)
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
-    if config.rollout.engine != "transformers":
+    if not ENGINE_FACTS[config.rollout.engine].embedded:
         phase(f"starting {config.rollout.engine}")
     engine = build_engine(limited, model, processor, ranks)
     ledger = WeightLedger()
@@ -217,7 +209,7 @@ def build_parts(
         limits,
         engine.sentence,
         UNSHARED if processor.layout == "unshared" else "",
-        "" if config.rollout.engine == "transformers" else adapters_sentence(learner, lent),
+        "" if ENGINE_FACTS[config.rollout.engine].embedded else adapters_sentence(learner, lent),
     )
     return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
 
@@ -225,7 +217,7 @@ def build_parts(
 @contextmanager
 def open_sampler(
     config: GRPOConfig,
-    datasets: Iterable[Dataset],
+    datasets: Iterable[Rows],
     scorer: Scorer,
     toolbox: Toolbox | None,
     *,
@@ -243,7 +235,7 @@ def open_sampler(
     from mm_grpo.rollout.turns import sampler_of
     from mm_grpo.rollout.weights import WeightLedger
 
-    embedded = config.rollout.engine == "transformers"
+    embedded = ENGINE_FACTS[config.rollout.engine].embedded
     processor = processor_of(config)
     model = _load_model(config, processor, on_host=not embedded, phase=phase)
     if put_in is not None:
@@ -327,11 +319,11 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
 
 
 def _prompts(
-    config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Dataset], toolbox: Toolbox | None
+    config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Rows], toolbox: Toolbox | None
 ) -> tuple[PromptBuilder, GRPOConfig, str]:
     """Return the prompt builder, the config with the engine's limits, and those limits in words."""
     context = context_of(model.config)
-    if config.rollout.engine == "transformers":
+    if ENGINE_FACTS[config.rollout.engine].embedded:
         return PromptBuilder(processor, config, context, None, toolbox=toolbox), config, ""
     limits = engine_limits(config, processor, datasets, context, toolbox)
     builder = PromptBuilder(processor, config, context, limits.max_model_len, toolbox=toolbox)
@@ -344,7 +336,7 @@ def processor_of(config: GRPOConfig) -> Processor:
 
     return load_processor(
         config.model.path,
-        named=config.model.processor,
+        processor=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
@@ -375,13 +367,10 @@ def build_engine(
     name: str = config.rollout.engine
     if name not in ENGINES:
         raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    maker = ENGINES[name]
-    if maker is _vllm_server:  # the one that processes share
-        return _vllm_server(config, model, processor, ranks)
-    return maker(config, model, processor)
+    return ENGINES[name](config, model, processor, ranks)
 
 
-def _transformers(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _transformers(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     from mm_grpo.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(model, processor)
@@ -419,7 +408,7 @@ def vllm_settings(
     )
 
 
-def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine:
+def _vllm(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     """vLLM in this process, at the learner's dtype and under the processor's pixel limits."""
     from mm_grpo.learner.quantization import four_bit_layers
     from mm_grpo.rollout.vllm.engine import VLLMEngine
@@ -432,9 +421,7 @@ def _vllm(config: GRPOConfig, model: Any, processor: Processor) -> RolloutEngine
     return VLLMEngine(replace(settings, four_bits=tuple(layers)), processor, layers)
 
 
-def _vllm_server(
-    config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
-) -> RolloutEngine:
+def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:
     """The vLLM servers of `rollout.server`; the first process alone sends them weights."""
     from mm_grpo.rollout.served.broadcast import own_address
     from mm_grpo.rollout.served.client import ServerClient
@@ -478,9 +465,7 @@ def _vllm_server(
     )
 
 
-REMOTE = frozenset({"vllm_server"})
-"""Engines that hold their weights outside this process, and can sample while the learner works."""
-ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor], RolloutEngine]] = {
+ENGINES: dict[str, Callable[[GRPOConfig, Any, Processor, Ranks | None], RolloutEngine]] = {
     "transformers": _transformers,
     "vllm": _vllm,
     "vllm_server": _vllm_server,

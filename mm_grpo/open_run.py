@@ -16,13 +16,16 @@ import torch
 
 from mm_grpo.build import Parts, build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.base import Rows
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import Ranks, start
 from mm_grpo.environments.toolbox import Toolbox, reward_entries, toolbox_of
+from mm_grpo.health.checks import finite_loss, sampled_gap, update_happens
 from mm_grpo.health.guards import Guards
-from mm_grpo.health.image_files import readable
+from mm_grpo.learner.step_report import LearnerReport
+from mm_grpo.migrate.arguments import explain_arguments as explain_arguments  # for the trainer, too
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage
 from mm_grpo.parity.gaps import first_with_image
@@ -148,6 +151,16 @@ class OpenRun:
         """Return measures of a step that the learner takes before its update. Collective."""
         return self.images.sight(step, groups)
 
+    def check_update(self, step: int, report: LearnerReport) -> None:
+        """Apply the guards of an update: engine against learner, weights that moved, a finite loss."""
+        with self.ranks.fail_together("guards"):
+            for version, gap in report.gaps.items():
+                moved = self.sync.moved_since(version)
+                self.guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
+            for record in report.updates:
+                self.guards.apply("update_happens", update_happens(record), step)
+            self.guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Hold the run folder's lock, note stop signals, and explain errors of a full GPU in the block."""
@@ -168,7 +181,7 @@ class OpenRun:
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
                 rewards = rewards_of(self.scorer.specs)
-                folder.start(self.config.to_yaml(), rewards=rewards, sampler=self.engine.sampler)
+                folder.start(self.config.to_yaml(), rewards=rewards, sampler=self.engine.sampler_version)
                 folder.cut_after(step, self.state.log)
                 if step and folder.paths.metrics.exists():
                     self.guards.replay(iter_metrics(folder.paths.metrics))
@@ -232,7 +245,7 @@ class OpenRun:
 
 def _read_rows(
     config: GRPOConfig, train: Any, eval: Any, scorer: Scorer, toolbox: Toolbox | None, ranks: Ranks
-) -> tuple[Dataset, dict[str, Dataset]]:
+) -> tuple[Rows, dict[str, Rows]]:
     """Read the training rows and the evaluation sets, and prepare the toolbox for them. Collective."""
     drop, turns = config.data.on_bad_image, toolbox is not None
     train_set = readable(load_train(config, train, needs=scorer.check, turns=turns), drop, ranks)

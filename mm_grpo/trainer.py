@@ -16,10 +16,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import Source
 from mm_grpo.errors import ConfigError
 from mm_grpo.exports import Exports
-from mm_grpo.health.checks import finite_loss, sampled_gap, update_happens
-from mm_grpo.learner.step_report import LearnerReport
-from mm_grpo.migrate.arguments import explain_arguments
-from mm_grpo.open_run import OpenRun
+from mm_grpo.open_run import OpenRun, explain_arguments
 from mm_grpo.parity.gaps import check_start
 from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.collect import Rollout
@@ -132,7 +129,7 @@ class GRPOTrainer(Exports):
 
             with timed(times, "time/learner"):
                 report = self.learner.update(groups)
-            self._check_update(step, report)
+            self.parts.check_update(step, report)
 
             self.pipeline.drain()
             with timed(times, "time/sync"), self.ranks.fail_together("weight sync"):
@@ -165,16 +162,6 @@ class GRPOTrainer(Exports):
                     sampled = sorted(rollout.sampled, key=lambda group: (group.slot, group.attempt))
                     self.folder.write_rollouts(step, sampled, self.scorer.specs)
         self._call("on_rollouts", step=step, groups=rollout.sampled)
-
-    def _check_update(self, step: int, report: LearnerReport) -> None:
-        """Apply the guards of an update: engine against learner, weights that moved, a finite loss."""
-        with self.ranks.fail_together("guards"):
-            for version, gap in report.gaps.items():
-                moved = self.sync.moved_since(version)
-                self.guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
-            for record in report.updates:
-                self.guards.apply("update_happens", update_happens(record), step)
-            self.guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
 
     # the run around the steps ----------------------------------------------------------------
 

@@ -1,56 +1,45 @@
 """The plain records that pass between the parts: Sample, Prompt, Completion, Group.
 
-A dataset row becomes a `Sample`, a processor makes it a `Prompt`, an engine answers with
-`Completion`s, and one prompt with its completions, rewards and advantages is a `Group`. No logic
-lives here. Axis letters are those of the whole project: P prompts per step, G generations per
-prompt, L prompt tokens, T completion tokens, V vocabulary, D hidden size.
+A dataset row becomes a `Sample`, a processor makes it a `Prompt`, an engine answers with `Completion`s, and one prompt
+with its completions, rewards and advantages is a `Group`. No logic lives here. The axis letters of the whole project:
+P prompts per step, G generations per prompt, L prompt tokens, T completion tokens, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
-
-LARGEST = 2.0**63
-"""Most, either way, that a score, a weight, a metric or a number of the config is: the product of two is a float32."""
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a number that sums and products of a run can hold."""
-    return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= LARGEST
-
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One dataset row, normalised.
-
-    `uid` names the row (never its text): two equal rows have two uids. `messages` are chat messages
-    whose content is a string or a list of parts; each `{"type": "image"}` part stands for the next
-    entry of `images`, which are decoded, upright RGB pictures of any size. `columns` holds every
-    other field of the row, for rewards. `tools` are JSON schemas of what the model may call, `row`
-    the sample as it was before an environment added what it shows first, None where nothing was added.
-    """
+    """A normalised dataset row."""
 
     uid: str
+    """Names the row, never its text: two equal rows have two uids."""
     messages: Sequence[Mapping[str, Any]]
+    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`."""
     images: tuple[Image, ...] = ()
+    """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other fields of the row, for rewards."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
+    """The sample before the first messages of a conversation were added to it; None when nothing was added."""
 
 
 @dataclass(frozen=True)
 class EnginePrompt:
-    """What a rollout engine is sent: ids with one placeholder per image, and the images at final size."""
+    """A prompt as a rollout engine gets it: ids with one placeholder per image, and the images at their final size."""
 
     token_ids: tuple[int, ...]
     images: tuple[Image, ...]
@@ -58,21 +47,18 @@ class EnginePrompt:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A processed sample.
-
-    `token_ids` [L] are expanded: one image token per visual feature, what the learner trains on.
-    `position_ids` [*A, L] are the model's own positions, with the axes A of its family: [3, L] for M-RoPE, [L] where
-    tokens are counted. `vision` holds the tensors of the vision tower, in the family's own form; it is empty for a
-    text-only prompt.
-    """
+    """A processed sample."""
 
     sample: Sample
     token_ids: tuple[int, ...]
+    """[L], expanded: one image token per visual feature. The learner trains on these."""
     engine_prompt: EnginePrompt
     position_ids: Tensor
+    """[*A, L], the model's own positions. A are the axes of its family: [3, L] for M-RoPE, [L] for a plain count."""
     vision: Mapping[str, Tensor]
+    """Tensors of the vision tower in the family's own form; empty for a text-only prompt."""
     opens_thinking: bool = False
-    """Whether the chat template ended it with `<think>`: a completion then begins in the midst of thinking."""
+    """True when the chat template ended it with `<think>`: a completion then begins in the midst of thinking."""
 
     @property
     def uid(self) -> str:
@@ -80,133 +66,139 @@ class Prompt:
 
     @property
     def next_position(self) -> int:
-        """The position of a completion's first token: M-RoPE positions of an image do not grow token by token."""
+        """Position of a completion's first token."""
+        # not L: M-RoPE positions of an image do not grow token by token
         return int(self.position_ids.max()) + 1
 
 
 class Pictured(Protocol):
-    """What holds tensors of the vision tower: a prompt, or an image of an observation."""
+    """A holder of tensors of the vision tower: a prompt, or an image of an observation."""
 
     @property
     def vision(self) -> Mapping[str, Tensor]: ...
 
 
+# eq=False: equal images of a step are one object, and the learner encodes each object once
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image of an observation at its final size, with its tensors of the vision tower and the ids that it becomes.
-
-    Equal images of a step are one object, so that the learner encodes each once.
-    """
+    """An image of an observation."""
 
     image: Image
+    """At its final size."""
     vision: Mapping[str, Tensor]
     token_ids: tuple[int, ...]
+    """The ids that it becomes in the sequence."""
 
 
 @dataclass(frozen=True)
 class Tail:
-    """What follows the prompt in a conversation of several turns, as the model runs it.
-
-    `token_ids` [N] are expanded as those of a prompt: what was sampled, and between it what tools and environments
-    answered. `sampled` [N] tells the two apart, `position_ids` [*A, N] go on from the prompt's, and `pictures` are the
-    images of the observations in order.
-    """
+    """The sequence after the prompt in a conversation of several turns, as the model runs it."""
 
     token_ids: tuple[int, ...]
+    """[N], expanded: sampled tokens, and between them the answers to calls."""
     sampled: tuple[bool, ...]
+    """[N], True for sampled tokens."""
     position_ids: Tensor
+    """[*A, N], going on from the prompt's."""
     pictures: tuple[Picture, ...] = ()
+    """Images of the answers, in order."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation after its prompt: the model's (`assistant`), or the answer to a call (`tool`).
-
-    Of the model `seed` and `tokens`, as many as it sampled, and `reward`, what the environment paid for its calls, None
-    where nothing was said; of an answer the `name` of the tool, its `arguments`, its
-    `images` at their final size, `tokens`, 0 where the answer before it holds those of both, and the `fault` if any.
-    """
+    """A message of a conversation after its prompt: the model's (`assistant`), or the answer to a call (`tool`)."""
 
     role: Literal["assistant", "tool"]
     text: str
     tokens: int
+    """Tokens of the message. Of several answers to one turn the first has the tokens of all, the others 0."""
     seed: int | None = None
+    """The model's turn: the seed that it was sampled with."""
     name: str | None = None
+    """An answer: the tool."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    """An answer: the arguments of the call."""
     images: tuple[Image, ...] = ()
+    """An answer: its images at their final size."""
     fault: str | None = None
+    """An answer: why the call failed; None if it did not."""
     reward: float | None = None
+    """The model's turn: what its calls earned; None if nothing was reported."""
 
     def shown(self) -> dict[str, Any]:
-        """The message as rewards and environments get it."""
+        """Return the message as rewards get it."""
         keys = ("role", "text", "images", "name", "arguments", "fault", "reward")
         return {key: getattr(self, key) for key in keys}
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer; in a conversation of several turns, all that the model sampled in it.
-
-    `token_ids` [T] include the end token when it was sampled. `logprobs` [T] are the engine's
-    natural log-probabilities of those tokens under the distribution they were drawn from (media
-    tokens masked, temperature applied). `weight_versions` are (first token, version) spans. `tail` is None in a
-    conversation of one turn, where the model runs prompt and `token_ids`; `turns` are its messages, and `text` is the
-    model's last one. `environment` is the conversation's own, None in another process, and
-    `environment_reward` what it says of the conversation. `masked` keeps it out of the
-    loss, with the reason.
-    """
+    """A sampled answer; in a conversation of several turns, all that the model sampled in it."""
 
     token_ids: tuple[int, ...]
+    """[T], with the end token if it was sampled."""
     logprobs: tuple[float, ...]
+    """[T], the engine's natural log-probabilities under the sampling distribution: media tokens masked, temperature
+    applied."""
     text: str
+    """The text of the model's last turn."""
     finish_reason: FinishReason
     seed: int
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Spans of equal weights, as (first token, version)."""
     tail: Tail | None = None
+    """None in a conversation of one turn: the model then runs the prompt and `token_ids`."""
     turns: tuple[Turn, ...] = ()
-    environment: Any = None
-    environment_reward: float | None = None
+    """Messages after the prompt; empty in a conversation of one turn."""
+    final_state: Any = None
+    """The object whose methods the model called, for rewards; None if it lives in another process."""
+    final_reward: float | None = None
+    """What `final_state` says that the whole conversation earned."""
     masked: str | None = None
+    """Reason why the completion is kept out of the loss; None if it is not."""
 
     @property
     def turn_lengths(self) -> tuple[int, ...]:
-        """Of each turn of the model how many tokens it sampled; () where there are no turns."""
+        """Sampled tokens of each of the model's turns; empty without turns."""
         return tuple(turn.tokens for turn in self.turns if turn.role == "assistant")
 
     @property
     def run_length(self) -> int:
-        """How many tokens the model runs after the prompt: what was sampled, and the observations."""
+        """Tokens that the model runs after the prompt: sampled ones and observations."""
         return len(self.token_ids) if self.tail is None else len(self.tail.token_ids)
 
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt in its slot and what is known of it so far: completions, then rewards, then advantages.
+    """One prompt and its completions, then their rewards, then their advantages.
 
-    Each stage fills its own fields (`dataclasses.replace`); all are [G], and empty before their stage. Completions:
-    `completions`, and `kl`, in nats, where rewards pay for the distance from the reference. Rewards: `rewards` are
-    the totals, None where no reward applied, `parts` the raw scores by reward, `extra` the columns that rewards
-    logged, and `turn_rewards[G][K]` the totals by turn of the model, () of a completion without turns. Advantages:
-    `advantages`, 0 where there is no reward; with `algorithm.turn_gamma` those of first turns, that is of whole
-    conversations, and `turn_advantages[G][K]` those of all turns, else (). `attempt` is above 0 when the group took
-    the place of one whose rewards were all equal. In evaluation the slot is the number of the row.
+    Each stage fills its own fields by `dataclasses.replace`. Fields are [G], and empty before their stage.
     """
 
     slot: int
+    """Place of the prompt in the step; in evaluation the number of the row."""
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: tuple[float | None, ...] = ()
+    """Totals; None if no reward applied."""
     advantages: tuple[float, ...] = ()
+    """0 if there is no reward. With `algorithm.turn_gamma`: of first turns, which is of whole conversations."""
     attempt: int = 0
+    """Above 0 when the group replaces one whose rewards were all equal."""
     kl: tuple[float, ...] = ()
+    """Distance from the reference in nats; filled when rewards pay for it."""
     parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+    """Raw scores by reward."""
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Columns that rewards logged."""
     turn_rewards: tuple[tuple[float | None, ...], ...] = ()
+    """[G][K], totals by turn of the model; () for a completion without turns."""
     turn_advantages: tuple[tuple[float, ...], ...] = ()
+    """[G][K] with `algorithm.turn_gamma`, else empty."""
 
     @property
     def has_advantage(self) -> list[bool]:
-        """Of each completion whether some token of it has an advantage that is not 0."""
+        """True for each completion with an advantage that is not 0 at some token."""
         if self.turn_advantages:
             return [any(turns) for turns in self.turn_advantages]
         return [advantage != 0 for advantage in self.advantages]
@@ -214,19 +206,17 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """What one optimizer update did, for metrics and guards.
-
-    `live_tokens` counts the tokens that are unmasked and unclipped and whose completion has a non-zero
-    advantage: with one of them the gradient cannot honestly be 0. `update_norm` is the change of the
-    weights, `grad_norm` the gradient's norm before clipping. `stepped` is False where the optimizer
-    held the update back (no live work, or a gradient that is not finite). `boundaries` counts the backward
-    passes that closed the accumulation: anything but 1 means that gradients were dropped.
-    """
+    """Figures of one optimizer update, for metrics and guards."""
 
     learning_rate: float
     grad_norm: float
+    """Norm of the gradient before clipping."""
     update_norm: float
+    """Norm of the change of the weights."""
     live_tokens: int
+    """Unmasked, unclipped tokens of completions with a non-zero advantage: with one of them the gradient is not 0."""
     trainable_parameters: int
     stepped: bool = True
+    """False when the optimizer held the update back: no live tokens, or a gradient that is not finite."""
     boundaries: int = 1
+    """Backward passes that closed the accumulation. Anything but 1 means that gradients were dropped."""

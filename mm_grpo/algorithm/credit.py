@@ -9,19 +9,20 @@ is their prompt with masked images (perception.py); all others keep the weight 1
 Both rules take S for the KL divergence of two distributions over the vocabulary. Here it is k3 of kl.py, its estimate
 from the sampled token, with the bounds of perception.py, as in the code of VPPO's authors.
 
-Axes: [T], the tokens of a completion, which differ between completions. A rule is one function and one line of `RULES`.
+Axes: [T], the tokens of a completion, which differ between completions. A rule is one function and one
+line of `rule_weights`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mm_grpo.algorithm.perception import perception_kl
-from mm_grpo.config import AlgorithmConfig
+from mm_grpo.config.sections import PgpoConfig, VppoConfig
 
 FLAT = 1e-4
 """Nats between the largest and the smallest dependency below which they are equal: a ratio of probabilities of 1.014 or
@@ -95,9 +96,10 @@ def keep_mass(weights: Sequence[Tensor], advantages: Sequence[Tensor]) -> list[T
     return [w * (before / after) if after else torch.ones_like(w) for w in weights]
 
 
-RULES: dict[str, Callable[[Sequence[Tensor], Sequence[float], AlgorithmConfig], list[Tensor]]] = {
-    "pgpo": lambda found, means, config: pgpo(found, config.option("pgpo_tau"), config.option("pgpo_beta")),
-    "vppo": lambda found, means, config: vppo(
-        found, means, config.option("vppo_top_share"), config.option("vppo_beta_min")
-    ),
-}
+def rule_weights(
+    dependencies: Sequence[Tensor], means: Sequence[float], options: PgpoConfig | VppoConfig
+) -> list[Tensor]:
+    """Weights [T] by the rule of `algorithm.credit`; `means` are as in `vppo`."""
+    if options.rule == "pgpo":
+        return pgpo(dependencies, options.tau, options.beta)
+    return vppo(dependencies, means, options.top_share, options.beta_min)

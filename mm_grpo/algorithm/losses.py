@@ -142,9 +142,7 @@ def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     slope at ratio 1 is 1 whatever tau is.
     """
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
-    tau = torch.where(
-        tokens.advantages > 0, config.option("sapo_temperature_pos"), config.option("sapo_temperature_neg")
-    )
+    tau = torch.where(tokens.advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
     return unclipped(-torch.sigmoid(tau * (torch.exp(weight) - 1)) * 4 / tau * tokens.advantages)
 
 
@@ -233,10 +231,8 @@ def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
         log_w = log_w + (gap if whole else sequence_sum(gap, tokens.completion_index))
     log_w = log_w.clamp(VESPO_MIN, VESPO_MAX)
     positive = tokens.advantages >= 0
-    k = torch.where(positive, config.option("vespo_k_pos"), config.option("vespo_k_neg"))
-    rate = torch.where(positive, config.option("vespo_lambda_pos"), config.option("vespo_lambda_neg")).clamp(
-        min=1e-4
-    )
+    k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg)
+    rate = torch.where(positive, config.vespo_lambda_pos, config.vespo_lambda_neg).clamp(min=1e-4)
     phi = torch.exp(rate + k * log_w - rate * log_w.exp()).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return unclipped(-phi * tokens.advantages * tokens.logp)
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mm_grpo.cli.configs import Config, Overrides, load_config, refuse_missing_data
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.stop_signals import RunInterrupted
 from mm_grpo.terminal import print_phase
@@ -142,7 +143,7 @@ def servers_beside(config: GRPOConfig, count: int, processes: int) -> Iterator[d
 def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
     """ConfigError where `--serve` cannot be had with the rest."""
     rollout = config.rollout
-    in_process = rollout.engine != "vllm_server" and "engine" in rollout.model_fields_set
+    in_process = not ENGINE_FACTS[rollout.engine].remote and "engine" in rollout.model_fields_set
     launched = "each process of a launcher would start servers; use --processes, or `mm-grpo serve`"
     for wrong, why in (
         (smoke, "--smoke samples in its own process; leave one out"),

@@ -4,6 +4,7 @@ sections        every section and field, each with its docstring: what it is, un
 values          kinds of value: paths, numbers, rewards, guards, and what each accepts
 source_entries  sources of rows: paths, tasks, mixtures and their entries
 grpo_config     GRPOConfig, the root of the tree, and the checks between sections
+engine_facts    facts about the engines of `rollout.engine`
 shipped         recipes and layers by name
 yaml_file       YAML files, overrides, and paths that are relative to a config file
 yaml_dialect    the YAML of these files

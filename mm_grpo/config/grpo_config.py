@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.config.messages import Accepts, CheckError, describe_type, yaml_repr
 from mm_grpo.config.section import Essential, RelativeToFile, Section, help_text, leaves
 from mm_grpo.config.sections import (
@@ -316,7 +317,8 @@ def _frozen_part_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, because weights in four bits are not trained"
-    if rollout.vllm.in_four_bits and (rollout.engine == "vllm_server" or config.model.quantization is None):
+    remote = ENGINE_FACTS[rollout.engine].remote
+    if rollout.vllm.in_four_bits and (remote or config.model.quantization is None):
         why = "quantization: nf4 needs model.quantization = nf4, whose weights vLLM runs in the learner's process"
         yield "rollout.vllm.engine_kwargs", why
 

@@ -12,9 +12,10 @@ P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_att
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from mm_grpo.config.messages import Accepts, CheckError, FieldError
 from mm_grpo.config.section import Essential, RelativeToFile, Section
@@ -32,6 +33,7 @@ from mm_grpo.config.values import (
     is_source,
     plain_mapping,
 )
+from mm_grpo.errors import ConfigError
 
 
 class LoRAConfig(Section):
@@ -296,24 +298,58 @@ class RolloutConfig(Section):
         return value
 
 
-LOSS_OPTIONS = {
-    "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
-    "vespo": {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
-}
-CREDIT_OPTIONS = {
-    "pgpo": {"pgpo_tau": 0.4, "pgpo_beta": 2.0},
-    "vppo": {"vppo_top_share": 0.4, "vppo_beta_min": 0.9},
-}
-MASK_OPTIONS = {"perception_mask_ratio": 0.6}
-PERCEPTION_OPTIONS = MASK_OPTIONS | {"perception_entropy_coef": 0.0}
-UP_TO_1 = ("perception_mask_ratio", "pgpo_tau", "vppo_top_share", "vppo_beta_min")
-ABOVE_0 = (
-    "sapo_temperature_pos",
-    "sapo_temperature_neg",
-    "perception_mask_ratio",
-    "pgpo_tau",
-    "vppo_top_share",
-)
+class PerceptionConfig(Section):
+    """The masks and the entropy part of the perception term (`algorithm.perception: {mask_ratio: 0.6}`)."""
+
+    where: ClassVar[str] = "algorithm.perception"
+    mask_ratio: Number = Field(default=0.6, gt=0, le=1)
+    """Chance that a square of an image is made black, > 0 and <= 1. Default: 0.6."""
+    entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of the entropies after both images, >= 0; 0.03 is common. Default: 0.0."""
+
+
+class CreditConfig(Section):
+    """Credit by sight; a rule adds its own options (`algorithm.credit: {rule: pgpo, tau: 0.4}`)."""
+
+    where: ClassVar[str] = "algorithm.credit"
+    mask_ratio: Number = Field(default=0.6, gt=0, le=1)
+    """Chance that a square of an image is made black for the control, > 0 and <= 1. Default: 0.6."""
+
+
+class PgpoConfig(CreditConfig):
+    """The rule pgpo."""
+
+    rule: Literal["pgpo"]
+    tau: Number = Field(default=0.4, gt=0, le=1)
+    """Threshold τ of pgpo, > 0 and <= 1. Default: 0.4."""
+    beta: Number = Field(default=2.0, ge=0)
+    """Slope β of pgpo above it, >= 0. Default: 2.0."""
+
+
+class VppoConfig(CreditConfig):
+    """The rule vppo."""
+
+    rule: Literal["vppo"]
+    top_share: Number = Field(default=0.4, gt=0, le=1)
+    """Share of tokens that vppo weighs, > 0 and <= 1. Default: 0.4."""
+    beta_min: Number = Field(default=0.9, ge=0, le=1)
+    """Least weight β_min of vppo, >= 0 and <= 1. Default: 0.9."""
+
+
+def _credit(value: Any) -> Any:
+    """The section of a rule, from the rule's name alone or from a mapping with `rule`."""
+    values = {"rule": value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping):
+        return values
+    rules: dict[Any, type[CreditConfig]] = {"pgpo": PgpoConfig, "vppo": VppoConfig}
+    if (section := rules.get(str(values.get("rule")))) is None:
+        raise ValueError
+    if {*values} - {*section.model_fields}:
+        raise FieldError(f"has a key that the rule does not have; it has {', '.join(section.model_fields)}")
+    try:
+        return section.model_validate(values)
+    except ConfigError as error:  # pydantic would name the section's class in the place of the field
+        raise CheckError(str(error)) from None
 
 
 class TwinViewConfig(Section):
@@ -357,11 +393,18 @@ class AlgorithmConfig(Section):
     ] = "dapo"
     """What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md); grpo, bnpo, dr_grpo,
     dapo, cispo, sapo, luspo, vespo, dppo_tv, dppo_kl or gmpo. Default: dapo."""
-    loss_options: dict[str, Number] = Field(default_factory=dict)
-    """Constants of the loss_type sapo (sapo_temperature_pos 1.0, sapo_temperature_neg 1.05) or vespo (vespo_k_pos 2.0,
-    vespo_lambda_pos 3.0, vespo_k_neg 3.0, vespo_lambda_neg 2.0), of the perception term (perception_mask_ratio 0.6,
-    perception_entropy_coef 0.0, of which 0.03 is common), and of the credit rule pgpo (pgpo_tau 0.4, pgpo_beta 2.0) or
-    vppo (vppo_top_share 0.4, vppo_beta_min 0.9), as {name: value} (docs/algorithms.md). Default: {}."""
+    sapo_temperature_pos: Number = Field(default=1.0, gt=0)
+    """Steepness of sapo's bound for a positive advantage, > 0. Default: 1.0."""
+    sapo_temperature_neg: Number = Field(default=1.05, gt=0)
+    """The same for others, > 0. Default: 1.05."""
+    vespo_k_pos: Number = Field(default=2.0, ge=0)
+    """Exponent k of vespo for a positive advantage, >= 0. Default: 2.0."""
+    vespo_lambda_pos: Number = Field(default=3.0, ge=0)
+    """Rate lambda of vespo for a positive advantage, >= 0. Default: 3.0."""
+    vespo_k_neg: Number = Field(default=3.0, ge=0)
+    """Exponent k for others, >= 0. Default: 3.0."""
+    vespo_lambda_neg: Number = Field(default=2.0, ge=0)
+    """Rate lambda for others, >= 0. Default: 2.0."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
     beta: Annotated[Number, Essential()] = Field(default=0.0, ge=0)
@@ -409,41 +452,44 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
-    credit: Literal["pgpo", "vppo"] | None = None
+    perception: PerceptionConfig = PerceptionConfig()
+    """The masks and the entropy part of that term."""
+    credit: Annotated[
+        PgpoConfig | VppoConfig | None,
+        BeforeValidator(_credit),
+        Accepts("null, pgpo, vppo or a mapping of rule and its options"),
+    ] = None
     """Rule that weighs the advantage of each token by how much the token depends on its image (docs/algorithms.md):
-    pgpo or vppo; null weighs none. Default: null."""
+    pgpo or vppo, or with options {rule: pgpo, tau: 0.3}; null weighs none. Default: null."""
     twin_view: Annotated[TwinViewConfig | None, Accepts("null or a mapping of view, coef and max_pixels")] = (
         None
     )
     """Learn from the same weights with a better view of the image (docs/algorithms.md); null is none. Default: null."""
 
+    features: Annotated[
+        list[str], Accepts("a list of path/to/file.py:Class or package.module:Class"), RelativeToFile()
+    ] = Field(default_factory=list)
+    """Loss features of your own (docs/algorithms.md), as path/to/file.py:Class. Default: []."""
+
     @model_validator(mode="after")
-    def _options_of_this_loss(self) -> Self:
+    def _options_without_effect(self) -> Self:
         if self.twin_view is not None and self.perception_coef > 0:
             raise CheckError("algorithm.twin_view: must be null with algorithm.perception_coef > 0")
-        legal = LOSS_OPTIONS.get(self.loss_type, {}) | (
-            PERCEPTION_OPTIONS if self.perception_coef > 0 else {}
-        )
-        if self.credit is not None:
-            legal |= CREDIT_OPTIONS[self.credit] | MASK_OPTIONS
-        for name, value in self.loss_options.items():
-            given, least = f"algorithm.loss_options.{name} = {value:g}", ">" if name in ABOVE_0 else ">="
-            most = " and <= 1" if name in UP_TO_1 else ""
-            if name not in legal:
-                has = f"has {', '.join(legal) or 'no options'}"
-                whose = f"loss_type = {self.loss_type!r} with perception_coef = {self.perception_coef:g}"
-                whose += "" if self.credit is None else f" and credit = {self.credit}"
-                raise CheckError(f"{given}: {whose} {has}; leave it out")
-            if value < 0 or (name in ABOVE_0 and value == 0) or (most and value > 1):
-                raise CheckError(f"{given}: must be a number {least} 0{most}")
+        for name, field in type(self).model_fields.items():
+            loss, value = name.partition("_")[0], getattr(self, name)
+            if loss in ("sapo", "vespo") and loss != self.loss_type and value != field.default:
+                raise CheckError(f"algorithm.{name} = {value:g}: is for loss_type = {loss}; leave it out")
+        if self.perception_coef == 0 and self.perception != PerceptionConfig():
+            raise CheckError("algorithm.perception: is for perception_coef > 0; leave it out")
         return self
 
-    def option(self, name: str) -> float:
-        """A constant of the loss: that of `loss_options`, else its default."""
-        defaults = dict(PERCEPTION_OPTIONS)
-        for options in (*LOSS_OPTIONS.values(), *CREDIT_OPTIONS.values()):
-            defaults |= options
-        return self.loss_options.get(name, defaults[name])
+    @property
+    def correction(
+        self,
+    ) -> Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None:
+        """The mode of the mismatch correction, if any; `GRPOConfig.with_correction` puts in what auto means."""
+        mode = self.importance_sampling_mode
+        return None if mode == "none" or mode == "auto" else mode
 
 
 class OptimConfig(Section):

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 
 from mm_grpo.config.messages import Accepts, FieldError, shown
 from mm_grpo.files import expand_home
-from mm_grpo.types import is_number
+from mm_grpo.numbers import is_number
 
 
 def _path(value: Any) -> Any:

@@ -5,13 +5,15 @@
     readers   the rows of what was found, one source after the other; CSV
     jsonl     rows in JSON files: read, and written with their images in a folder
     hf_datasets   rows that the datasets library reads: Parquet, Arrow, saved datasets, the hub
-    dataset   rows by index, each read as a `Sample` when it is asked for; a dataset's fingerprint
+    base      `Rows`: what the rows of one source and of several can do; each is read as a `Sample` when asked for
+    dataset   the rows of one source
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   where a row of one ecosystem or another holds its prompt and its answer
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
+    image_files     rows whose images cannot be read: refused or left out before a model is loaded
     images    one image source → an upright RGB picture within the limits
     file_states files that must stay as they are while a run reads them
     mixture   several sources as one dataset, each with its weight and settings
@@ -26,6 +28,7 @@ Not here: what a sample becomes for a model (processors/). Importing this loads 
 datasets library.
 """
 
+from mm_grpo.data.base import Rows
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.images import open_image
 from mm_grpo.data.jsonl import write_jsonl
@@ -33,4 +36,4 @@ from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import TASKS, load
 
-__all__ = ["TASKS", "Dataset", "Mixture", "PromptOrder", "load", "open_image", "write_jsonl"]
+__all__ = ["TASKS", "Dataset", "Mixture", "PromptOrder", "Rows", "load", "open_image", "write_jsonl"]

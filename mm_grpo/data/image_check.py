@@ -2,38 +2,36 @@
 
 A run of a vision-language model on such rows trains on text alone and looks as any other, so `check_images` refuses
 it before a model is loaded. `data.text_only` allows it. Of rows in memory and of JSON files every row is looked at, of
-other datasets `LOOKED_AT` rows, evenly spaced. No image is decoded.
+other datasets `SAMPLED_ROWS`, evenly spaced. No image is decoded.
 """
 
 from __future__ import annotations
 
 import logging
 
+from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import quoted
-from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.image_columns import HOW_TO_READ, holds_image, image_columns
 from mm_grpo.data.layouts import MissingPrompt
 from mm_grpo.errors import DataError
 
 log = logging.getLogger(__name__)
-LOOKED_AT = 1000
-"""Rows of a dataset that is not in memory which are looked at."""
 
 
-def rows_to_look_at(dataset: Dataset) -> range:
-    """All rows of a dataset in memory, of others LOOKED_AT, evenly spaced."""
-    return range(0, len(dataset), 1 if dataset.in_memory else -(-len(dataset) // LOOKED_AT))
+def rows_to_look_at(dataset: Rows) -> range:
+    """Return the indices of all rows of a dataset in memory, else of SAMPLED_ROWS, evenly spaced."""
+    return range(len(dataset)) if dataset.in_memory else dataset.spaced(SAMPLED_ROWS)
 
 
-def check_images(dataset: Dataset, *, verify: bool) -> None:
-    """Refuse rows that would be trained on without their images. Without `verify`, a row that cannot be read is passed,
-    unless none has a prompt.
+def check_images(dataset: Rows, *, verify: bool) -> None:
+    """Refuse rows of one source that would be trained on without their images.
 
-    Warn once of a column that holds images beside those that are read, which may be meant for a reward.
+    Warn once of each column with images beside the prompt's, which may be meant for a reward. Without `verify` a row
+    that cannot be read is skipped, unless no row has a prompt.
 
     Raises:
-        DataError: a row without an image of its own has a column that looks like one, or no row has an image, or with
-            `verify` a row that is looked at cannot be read.
+        DataError: no row has an image, a row without an image has a column that looks like one, or with `verify` a row
+            cannot be read.
     """
     indices = rows_to_look_at(dataset)
     with_image = readable = 0
@@ -42,7 +40,7 @@ def check_images(dataset: Dataset, *, verify: bool) -> None:
     names: dict[str, None] = {}
     for index in indices:
         try:
-            fields = dataset.encoded_fields(index)
+            fields = dataset.fields(index)
         except DataError as error:
             if verify:
                 raise

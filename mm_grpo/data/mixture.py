@@ -11,9 +11,11 @@ In which order rows are used is in mixture_order.py.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
@@ -21,10 +23,12 @@ from typing import Any
 
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.source_entries import read_entry
-from mm_grpo.data.dataset import Dataset
-from mm_grpo.data.mixture_order import ratio
+from mm_grpo.data.base import Rows
+from mm_grpo.data.mixture_order import MixtureOrder, ratio
 from mm_grpo.data.readers import place
+from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
+from mm_grpo.types import Sample
 
 
 class Mixture:
@@ -89,90 +93,100 @@ def _name_of(source: Any) -> str | None:
     return re.sub(r"[^\w.-]+", "-", plain).strip("-.") or None
 
 
-def _of_source(method: Callable[[Dataset, int], Any]) -> Any:
-    """The method of a mixture that asks the source in which a row lies."""
+class MixedDataset(Rows):
+    """The rows of several datasets, numbered through. The base class says what each method does."""
 
-    def ask(self: MixedDataset, index: int) -> Any:
-        at, inner = place(self._ends, index)
-        return method(self.parts[at], inner)
-
-    return ask
-
-
-class MixedDataset(Dataset):
-    """The rows of several datasets, numbered through."""
-
-    def __init__(self, name: str, parts: Sequence[Dataset], weights: Sequence[float]) -> None:
-        self.name = name
-        self._parts, self._weights = tuple(parts), ratio(weights)
-        self._ends = list(accumulate(len(part) for part in parts))
+    def __init__(self, name: str, sources: Sequence[Rows], weights: Sequence[float]) -> None:
+        self.name, self.weights = name, ratio(weights)
+        self._sources = tuple(sources)
+        self._ends = list(accumulate(len(source) for source in sources))
+        self.text_only = all(source.text_only for source in sources)
+        self.in_memory = all(source.in_memory for source in sources)
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     @property
-    def parts(self) -> Sequence[Dataset]:
-        return self._parts
-
-    @property
-    def weights(self) -> Sequence[int]:
-        return self._weights
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(part) for part in self._parts]
+    def sources(self) -> Sequence[Rows]:
+        return self._sources
 
     @property
     def names(self) -> list[str]:
-        """The names of the sources."""
-        return [part.name.rpartition("/")[2] for part in self._parts]
+        """The names of the sources, without the mixture's."""
+        return [source.name.rpartition("/")[2] for source in self._sources]
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(chain.from_iterable(part.columns for part in self._parts)))
+        return tuple(dict.fromkeys(chain.from_iterable(source.columns for source in self._sources)))
 
     @property
     def conversational(self) -> bool:
-        """True when the first prompt of any source is a list of messages: rewards get one form for all."""
-        return any(part.conversational for part in self._parts)
+        return any(source.conversational for source in self._sources)
 
-    @property
-    def text_only(self) -> bool:
-        return all(part.text_only for part in self._parts)
+    def fingerprint(self) -> dict[str, Any]:
+        sources = [
+            {"name": source.name, "weight": weight, **source.fingerprint()}
+            for source, weight in zip(self._sources, self.weights, strict=True)
+        ]
+        digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
+        return {"rows": len(self), "sha256": digest, "sources": sources}
 
-    @property
-    def in_memory(self) -> bool:
-        return all(part.in_memory for part in self._parts)
+    def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> MixtureOrder:
+        sizes = [len(source) for source in self._sources]
+        return MixtureOrder(sizes, self.weights, self.names, prompts_per_step, seed, shuffle)
 
-    uid = _of_source(Dataset.uid)
-    row_name = _of_source(Dataset.row_name)
-    opener = _of_source(Dataset.opener)
-    fields = _of_source(Dataset.fields)
-    encoded_fields = _of_source(Dataset.encoded_fields)
+    def _place(self, index: int) -> tuple[Rows, int]:
+        """Return the source of a row, and the row's index there."""
+        at, inner = place(self._ends, index)
+        return self._sources[at], inner
 
-    def with_parts(self, parts: Sequence[Dataset]) -> Dataset:
-        return MixedDataset(self.name, parts, self._weights)
+    def uid(self, index: int) -> str:
+        source, inner = self._place(index)
+        return source.uid(inner)
 
-    def verify(self) -> None:
-        for part in self._parts:
-            part.verify()
+    def row_name(self, index: int) -> str:
+        source, inner = self._place(index)
+        return source.row_name(inner)
 
-    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
-        """As of a dataset, source by source in turn: the first rows are of all."""
-        turns = zip_longest(*(part.columns_of_rows() for part in self._parts))
-        return (columns for turn in turns for columns in turn if columns is not None)
+    def opener(self, index: int) -> Callable[[], Sample]:
+        source, inner = self._place(index)
+        return source.opener(inner)
 
-    def head(self, count: int) -> Dataset:
-        """The first rows of every source, `count` in all, but of each one at least."""
-        share = -(-count // len(self._parts))
-        return self.with_parts([part.head(share) for part in self._parts])
+    def fields(self, index: int) -> Fields:
+        source, inner = self._place(index)
+        return source.fields(inner)
 
-    def with_shuffled_images(self, seed: int = 0) -> Dataset:
-        """As of a dataset; images move within their source."""
-        return self.with_parts([part.with_shuffled_images(seed) for part in self._parts])
-
-    def with_images_removed(self) -> Dataset:
-        return self.with_parts([part.with_images_removed() for part in self._parts])
+    def look_at_images(self, index: int) -> Callable[[], None]:
+        source, inner = self._place(index)
+        return source.look_at_images(inner)
 
     def dataset_column(self, name: str) -> str:
-        return next((p.dataset_column(name) for p in self._parts if name in p.columns), name)
+        return next((s.dataset_column(name) for s in self._sources if name in s.columns), name)
+
+    def verify(self) -> None:
+        for source in self._sources:
+            source.verify()
+
+    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
+        turns = zip_longest(*(source.columns_of_rows() for source in self._sources))
+        return (columns for turn in turns for columns in turn if columns is not None)
+
+    def row_keys(self) -> Iterator[tuple[Hashable, str]]:
+        return chain.from_iterable(source.row_keys() for source in self._sources)
+
+    def head(self, count: int) -> MixedDataset:
+        share = -(-count // len(self._sources))
+        return self.map_sources(lambda source: source.head(share))
+
+    def without(self, rows: Collection[int]) -> MixedDataset:
+        starts = dict(zip(self._sources, (0, *self._ends), strict=False))
+        return self.map_sources(lambda source: source.without({row - starts[source] for row in rows}))
+
+    def map_sources(self, change: Callable[[Rows], Rows]) -> MixedDataset:
+        return MixedDataset(self.name, [change(source) for source in self._sources], self.weights)
+
+    def with_shuffled_images(self, seed: int = 0) -> MixedDataset:
+        return self.map_sources(lambda source: source.with_shuffled_images(seed))
+
+    def with_images_removed(self) -> MixedDataset:
+        return self.map_sources(lambda source: source.with_images_removed())

@@ -1,9 +1,9 @@
 """The order in which rows are used: a pure function of the seed and the epoch.
 
-Every epoch is one permutation of all rows, and steps take P slots each from the epochs laid end to
-end. So every row comes once an epoch, an epoch's end may fall inside a step, and with P above the
-number of rows a row fills two slots of one step. Nothing is remembered between calls: a resumed run
-asks for step n and gets what the first run got, on any number of processes.
+Every epoch is one permutation of all rows, and steps take P slots each from the epochs laid end to end. So every row
+comes once an epoch, an epoch's end may fall inside a step, and with P above the number of rows a row fills two slots of
+one step. Nothing is remembered between calls: a resumed run asks for step n and gets the same rows as the first run, on
+any number of processes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import lru_cache, partial
 
 
 class PromptOrder:
-    """Maps each slot of each step to a row.
+    """Order that maps each slot of each step to a row.
 
     Args:
         n_rows: rows in the dataset.
         prompts_per_step: P, slots in a step.
         seed: the run's seed, or a text.
-        shuffle: False takes the rows as they stand, in every epoch.
-        key: what the permutations are drawn for, beside the seed.
+        shuffle: False takes the rows in their own order, in every epoch.
+        key: seeds the permutations, together with `seed`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PromptOrder:
         self._permutation = lru_cache(maxsize=4)(partial(permutation, n_rows))
 
     def rows(self, step: int) -> list[int]:
-        """The row of each of the P slots of a step; steps count from 1.
+        """Return the row of each of the P slots of a step; steps count from 1.
 
         >>> PromptOrder(3, 2, seed=0, shuffle=False).rows(2)
         [2, 0]
@@ -45,33 +45,32 @@ class PromptOrder:
         return [self._row(position, self.seed, self.shuffle) for position in self._positions(step)]
 
     def spare(self, step: int, attempt: int, slot: int, attempts: int) -> int:
-        """The row that replaces that of a slot at a later attempt (from 1) of `attempts`.
+        """Return the row that replaces a slot's row at a later attempt (from 1) of `attempts`.
 
-        Replacements have an order of their own, always shuffled, in which each row comes once before any
-        comes again.
+        Replacements have a separate order, always shuffled, in which each row comes once before any comes again.
         """
         position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
         return self._row(position, f"{self.seed}/spare", True)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """The metric `epoch` once `step` is done, 1 after every row once; a mixture adds `epoch/{source}` for each."""
+        """Return the metric `epoch` after `step`, 1 after every row once; a mixture adds `epoch/{source}` for each."""
         return {"epoch": step * self.prompts_per_step / self.n_rows}
 
     def sentence(self, steps: int) -> str:
-        """The rows and how often each comes in so many steps; of a mixture its shares too."""
-        often = self.prompts_per_step / self.n_rows
-        more = f"; each comes {often:.3g} times in a step (rollout.prompts_per_step)" if often > 1 else ""
-        return (
-            f"data: {self.n_rows:,} rows, {self.epochs(steps)['epoch']:.3g} epochs in {steps:,} steps{more}"
+        """Describe the rows and how often each comes in so many steps; of a mixture its shares too."""
+        per_step = self.prompts_per_step / self.n_rows
+        repeats = (
+            f"; each comes {per_step:.3g} times in a step (rollout.prompts_per_step)" if per_step > 1 else ""
         )
+        return f"data: {self.n_rows:,} rows, {self.epochs(steps)['epoch']:.3g} epochs in {steps:,} steps{repeats}"
 
     @property
     def steps_per_epoch(self) -> int:
-        """The steps in which every row comes at least once: n_rows / P, rounded up."""
+        """Steps in which every row comes at least once: n_rows / P, rounded up."""
         return -(-self.n_rows // self.prompts_per_step)
 
     def _positions(self, step: int) -> range:
-        """The places of a step's slots in the epochs laid end to end."""
+        """Positions of a step's slots in the epochs laid end to end."""
         return range((step - 1) * self.prompts_per_step, step * self.prompts_per_step)
 
     def _row(self, position: int, seed: int | str, shuffle: bool) -> int:
@@ -80,10 +79,8 @@ class PromptOrder:
 
 
 def permutation(size: int, key: str) -> list[int]:
-    """The numbers below `size` in the random order that a text decides, in Python's own generator.
-
-    A string seeds it through SHA-512: the same on every machine, whatever PYTHONHASHSEED is.
-    """
+    """Return the numbers below `size` in the random order that the text `key` decides."""
     order = list(range(size))
+    # Python seeds a string through SHA-512: the same on every machine, whatever PYTHONHASHSEED is
     random.Random(key).shuffle(order)
     return order

@@ -1,4 +1,4 @@
-"""Sources of rows: `load` makes a `Dataset` of whatever `data.train` or `train=` may be.
+"""Sources of rows: `load` reads whatever `data.train` or `train=` may be, as `Rows`.
 
 `load_train` and `load_eval` are what a config trains on and is evaluated on. A source is
 
@@ -9,8 +9,8 @@
                     the other keys are
     a mixture       a Mixture of several of these with weights (mixture.py); in a config a list of entries
 
-Relative image paths start at `data.image_dir`; where that is not set, at the folder of the dataset's
-file, or at the working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
+Relative image paths start at `data.image_dir`; if that is not set, at the folder of the dataset's file, or at the
+working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
 
 A task is a function with keyword arguments that returns rows; `TASKS` names those of this package. Kinds of file are
 in paths.py and readers.py.
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.config.source_entries import OWN
 from mm_grpo.config.values import is_source
+from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import quoted
-from mm_grpo.data.dataset import TASK, Dataset
+from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.hf_datasets import library_rows
 from mm_grpo.data.image_check import check_images
 from mm_grpo.data.mixture import MixedDataset, Mixture, mixture_of
@@ -43,12 +44,12 @@ log = logging.getLogger(__name__)
 Source = Any
 """Rows (a list of dicts or a datasets.Dataset), paths, a task mapping such as {"task": "shapes"}, or a Mixture."""
 RowKey = tuple[Hashable, str]
-"""What is equal for equal rows, and the name of a row."""
+"""A key that is equal for equal rows, and the name of the row."""
 Needs = Callable[[Sequence[str], Callable[[], Iterator[Mapping[str, Any]]], bool], None]
-"""Given the names of a dataset's columns, what goes through the columns of its rows, and whether it is trained on;
-raises for what is missing (`Scorer.check`)."""
+"""Takes the names of the columns, a function that goes through the columns of all rows, and whether the rows are
+trained on. Raises if a reward lacks a column (`Scorer.check`)."""
 BLIND = "blind"
-"""The name under which metrics have the blind control; no evaluation set may have it."""
+"""The name of the blind control in metrics; no evaluation set may have it."""
 TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
 
 
@@ -59,36 +60,39 @@ def load(
     *,
     verify: bool = True,
     added: Mapping[str, Any] | None = None,
-) -> Dataset:
-    """The dataset of a source; the module's docstring lists the kinds.
+) -> Rows:
+    """Read a source; the module's docstring lists the kinds.
 
     Args:
-        source: what `data.train` or `data.eval` holds, or what was given in Python.
+        source: what `data.train` or `data.eval` holds, or rows from Python; `Rows` are returned as they are.
         settings, name, verify, added: as of `Dataset`.
 
     Raises:
         DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
     """
-    options: dict[str, Any] = {"verify": verify, "added": added}
-    alone = False
-    if isinstance(source, Dataset):
+    if isinstance(source, Rows):
         return source
     if isinstance(source, Mapping) and "path" in source:
         source = Mixture([source])
     if isinstance(source, Mixture):
         return _load_mixture(source, settings, name, verify)
+    return _load_dataset(source, settings, name, verify=verify, added=added)
+
+
+def _load_dataset(source: Source, settings: DataConfig, name: str, **options: Any) -> Dataset:
+    single_file = False
     if isinstance(source, str | os.PathLike):
-        source, alone = [source], os.path.isfile(os.path.expanduser(source))
+        source, single_file = [source], os.path.isfile(os.path.expanduser(source))
     if isinstance(source, list | tuple):
-        if source and all(isinstance(one, str | os.PathLike) for one in source):
-            found = [each for text in source for each in find(os.fspath(text), name)]
+        if source and all(isinstance(path, str | os.PathLike) for path in source):
+            files = [file for path in source for file in find(os.fspath(path), name)]
             try:
-                check_shards([each.path for each in found], name)
+                check_shards([file.path for file in files], name)
             except DataError as error:
-                if not alone:
+                if not single_file:
                     raise
                 log.warning("%s", error)
-            rows = JoinedRows([read(each, name, settings.columns) for each in found])
+            rows = JoinedRows([read(file, name, settings.columns) for file in files])
             return Dataset(rows, settings, name=name, **options)
         return Dataset(source, settings, name=name, **options)
     if hasattr(source, "column_names"):
@@ -101,19 +105,20 @@ def load(
 
 def load_train(
     config: GRPOConfig,
-    given: Source | None = None,
+    source: Source | None = None,
     *,
     verify: bool = True,
     needs: Needs | None = None,
     turns: bool = False,
-) -> Dataset:
-    """The training rows: `given`, else `data.train`. DataError when there are none.
+) -> Rows:
+    """Load the training rows: `source`, else `data.train`. DataError when there are none.
 
-    With `verify` the rows are checked at once, and the first wrong one raises. Rows whose images would not be read are
-    refused in any case, unless `data.text_only`, or with `turns`: tools and environments, also those of the config,
-    may show images. `needs` raises for what the rewards ask for and no row has.
+    With `verify` the rows are checked at once, and the first wrong one raises. Rows with images that would not be read
+    are refused in any case, unless `data.text_only` is set or the model may see images in later turns: with `turns`, or
+    tools or an environment in the config. `needs` raises if the rewards ask for a column that no row has.
     """
-    source = mixture_of(config.data.train) if given is None else given
+    if source is None:
+        source = mixture_of(config.data.train)
     if source is None:
         raise DataError("data.train is not set: give a .jsonl path, a task mapping, or train=rows in Python")
     return _load_checked(source, config, "train", verify, needs, turns, trained=True)
@@ -121,42 +126,41 @@ def load_train(
 
 def load_eval(
     config: GRPOConfig,
-    given: Source | Mapping[str, Source] | None = None,
+    source: Source | Mapping[str, Source] | None = None,
     *,
     verify: bool = True,
     needs: Needs | None = None,
     turns: bool = False,
-) -> dict[str, Dataset]:
-    """The evaluation sets by name, the headline first; a single source is named "eval". Options as of `load_train`.
+) -> dict[str, Rows]:
+    """Load the evaluation sets by name, the headline first; one source alone is "eval". Options as of `load_train`.
 
-    ConfigError for a set called `BLIND`, whether there is a blind control or not: a run may be resumed or evaluated
-    with one.
+    ConfigError for a set called `BLIND`, even without a blind control: a run may be resumed or evaluated with one.
     """
-    if given is None:
+    if source is None:
         sources: Mapping[str, Source] = {
-            n: mixture_of(source) for n, source in config.data.eval_sets().items()
+            name: mixture_of(entry) for name, entry in config.data.eval_sets().items()
         }
-    elif isinstance(given, Mapping) and not is_source(given):
-        sources = given
+    elif isinstance(source, Mapping) and not is_source(source):
+        sources = source
     else:
-        sources = {"eval": given}
+        sources = {"eval": source}
     if BLIND in sources:
         raise ConfigError(
             f"data.eval has a set called '{BLIND}': eval/{BLIND}/ are the metrics of the blind control "
             "(run.eval_blind); call the set something else"
         )
-    for name, source in sources.items():
-        if isinstance(source, Mixture) and any("weight" in entry for entry in source.entries):
+    for name, entry in sources.items():
+        if isinstance(entry, Mixture) and any("weight" in options for options in entry.entries):
             raise DataError(
                 f"{name}: weight is for training; an evaluation answers every row once: leave it out"
             )
     return {  # uids and tables tell a set called train from the training set
-        name: _load_checked(source, config, "eval:train" if name == "train" else name, verify, needs, turns)
-        for name, source in sources.items()
+        name: _load_checked(entry, config, "eval:train" if name == "train" else name, verify, needs, turns)
+        for name, entry in sources.items()
     }
 
 
-def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
+def warn_of_shared_rows(train: Rows, sets: Mapping[str, Rows]) -> None:
     """Warn of evaluation sets with rows of `train`."""
     keys = {name: list(rows.row_keys()) for name, rows in sets.items()}
     for sentence in shared_rows(train.row_keys() if sets else (), keys):
@@ -165,12 +169,12 @@ def warn_of_shared_rows(train: Dataset, sets: Mapping[str, Dataset]) -> None:
 
 def shared_rows(train: Iterable[RowKey], sets: Mapping[str, Sequence[RowKey]]) -> list[str]:
     """Return a sentence about each evaluation set with rows of `train`, by keys that are equal for equal rows."""
-    known, sentences = dict(train), []
+    train_rows, sentences = dict(train), []
     for name, keys in sets.items():
-        if same := [(row, known[key]) for key, row in keys if key in known]:
+        if matches := [(row, train_rows[key]) for key, row in keys if key in train_rows]:
             sentences.append(
-                f"{name}: {len(same)} of {len(keys)} rows are rows of train too, such as {same[0][0]}, which is "
-                f"{same[0][1]}: what they score was learned by heart"
+                f"{name}: {len(matches)} of {len(keys)} rows are rows of train too, such as {matches[0][0]}, which is "
+                f"{matches[0][1]}: what they score was learned by heart"
             )
     return sentences
 
@@ -184,36 +188,39 @@ def _load_checked(
     turns: bool,
     *,
     trained: bool = False,
-) -> Dataset:
-    """The dataset, unless its rows lack prompts, images or what the rewards ask for."""
-    dataset = load(source, config.data, name, verify=False)
-    needed = not (turns or config.rollout.tools or config.rollout.environment)
-    for part in dataset.parts:
-        if needed and not (config.data.text_only if part is dataset else part.text_only):
-            check_images(part, verify=verify)
+) -> Rows:
+    """Load a source, and refuse rows without prompts, without images or without columns that rewards ask for."""
+    rows = load(source, config.data, name, verify=False)
+    needs_images = not (turns or config.rollout.tools or config.rollout.environment)
+    for dataset in rows.sources:
+        # a Dataset that was passed in has settings of its own; here the config's count
+        if needs_images and not (config.data if dataset is source else dataset).text_only:
+            check_images(dataset, verify=verify)
         elif verify:
-            part.verify()
+            dataset.verify()
     if needs is not None:
-        needs(dataset.columns, dataset.columns_of_rows, trained)
-    return dataset
+        needs(rows.columns, rows.columns_of_rows, trained)
+    return rows
 
 
-def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: bool) -> Dataset:
-    """The rows of every entry, each read with its own settings."""
-    parts: list[Dataset] = []
+def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: bool) -> MixedDataset:
+    """Load every entry, each with its own settings."""
+    datasets = []
     for label, entry in zip(mixture.names, mixture.entries, strict=True):
-        of = f"{name}/{label}"
-        if isinstance(entry["path"], Dataset):
-            raise DataError(f"{of}: is a Dataset, which has its name and settings; give its rows")
+        source, source_name = entry["path"], f"{name}/{label}"
+        if isinstance(source, Rows):
+            raise DataError(f"{source_name}: is a Dataset, which has its name and settings; give its rows")
         added = {TASK: entry["task"]} if "task" in entry else None
-        own = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
-        parts.append(load(entry["path"], own, of, verify=verify, added=added))
-    return MixedDataset(name, parts, mixture.weights)
+        own_settings = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
+        datasets.append(_load_dataset(source, own_settings, source_name, verify=verify, added=added))
+    return MixedDataset(name, datasets, mixture.weights)
 
 
-def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, how: Mapping[str, Any]) -> Dataset:
-    options = dict(source)
-    task = options.pop("task", None)
+def _load_task(
+    source: Mapping[str, Any], settings: DataConfig, name: str, options: Mapping[str, Any]
+) -> Dataset:
+    arguments = dict(source)
+    task = arguments.pop("task", None)
     if not isinstance(task, str) or (task not in TASKS and ":" not in task):
         raise DataError(
             f"{name}: the task is {task!r}; legal are {quoted(TASKS)} and path/to/file.py:function. Rows in files need "
@@ -221,12 +228,9 @@ def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, how: 
         )
     function = load_named(TASKS.get(task, task), f"{name}: task", DataError)
     try:
-        rows = function(**options)
-    except (
-        TypeError,
-        DataError,
-    ) as error:  # TypeError: an option is unknown, or one that it needs is missing
+        rows = function(**arguments)
+    except (TypeError, DataError) as error:  # TypeError: an option is unknown or missing
         legal = quoted(inspect.signature(function).parameters)
         raise DataError(f"{name}: the task {task!r}: {error}; its options are {legal}") from None
     label = task.rpartition(":")[2]
-    return Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **how)
+    return Dataset(rows, settings, name=name, row_name=lambda i: f"{name} ({label}) row {i}", **options)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.environments.observation import described
 from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
-from mm_grpo.user_code.thread import CallThread
+from mm_grpo.user_code.watchdog import call_within
 
 BUILTINS = {"zoom": "Zoom"}
 """Environments of this package by the name that `rollout.environment` gives them."""
@@ -69,9 +70,9 @@ def made(factory: Callable[[], Any], seconds: float) -> Any:
     if not callable(factory):
         raise _refused(f"{factory!r} cannot be called without arguments; name a class")
     name = getattr(factory, "__qualname__", repr(factory))
-    thread: CallThread[Any] = CallThread("environment")
+    thread = BackgroundThreads(1, "environment")
     try:
-        return thread.result(factory, seconds)
+        return call_within(seconds, thread, factory)
     except TimeoutError:
         late = f"{name}() had not ended after rollout.tool_timeout = {seconds:g} s"
         raise _refused(f"{late}; mend its __init__, or set a longer one") from None

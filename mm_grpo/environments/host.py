@@ -15,12 +15,13 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
 from mm_grpo.environments.observation import Limits, Observation, failed
 from mm_grpo.environments.session import CallResult, Factory, Session, What
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.kept_state import own_copy
-from mm_grpo.user_code.thread import CallThread
+from mm_grpo.user_code.watchdog import call_within
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -250,7 +251,7 @@ class LocalHost(Host):
     """Calls tools and environments in this process, one after the other, in a thread of their own. A thread cannot be
     ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the process."""
 
-    _thread: CallThread[CallResult] | None = None
+    _thread: BackgroundThreads | None = None
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in filter(self.due, tasks):
@@ -265,10 +266,10 @@ class LocalHost(Host):
         episode, late = task.episode, f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
         if episode.place is None:
             episode.place = Session(self.functions, self.factory, self.limits)
-        self._thread = self._thread or CallThread("tools")
+        self._thread = self._thread or BackgroundThreads(1, "tools")
         call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
         try:
-            answer = self._thread.result(call, self.timeout)
+            answer: CallResult = call_within(self.timeout, self._thread, call)
         except BaseException as error:  # late, or Ctrl-C: the thread is not ours any more, nor what it holds
             self._thread = None
             for one in self.opened:

@@ -30,7 +30,7 @@ from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.types import Sample
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class Toolbox:
             row=sample,
         )
 
-    def look(self, rows: Dataset) -> None:
+    def look(self, rows: Rows) -> None:
         """Begin a conversation about the first row, before a model is loaded. Raises as `prepare`; warns where nothing
         shows an image."""
         sample = rows.sample(0)

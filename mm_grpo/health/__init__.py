@@ -5,7 +5,6 @@
     sight                  `sight_lost`, which keeps measurements of its own
     checks                 those of one moment: functions that return a message or None
     guards                 all of them together: what a step shows them, what is done, what a resume gives back
-    image_files            no guard: rows whose images cannot be read, before a model is loaded
 
 Those of several steps are rebuilt from metrics.jsonl when a run is resumed. Each name stands in the config's
 `run.guards` too, which says what the guard does when it fires: `stop`, `warn` or `off`. By itself it stops a run that

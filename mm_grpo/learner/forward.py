@@ -3,10 +3,10 @@
 Everything that carries gradients happens inside this forward, so that a data-parallel wrapper sees one
 module and gradients become ready in one order for every pack. A pack without images runs a blank image
 through the vision tower and adds 0 times its features: the tower's parameters then get zero
-gradients at the same moment at which others get theirs. Where no optimizer looks at the order (`blank_images` false)
-it is left out.
+gradients at the same moment at which others get theirs. This is left out if no optimizer looks at the order
+(`blank_images` false).
 
-A prompt that several packs go on from is run ahead of the first of them (prompt_states.py), and its end is given in
+A prompt that several packs go on from is run before the first of them (prompt_states.py), and its end is given in
 the place of a pack.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.image_features import ImageFeatures, zero_of_blank
-from mm_grpo.learner.logprobs import token_logprobs
+from mm_grpo.learner.logprobs import PackResult, token_logprobs
 from mm_grpo.learner.minibatch import to_pack_order
 from mm_grpo.learner.pack import Pack, prompt_pack
 from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, PromptStates
@@ -34,9 +34,10 @@ from mm_grpo.types import Prompt
 
 
 class PackForward(nn.Module):
-    """Wraps a transformers vision-language model, whose layout `family` knows.
+    """Wrapper of a transformers vision-language model.
 
-    Packs are `shared` rows, of a prompt and several completions, or of a prompt and one.
+    Packs have `shared` rows, of a prompt and several completions, or rows of a prompt and one completion. The banned
+    token ids are `media_token_ids`. `family` knows the model's layout.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PackForward(nn.Module):
         attn: str = "auto",
         shared: bool = True,
         chunk_bytes: int | None = None,
+        blank_images: bool = True,
     ) -> None:
         super().__init__()
         family.check(model)
@@ -58,42 +60,63 @@ class PackForward(nn.Module):
         self.blank = family.blank(model)
         self.temperature = temperature
         self.chunk_bytes = chunk_bytes
-        self.features: ImageFeatures | None = None  # set for passes that share them
-        self.prompts: PromptStates | None = None  # as well, where packs go on from prompts that are run apart
-        self.teacher: Mapping[int, Tensor] = {}  # by completion, for updates of the twin view
-        self.blank_images = True  # false where no optimizer looks at the order of gradients
+        self.blank_images = blank_images
+        self.features: ImageFeatures | None = None
+        self.prompts: PromptStates | None = None
+        self._step_features: ImageFeatures | None = None
         self.masks = Masks(model, attn, family=family, shared=shared)
         patch_vision_tower(family.tower(model))
 
-    def forward(self, pack: Pack | PromptEnd) -> tuple[Tensor, ...]:
-        """Log-probabilities [M] and entropies [M] of the pack's completion tokens, in the pack's order.
+    def keep_features(self, features: ImageFeatures | None) -> None:
+        """Use these image features in all passes from now on; None for features of each pass alone."""
+        self.features = self._step_features = features
 
-        Where a completion has a `teacher`, whose states [T, D] are given, the third is the KL of its tokens from that,
-        and 0 of others. Of a prompt's end both are the scalar 0 whose backward is that of the prompt.
+    def begin_pass(self, prompts: PromptStates) -> None:
+        """Share image features, and `prompts` that are run apart, among the packs that follow."""
+        self.prompts = prompts
+        self.features = self._step_features or ImageFeatures(self.model, self.family)
+
+    def end_pass(self) -> int:
+        """Share nothing any longer; return the count of images that were encoded for this pass alone."""
+        encoded = 0 if self.features is None or self._step_features is not None else self.features.encoded
+        self.prompts, self.features = None, self._step_features
+        return encoded
+
+    def forward(self, pack: Pack | PromptEnd, kl_states: Mapping[int, Tensor] | None = None) -> PackResult:
+        """Return the values [M] of the pack's completion tokens, in the pack's order.
+
+        `kl_states` [T, D], by completion, are states of another distribution q. If a completion of the pack has some,
+        the result has the KL from q, 0 for tokens of completions without.
         """
-        head = self.family.head(self.model).weight
-        if isinstance(pack, PromptEnd):
-            assert self.prompts is not None
-            tied = head is self.model.get_input_embeddings().weight  # which the prompt reaches as it is
-            end = self.prompts.joined(pack.prompt, None if tied else head)
-            return end, end
-        states, teacher = self.states(pack), None
-        order = pack.completion_index.tolist() if self.teacher else []
-        if not self.teacher.keys().isdisjoint(order):
-            kept = {index: self.teacher[index].to(states) for index in {*order} & self.teacher.keys()}
-            teacher = to_pack_order(kept, order, states)
+        if isinstance(
+            pack, PromptEnd
+        ):  # DeepSpeed prepares a backward in its own forward, and so sees every one
+            end = self.prompt_end(pack)
+            return PackResult(end, end)
+        states, q_hidden = self.states(pack), None
+        order = pack.completion_index.tolist() if kl_states else []
+        if kl_states and not kl_states.keys().isdisjoint(order):
+            on_device = {index: kl_states[index].to(states) for index in {*order} & kl_states.keys()}
+            q_hidden = to_pack_order(on_device, order, states)
         return token_logprobs(
             states,
-            head,
+            self.family.head(self.model).weight,
             pack.targets.to(states.device),
             temperature=self.temperature,
             banned=self.media_token_ids,
             chunk_bytes=self.chunk_bytes,
-            teacher=teacher,
+            q_hidden=q_hidden,
         )
 
+    def prompt_end(self, end: PromptEnd) -> Tensor:
+        """Return the scalar 0 whose backward is that of the prompt."""
+        assert self.prompts is not None
+        head = self.family.head(self.model).weight
+        is_tied = head is self.model.get_input_embeddings().weight  # then the prompt's backward reaches it
+        return self.prompts.joined(end.prompt, None if is_tied else head)
+
     def states(self, pack: Pack) -> Tensor:
-        """The last hidden states [M, D] that predict the pack's completion tokens."""
+        """Return the last hidden states [M, D] that predict the pack's completion tokens."""
         pack = pack.to(self.model.device)
         prefixes = self._prefixes(pack)
         states = self._hidden_states(pack, prefixes=prefixes).flatten(0, 1)
@@ -102,7 +125,7 @@ class PackForward(nn.Module):
         return states.index_select(0, pack.sources)
 
     def _hidden_states(self, pack: Pack, **states: Any) -> Tensor:
-        """The last hidden states [B, N, D] of a pack."""
+        """Return the last hidden states [B, N, D] of a pack."""
         with self._inputs(pack) as inputs:
             return self.family.hidden_states(
                 self.model,
@@ -113,7 +136,7 @@ class PackForward(nn.Module):
             )
 
     def _prefixes(self, pack: Pack) -> Prefixes | None:
-        """States of the prompts that the pack goes on from; None where there are none."""
+        """Return the states of the prompts that the pack goes on from; None if it has all its prompts."""
         if not pack.prefixes:
             return None
         assert self.prompts is not None and pack.prefix_segments is not None
@@ -129,7 +152,7 @@ class PackForward(nn.Module):
 
     @contextmanager
     def _inputs(self, pack: Pack) -> Iterator[dict[str, Any]]:
-        """The tokens with the features of their images."""
+        """Keyword arguments of the model's forward: the tokens with the features of their images."""
         family, model = self.family, self.model
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
         if not pack.pictured and self.blank_images and not family.tower_is_frozen(model):
@@ -144,20 +167,32 @@ class PackForward(nn.Module):
             yield inputs
 
     def _embeds_touched_by_blank(self, input_ids: Tensor) -> Tensor:
-        # The embedding first, as the models do it: backward goes through nodes in the reverse order of their
-        # making, and an embedding made after the tower would have its gradient ready before the tower's.
+        # The embedding first, as the models do it: backward goes through nodes in the reverse order in which they
+        # were made, and an embedding made after the tower would have its gradient ready before the tower's.
         embeds: Tensor = self.model.get_input_embeddings()(input_ids)
         zero = zero_of_blank(self.model, self.family, self.blank)
         return embeds + zero.to(embeds.dtype)
 
 
-def wrap_model(model: Any, processor: Processor, config: GRPOConfig) -> PackForward:
-    """The module that a learner of this config calls."""
+def wrap_model(
+    model: Any,
+    processor: Processor,
+    config: GRPOConfig,
+    *,
+    as_sampled: bool = True,
+    blank_images: bool = True,
+) -> PackForward:
+    """Return the module that a learner of this config calls.
+
+    Its distribution is the one that training samples from, or without `as_sampled` the one over the whole vocabulary at
+    temperature 1.
+    """
     return PackForward(
         model,
         family=processor.family,
-        media_token_ids=processor.media_token_ids,
-        temperature=config.rollout.temperature,
+        media_token_ids=processor.media_token_ids if as_sampled else frozenset(),
+        temperature=config.rollout.temperature if as_sampled else 1.0,
         attn=config.model.attn,
         shared=processor.layout == "shared_prefix",
+        blank_images=blank_images,
     )

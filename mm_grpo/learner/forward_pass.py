@@ -1,8 +1,8 @@
-"""One pass over the packs of a plan, with what its packs share: features of images and states of prompts.
+"""One pass over the packs of a plan, which share features of images and states of prompts.
 
-The pass lays out its packs one at a time, gives the module what they share while it lasts, and counts what was run.
-With gradients a prompt that was run apart has a backward of its own, after the last pack that goes on from it. Without
-any there are log-probs of given completions (`score`).
+The pass lays out its packs one at a time and counts what was run. With gradients a prompt that was run apart has a
+backward of its own, after the last pack that goes on from it. Without gradients there are the log-probs of completions
+(`score`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.forward import PackForward, wrap_model
-from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
 from mm_grpo.learner.pack import Item, Pack, by_group, layout, spread_prompts
 from mm_grpo.learner.prompt_states import PromptEnd, PromptStates
@@ -24,7 +23,7 @@ from mm_grpo.types import Prompt
 
 
 class ForwardPass:
-    """A context in which `module` runs the packs of a plan, each once and in order; `work` counts them."""
+    """Context in which `module` runs the packs of a plan, each once and in order; `work` counts them."""
 
     def __init__(
         self,
@@ -35,40 +34,34 @@ class ForwardPass:
     ) -> None:
         self.module, self.planned, self.work = module, planned, work
         self.media_token_ids = media_token_ids
-        spread = spread_prompts(planned) if module.masks.apart else []
-        self._apart = {id(prompt): prompt for prompt in spread}
-        self._features: ImageFeatures | None = None
+        # by id, because two prompts with equal tokens may have different images
+        self._apart = {id(p): p for p in spread_prompts(planned)} if module.masks.apart else {}
         self._prompts = PromptStates(map(self._prefixes, planned))
 
     @property
     def backwards(self) -> int:
-        """Backward passes of the whole: of its packs and of prompts that are run apart."""
+        """Count of backward passes: of the packs, and of prompts that are run apart."""
         return len(self.planned) + len(self._apart)
 
     def packs(self) -> Iterator[Pack]:
-        """The packs, laid out when they are asked for."""
+        """Lay out the packs one by one."""
         for rows in self.planned:
             pack = layout(rows, self.media_token_ids, self.module.masks.multiple, self._apart)
             self.work.add(pack, rows)
             yield pack
 
     def ended(self, pack: Pack) -> list[PromptEnd]:
-        """The prompts whose last pack this was: what is to be run and taken backward before the next one."""
+        """Return the prompts whose last pack this was, to be run and taken backward before the next pack."""
         return self._prompts.ended(p for row in pack.prefixes for p in row)
 
     def __enter__(self) -> ForwardPass:
-        self.module.prompts = self._prompts
-        if self.module.features is None:  # else they are kept for the whole step
-            self._features = self.module.features = ImageFeatures(self.module.model, self.module.family)
+        self.module.begin_pass(self._prompts)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self.module.prompts = None
+        self.work.images += self.module.end_pass()
         for prompt in self._prompts.ran:
             self.work.add_prompt(prompt, self.module.masks.multiple)
-        if self._features is not None:
-            self.module.features = None
-            self.work.images += self._features.encoded
 
     def _prefixes(self, rows: Sequence[Sequence[Item]]) -> list[Prompt]:
         prompts = (group[0].prompt for row in rows for group in by_group(row))
@@ -84,37 +77,35 @@ def score(
     *,
     as_sampled: bool = False,
 ) -> list[list[float]]:
-    """Log-probabilities [T] of each completion of `prompt`, as the learner computes them.
+    """Return log-probabilities [T] of each completion of `prompt`, as the learner computes them.
 
     Over the whole vocabulary at temperature 1; with `as_sampled`, over the distribution that training samples from
     (media tokens masked, at the training temperature).
     """
-    module = wrap_model(model, processor, config)
-    if not as_sampled:
-        module.media_token_ids, module.temperature = [], 1.0
+    module = wrap_model(model, processor, config, as_sampled=as_sampled)
     items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
     planned = module.masks.plan(items, config.optim.max_tokens_per_pack)
-    with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as whole:
-        found = logprobs_and_entropies(module, whole.packs())[0]
-    return [found[i].tolist() for i in range(len(items))]
+    with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as forward_pass:
+        logprobs = logprobs_and_entropies(module, forward_pass.packs())[0]
+    return [logprobs[i].tolist() for i in range(len(items))]
 
 
 def states_on_host(module: PackForward, packs: Iterable[Pack]) -> ByCompletion:
-    """The states [T, D] that predict each completion's tokens, without gradients, in the host's memory."""
-    found: ByCompletion = {}
+    """Return the states [T, D] that predict each completion's tokens, without gradients, in the host's memory."""
+    states: ByCompletion = {}
     with torch.no_grad():
         for pack in packs:
-            found |= split_by_completion(module.states(pack).cpu(), pack.completion_index.tolist())
-    return found
+            states |= split_by_completion(module.states(pack).cpu(), pack.completion_index.tolist())
+    return states
 
 
 def logprobs_and_entropies(module: PackForward, packs: Iterable[Pack]) -> tuple[ByCompletion, ByCompletion]:
-    """Log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
+    """Return log-probabilities [T] and entropies [T] of each completion of some packs, without gradients."""
     logps: ByCompletion = {}
     entropies: ByCompletion = {}
     with torch.no_grad():
         for pack in packs:
-            order = pack.completion_index.tolist()
-            for found, values in zip((logps, entropies), module(pack), strict=True):
-                found |= split_by_completion(values, order)
+            order, result = pack.completion_index.tolist(), module(pack)
+            logps |= split_by_completion(result.logp, order)
+            entropies |= split_by_completion(result.entropy, order)
     return logps, entropies

@@ -3,13 +3,15 @@
 The groups of a step are cut into `updates_per_step` minibatches, and each makes one optimizer update,
 `num_iterations` times over. Within an update the completions are packed, each pack runs forward and backward
 once, and the sums add up to the loss of the whole minibatch. Work that cannot change an update is left out:
-the old-policy pass where the policy has not moved yet, the reference pass at beta 0, completions without
-advantage when neither penalty nor bonus needs them.
+the old-policy pass if the policy has not moved yet, the reference pass at beta 0, completions without
+advantage if neither penalty nor bonus needs them.
 
-Each process runs the groups of its own slots. What an update depends on is computed over all of them:
-denominators, whether there is anything to do, and the number of backward passes, through packs and through
-prompts that several packs share, for every process makes as many; one with fewer runs packs of weight 0. So the
-number of processes changes the time of an update and not the update.
+Each process runs the groups of its own slots. Everything that an update depends on is computed over all processes:
+denominators, whether there is anything to do, and the number of backward passes, of packs and of prompts that
+several packs share. A process with fewer backward passes runs packs of weight 0. So the number of processes changes
+the time of an update and not the update.
+
+Loss features (`features/`) add passes, rows of packs and terms of the loss at the hooks of their base class.
 """
 
 from __future__ import annotations
@@ -17,21 +19,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.credit import acting, after_masked, credit_metrics, weighed
+from mm_grpo.learner.features import FeaturePack, LossFeature, feature_classes
 from mm_grpo.learner.forward import PackForward, wrap_model
-from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score, states_on_host
+from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.lora import (
     adapted_layers,
@@ -43,7 +43,7 @@ from mm_grpo.learner.lora import (
     sent_factors,
     without_adapters,
 )
-from mm_grpo.learner.loss import LossInputs, pack_loss
+from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import (
     ByCompletion,
     LogProbs,
@@ -54,7 +54,6 @@ from mm_grpo.learner.minibatch import (
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, dummy_pack
-from mm_grpo.learner.perception import MaskedPrompts, own_tokens, with_masked
 from mm_grpo.learner.reference import load_reference_model
 from mm_grpo.learner.step_report import (
     LearnerReport,
@@ -64,19 +63,17 @@ from mm_grpo.learner.step_report import (
     update_metrics,
 )
 from mm_grpo.learner.transformers_patches import save_pretrained
-from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.processors.base import Processor
-from mm_grpo.timing import timed
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 R = TypeVar("R")
 
 
 class Learner:
-    """Trains `model` on groups. `total_updates` is the length of the learning-rate schedule.
+    """Trainer of `model` on groups. `total_updates` is the length of the learning-rate schedule.
 
-    `adapted_layers` are those with adapters, `factored` those of them that the engine runs as factors, as it says.
-    `ranks` are the processes that make the updates together; None is this one alone.
+    `ranks` are the processes that make the updates together; None is this one alone. `adapted_layers` are the layers
+    with adapters.
     """
 
     def __init__(
@@ -96,7 +93,7 @@ class Learner:
         self.adapted_layers = adapted_layers(model)
         self.factored: frozenset[str] = frozenset()
         self.ranks = ranks or Ranks()
-        # adapters, say, start from each process's random numbers
+        # each process draws random adapters of its own
         self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
         wrap = partial(wrap_model, processor=processor, config=config)
@@ -107,50 +104,46 @@ class Learner:
             self.reference = wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
-        self.module = wrap(model)
-        self.optimizer = _make_optimizer(self.module, config, total_updates, self.ranks)
         tower = {id(p) for p in processor.family.tower(model).parameters()}
-        others = any(p.requires_grad and id(p) not in tower for p in model.parameters())
-        # where the tower alone is trained, the loss of a text has no gradient but through a blank image
-        self.module.blank_images = self.optimizer.reads_order or not others
-        self._masked: MaskedPrompts | None = None
-        self._twins = None if config.algorithm.twin_view is None else TwinPrompts(processor, config)
+        trains_tower_alone = all(id(p) in tower for p in model.parameters() if p.requires_grad)
+        make_optimizer = _optimizer_class(config, self.ranks)
+        # if the tower alone is trained, the loss of a text has no gradient but through a blank image
+        self.module = wrap(model, blank_images=make_optimizer.reads_order or trains_tower_alone)
+        optim = config.optim.with_values({"learning_rate": config.learning_rate})
+        self.optimizer = make_optimizer(self.module, optim, total_updates, self.ranks)
         self._work = PackStatistics()
+        self.features: list[LossFeature] = [feature(self) for feature in feature_classes(config.algorithm)]
+
+    def use_factors(self, layers: Iterable[str]) -> None:
+        """Send the adapters of these layers as factors from now on, because the engine runs them so."""
+        self.factored = frozenset(layers)
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
 
-        The report is that of the whole step, equal on every process. Raises ValueError (see `check_groups`).
+        Return the report of the whole step, equal on every process. Raise ValueError (see `check_groups`).
         """
         algorithm = self.config.algorithm
         with self.ranks.fail_together("groups"):
             check_groups(groups, self.config.rollout.prompts_per_step)
-        perceives, credit = algorithm.perception_coef > 0, algorithm.credit
-        if self._twins is not None:
-            self._twins.begin(groups)
-        masked = MaskedPrompts(groups, self.processor, algorithm.option("perception_mask_ratio"))
-        self._masked = masked if perceives else None
-        minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device)
-        times = dict[str, float]()
-        if credit is not None:  # before features are kept, for nothing else runs these prompts
-            with timed(times, "time/credit"):
-                items = after_masked(acting(groups, minibatches), masked, self.ranks)
-                controlled = self._run(items, self.module)[0]
-        self._keep_features(len(minibatches))
+
+        def has_gradient(prompt: Prompt) -> bool:
+            return any(feature.has_gradient(prompt) for feature in self.features)
+
+        minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device, has_gradient)
+        # before image features are kept, because later passes do not run these prompts
+        for feature in self.features:
+            feature.begin_step(groups, minibatches)
+        self._keep_image_features(len(minibatches))
         logprobs = LogProbs([c.logprobs for g in groups for c in g.completions])
         if self.reference is not None and not algorithm.kl_in_reward:
-            logprobs.reference = self._under_reference([i for m in minibatches for i in m.live])
-        # the first minibatch meets the policy that sampled it; later ones need its log-probs from before, and so does
-        # credit where an engine's may be those of another policy
-        stale = credit is not None and self.config.rollout.max_staleness > 0
-        for minibatch in minibatches[0 if stale else 1 :]:
-            logprobs.old |= self._run(minibatch.live, self.module)[0]
-        credited: dict[str, float] = {}
-        if credit is not None:
-            with timed(times, "time/credit"):
-                pairs = [weighed(m, controlled, logprobs, algorithm, self.ranks) for m in minibatches]
-                minibatches, weights = [m for m, _ in pairs], [w for _, w in pairs]
-                credited = credit_metrics(weights, self.ranks) | times
+            logprobs.reference = self._reference_values([i for m in minibatches for i in m.live])
+        # the first minibatch meets the policy that sampled it; later ones need its log-probs from before
+        needs_first = any(feature.needs_old_logprobs for feature in self.features)
+        for minibatch in minibatches[0 if needs_first else 1 :]:
+            logprobs.old |= self.run(minibatch.live)[0]
+        for feature in self.features:
+            minibatches = feature.weigh(minibatches, logprobs)
 
         counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
         statistics = LossStatistics(algorithm.num_iterations * counted)
@@ -160,21 +153,20 @@ class Learner:
                 updates.append(self._update_on(minibatch, logprobs, statistics))
             logprobs.old = {**logprobs.first, **logprobs.old}
         versions = [tuple({v for _, v in c.weight_versions}) for g in groups for c in g.completions]
-        report = self._report(statistics, updates, logprobs, versions)
-        return replace(report, metrics=report.metrics | credited)
+        return self._report(statistics, updates, logprobs, versions)
 
     def reference_logprobs(
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
     ) -> list[list[list[float]]]:
-        """Log-probs [T] of each prompt's completions under the reference policy, as sampled (mask, temperature)."""
-        return self._answered(answered, self._under_reference)
+        """Return log-probs [T] of each prompt's completions under the reference policy, as they are sampled."""
+        return self._by_prompt(answered, self._reference_values)
 
     def current_logprobs(
         self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
     ) -> list[list[list[float]]]:
-        """The same under the present weights. Collective. What it runs is not counted as work of the step."""
+        """Return the same under the present weights. Collective. The passes are not counted as work of the step."""
         uncounted = PackStatistics()
-        return self._answered(answered, lambda items: self._run(items, self.module, uncounted)[0])
+        return self._by_prompt(answered, lambda items: self.run(items, work=uncounted)[0])
 
     def score(
         self,
@@ -184,7 +176,7 @@ class Learner:
         as_sampled: bool = False,
         as_sent: bool = False,
     ) -> list[list[float]]:
-        """Log-probabilities [T] of each completion of `prompt` under the present weights: see `forward_pass.score`.
+        """Return log-probs [T] of each completion of `prompt` under the present weights: see `forward_pass.score`.
 
         With `as_sent` adapters are merged and rounded, as in `named_tensors`.
         """
@@ -192,10 +184,10 @@ class Learner:
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
     def named_tensors(self, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its in-memory name, tied ones under each name, and what adapters an engine takes apart.
+        """Yield every weight under its in-memory name, tied ones under each name, then adapters as factors.
 
-        Adapters of the layers `factored` come as factors behind the weights, the others are merged. Without `frozen`
-        weights are left out where all adapters are factors, and nothing else learns.
+        Adapters of layers of `use_factors` come as factors, the others are merged. Without `frozen`, weights are left
+        out if all adapters are factors, because then nothing else learns.
         """
         if frozen or not self.factored or self.factored != set(self.adapted_layers):
             yield from merged_tensors(self.model, self.factored)
@@ -203,16 +195,16 @@ class Learner:
 
     def save(self, path: str | Path) -> None:
         """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
-        own = {"state_dict": dict(merged_tensors(self.model))} if has_adapters(self.model) else {}
-        save_pretrained(self.model, path, **own)
+        merged = {"state_dict": dict(merged_tensors(self.model))} if has_adapters(self.model) else {}
+        save_pretrained(self.model, path, **merged)
         self.processor.save(path)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the adapters alone, for peft. Only where `model.lora` is set."""
+        """Write the adapters alone, for peft. `model.lora` must be set."""
         save_adapter(self.model, path, self.config.model.path)
 
     def merge_lost(self) -> float | None:
-        """See `lora.merge_lost`: what an engine or a saved model does not get of the adapters' movement."""
+        """Return the share of the adapters' movement that merging loses (see `lora.merge_lost`)."""
         return merge_lost(self.model)
 
     # one update ------------------------------------------------------------------------------
@@ -220,74 +212,43 @@ class Learner:
     def _update_on(
         self, minibatch: Minibatch, logprobs: LogProbs, statistics: LossStatistics
     ) -> UpdateRecord:
-        """One optimizer update: forward and backward of each pack, then the optimizer. Collective."""
-        inputs, chosen = minibatch.inputs, None
-        if self.config.algorithm.top_entropy_quantile < 1:
-            inputs, chosen = self._top_entropy(minibatch)
-        if self._twins is not None:
-            with self.ranks.fail_together("twin views"):
-                twins = self._twins.items(minibatch.live)
-            self.module.teacher = self._pass(twins, self.module, states_on_host)
+        """Make one optimizer update: forward and backward of each pack, then the optimizer. Collective."""
+        for feature in self.features:
+            minibatch = feature.begin_update(minibatch)
         with self.ranks.fail_together("planning packs"):
-            most, copies = self.config.optim.max_tokens_per_pack, 1 if self._masked is None else 2
-            planned = run = self.module.masks.plan(minibatch.live, most, copies)
-            if self._masked is not None:
-                run = [self._masked.with_twins(rows) for rows in planned]
-        whole = ForwardPass(self.module, run, self.processor.media_token_ids, self._work)
-        count = self.ranks.max(whole.backwards, "packs")
+            copies = 1 + sum(feature.extra_copies for feature in self.features)
+            planned = self.module.masks.plan(minibatch.live, self.config.optim.max_tokens_per_pack, copies)
+            added = [[feature.added_rows(rows) for feature in self.features] for rows in planned]
+            run = [[*rows, *map(list, chain(*more))] for rows, more in zip(planned, added, strict=True)]
+        forward_pass = ForwardPass(self.module, run, self.processor.media_token_ids, self._work)
+        count = self.ranks.max(forward_pass.backwards, "packs")
         if count == 0:
             return self.optimizer.skip()
         number = 0
-        with whole:
-            for rows, pack in zip(planned, whole.packs(), strict=True):
-                logp, entropy, *kl = self.optimizer.forward(pack)
-                own = pack if self._masked is None else own_tokens(pack, rows)
-                logp, masked_logp = logp.tensor_split([len(own.completion_index)])
-                tokens = logprobs.pack_tokens(own, logp, entropy[: len(logp)], chosen, minibatch.advantages)
-                if self._masked is not None:
-                    tokens = with_masked(tokens, rows, masked_logp)
-                if self._twins is not None:
-                    taught = [
-                        item.index in self.module.teacher
-                        for row in rows
-                        for item in row
-                        for _ in item.token_ids
-                    ]
-                    tokens = replace(
-                        tokens, taught=torch.tensor(taught).to(logp.device), twin_kl=kl[0] if kl else None
+        with forward_pass:
+            for rows, more, pack in zip(planned, added, forward_pass.packs(), strict=True):
+                result = self.optimizer.forward(pack, minibatch.kl_states)
+                main, *parts = result.split([_token_count(part) for part in (rows, *more)])
+                tokens = logprobs.pack_tokens(pack, main, minibatch)
+                loss = pack_loss(self.config.algorithm, minibatch.inputs, tokens, statistics)
+                for feature, part in zip(self.features, parts, strict=True):
+                    term = feature.loss(
+                        FeaturePack(rows, minibatch.inputs, tokens, part, main.kl), statistics
                     )
-                loss = pack_loss(self.config.algorithm, inputs, tokens, statistics)
+                    loss = loss if term is None else loss + term
+                statistics.add(loss=loss)
                 number += 1
                 self.optimizer.backward(loss, last=number == count)
-                for end in whole.ended(pack):
+                for end in forward_pass.ended(pack):
                     number += 1
-                    self.optimizer.backward(self.optimizer.forward(end)[0], last=number == count)
-        self.module.teacher = {}
+                    self.optimizer.backward(self.optimizer.forward(end).logp, last=number == count)
         while number < count:
             number += 1
             dummy = dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
-            logp, entropy = self.optimizer.forward(dummy)
-            self.optimizer.backward((logp + entropy).sum() * 0.0, last=number == count)
+            result = self.optimizer.forward(dummy)
+            self.optimizer.backward((result.logp + result.entropy).sum() * 0.0, last=number == count)
         live = self.ranks.sum({"live": statistics.take_live()}, "live tokens")
         return self.optimizer.apply(int(live["live"]))
-
-    def _top_entropy(self, minibatch: Minibatch) -> tuple[LossInputs, ByCompletion]:
-        """Mask the tokens of the loss, 1 or 0 by completion.
-
-        The quantile is that of all tokens of the update that carry weight, over all processes, so it takes a
-        pass of its own before the first backward.
-        """
-        inputs, quantile = minibatch.inputs, self.config.algorithm.top_entropy_quantile
-        weights = inputs.weights.tolist()
-        weighted = [i for i in minibatch.items if weights[i.index] > 0]
-        entropies = self._run(weighted, self.module)[1]
-        own = torch.cat([*entropies.values(), torch.zeros(0, device=self.model.device)]).cpu()
-        shares = self.ranks.all_gather(own, "entropies")
-        every = torch.cat(shares)
-        chosen = top_entropy_mask(every, torch.ones_like(every, dtype=torch.bool), quantile)
-        mine = chosen.split([len(share) for share in shares])[self.ranks.rank].to(self.model.device)
-        cuts = mine.float().split([len(values) for values in entropies.values()])
-        return replace(inputs, tokens=int(chosen.sum())), dict(zip(entropies, cuts, strict=True))
 
     def _report(
         self,
@@ -296,82 +257,94 @@ class Learner:
         logprobs: LogProbs,
         versions: Sequence[tuple[int, ...]],
     ) -> LearnerReport:
-        """The step's metrics over all processes; forgets what was kept for the step. Collective."""
+        """Return the step's metrics over all processes; drop what was kept for the step. Collective."""
         statistics.sums = self.ranks.sum(statistics.read(), "loss")
         work, self._work = self._work, PackStatistics()
         work.images += self.module.features.encoded if self.module.features is not None else 0
-        self._use_features(None)
-        self._masked = None
-        if self._twins is not None:
-            self._twins.begin(())
+        self._use_image_features(None)
         metrics = {
             **statistics.metrics(len(updates)),
             **update_metrics(updates),
             **work.metrics(self.ranks, self.config.optim.max_tokens_per_pack),
         }
         gap, by_version = gap_metrics(logprobs.engine, logprobs.old, versions, self.ranks)
-        return LearnerReport(metrics | gap, updates, by_version)
+        metrics |= gap
+        for feature in self.features:
+            metrics |= feature.metrics(statistics.sums)
+        return LearnerReport(metrics, updates, by_version)
 
     # passes without gradients ----------------------------------------------------------------
 
-    def _answered(
-        self,
-        answered: Sequence[tuple[Prompt, Sequence[Completion]]],
-        logprobs: Callable[[Sequence[Item]], ByCompletion],
-    ) -> list[list[list[float]]]:
-        given = [(number, p, c) for number, (p, ours) in enumerate(answered) for c in ours]
-        items = [Item(i, number, p, c.token_ids, tail=c.tail) for i, (number, p, c) in enumerate(given)]
-        found = logprobs(items)
-        values = (found[i].tolist() for i in range(len(items)))
-        return [[next(values) for _ in ours] for _, ours in answered]
-
-    def _run(
-        self, items: Sequence[Item], module: PackForward, work: PackStatistics | None = None
-    ) -> tuple[ByCompletion, ByCompletion]:
-        """Log-probs [T] and entropies [T] of each completion under `module`, counted as `work`, None as the step's."""
-        return self._pass(items, module, logprobs_and_entropies, work)
-
-    def _pass(
+    def run(
         self,
         items: Sequence[Item],
-        module: PackForward,
+        module: PackForward | None = None,
+        work: PackStatistics | None = None,
+    ) -> tuple[ByCompletion, ByCompletion]:
+        """Return log-probs [T] and entropies [T] of each completion (see `run_pass`). Collective."""
+        return self.run_pass(items, logprobs_and_entropies, module, work)
+
+    def run_pass(
+        self,
+        items: Sequence[Item],
         read: Callable[[PackForward, Iterable[Pack]], R],
+        module: PackForward | None = None,
         work: PackStatistics | None = None,
     ) -> R:
-        """What `read` makes of the packs of `items`. Collective."""
+        """Return what `read` makes of the packs of `items` under `module`, by default the policy's. Collective.
+
+        What is run is counted as `work`, by default as the step's.
+        """
+        module, work = module or self.module, work or self._work
         with self.ranks.fail_together("a pass without gradients"):
             planned = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
-            with ForwardPass(module, planned, self.processor.media_token_ids, work or self._work) as whole:
-                return read(module, whole.packs())
+            with ForwardPass(module, planned, self.processor.media_token_ids, work) as forward_pass:
+                return read(module, forward_pass.packs())
 
-    def _under_reference(self, items: Sequence[Item]) -> ByCompletion:
-        """Log-probabilities [T] of each completion under the reference policy."""
+    def _by_prompt(
+        self,
+        answered: Sequence[tuple[Prompt, Sequence[Completion]]],
+        values_of: Callable[[Sequence[Item]], ByCompletion],
+    ) -> list[list[list[float]]]:
+        rows = [
+            (number, prompt, c) for number, (prompt, completions) in enumerate(answered) for c in completions
+        ]
+        items = [
+            Item(i, number, prompt, c.token_ids, tail=c.tail) for i, (number, prompt, c) in enumerate(rows)
+        ]
+        values = values_of(items)
+        lists = (values[i].tolist() for i in range(len(items)))
+        return [[next(lists) for _ in completions] for _, completions in answered]
+
+    def _reference_values(self, items: Sequence[Item]) -> ByCompletion:
+        """Return log-probs [T] of each completion under the reference policy."""
         assert self.reference is not None
         with without_adapters(self.reference.model):
-            return self._run(items, self.reference)[0]
+            return self.run(items, self.reference)[0]
 
-    def _keep_features(self, minibatches: int) -> None:
-        """Keep image features over the passes of this step where there are several and the tower is frozen."""
+    def _keep_image_features(self, minibatches: int) -> None:
+        """Keep image features over the passes of this step if there are several and the tower is frozen."""
         algorithm, family = self.config.algorithm, self.processor.family
-        in_loss = self.reference is not None and not algorithm.kl_in_reward
-        passes = algorithm.num_iterations * (2 if algorithm.top_entropy_quantile < 1 else 1) + in_loss
-        several = passes > 1 or minibatches > 1
-        kept = several and family.tower_is_frozen(self.model)
-        self._use_features(ImageFeatures(self.model, family, keep=True) if kept else None)
+        has_reference_pass = self.reference is not None and not algorithm.kl_in_reward
+        passes = 1 + sum(feature.extra_passes for feature in self.features)
+        several = algorithm.num_iterations * passes + has_reference_pass > 1 or minibatches > 1
+        keep = several and family.tower_is_frozen(self.model)
+        self._use_image_features(ImageFeatures(self.model, family, keep=True) if keep else None)
 
-    def _use_features(self, features: ImageFeatures | None) -> None:
-        self.module.features = features
+    def _use_image_features(self, features: ImageFeatures | None) -> None:
+        self.module.keep_features(features)
         # a reference of another path has another tower
         if self.reference is not None and self.config.algorithm.reference_path is None:
-            self.reference.features = features
+            self.reference.keep_features(features)
 
 
-def _make_optimizer(
-    module: PackForward, config: GRPOConfig, total_updates: int, ranks: Ranks
-) -> BaseOptimizer:
-    optim = config.optim.with_values({"learning_rate": config.learning_rate})
-    if optim.offload_optimizer or (ranks.world > 1 and optim.zero_stage > 0):
+def _token_count(rows: Iterable[Sequence[Item]]) -> int:
+    return sum(len(item.token_ids) for row in rows for item in row)
+
+
+def _optimizer_class(config: GRPOConfig, ranks: Ranks) -> type[BaseOptimizer]:
+    if config.optim.offload_optimizer or (ranks.world > 1 and config.optim.zero_stage > 0):
         from mm_grpo.learner.zero import ZeroOptimizer
 
-        return ZeroOptimizer(module, optim, total_updates, ranks)
-    return Optimizer(module, optim, total_updates, ranks)
+        return ZeroOptimizer
+    return Optimizer

@@ -321,13 +321,13 @@ def _rounded(length: int, multiple: int) -> int:
 
 def _split(group: list[Item], max_tokens: int, copies: int = 1) -> Iterator[list[Item]]:
     """Rows of one group, as many completions in each as fit beside the prompt, `copies` times."""
-    twice = ", twice with algorithm.perception_coef" if copies > 1 else ""
+    times = f", {copies} times with the terms of its loss" if copies > 1 else ""
     row: list[Item] = []
     for item in group:
         if copies * _length([item]) > max_tokens:
             raise ConfigError(
                 f"optim.max_tokens_per_pack = {max_tokens} is smaller than one prompt with one completion: "
-                f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {item.run_length} tokens{twice}; "
+                f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {item.run_length} tokens{times}; "
                 "raise it, or lower data.max_pixels, data.max_prompt_length or rollout.max_completion_length"
             )
         if row and copies * _length([*row, item]) > max_tokens:

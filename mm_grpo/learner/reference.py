@@ -29,7 +29,7 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
     }  # fmt: skip
     limits: dict[str, Any] = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
     try:
-        theirs = load_processor(path, named=config.model.processor, trust_remote_code=trust, **limits)
+        theirs = load_processor(path, processor=config.model.processor, trust_remote_code=trust, **limits)
         found = read_config(path, trust_remote_code=trust)
         if (fault := _fault(processor, theirs, policy.config, found)) is not None:
             raise ConfigError(

@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.alternate_prompts import AlternatePrompts, moved_tail
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Prompt, Tail
+from mm_grpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -66,7 +67,7 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
     controls = _other_prompts(groups, learner.processor, max_tokens, ranks)
     asked: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
     for g, _, other in controls:
-        asked.append((other, [replace(c, tail=_moved(c.tail, g.prompt, other)) for c in g.completions]))
+        asked.append((other, [replace(c, tail=moved_tail(c.tail, g.prompt, other)) for c in g.completions]))
     found = learner.current_logprobs(asked)
     half = len(controls)
     sights = []
@@ -112,16 +113,15 @@ def _other_prompts(
         if other in own:
             lender = own[other].prompt
             parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.images))
-    received = [one for parcel in ranks.all_to_all(parcels, "images") for one in parcel]
-    found = []
+    parcels_received = ranks.all_to_all(parcels, "images")
+    lent = {slot: (uid, images) for parcel in parcels_received for slot, uid, images in parcel}
+    ordered = [own[slot] for slot in sorted(lent)]
+    alternates = AlternatePrompts(
+        ordered, lambda group: with_images(processor, group.prompt, lent[group.slot][1]), max_tokens
+    )
     with ranks.fail_together(what):
-        for slot, uid, images in sorted(received, key=lambda one: one[0]):
-            group = own[slot]
-            prompt = with_images(processor, group.prompt, images)
-            longest = max(c.run_length for c in group.completions)
-            if len(prompt.token_ids) + longest <= max_tokens:
-                found.append((group, uid, prompt))
-    return found
+        prompts = [(group, alternates.of(number)) for number, group in enumerate(ordered)]
+    return [(group, lent[group.slot][0], prompt) for group, prompt in prompts if prompt is not None]
 
 
 def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, int]]:
@@ -154,12 +154,6 @@ def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -
     """The prompt of the same row with other images, laid out anew."""
     given = replacing(images, len(prompt.engine_prompt.images))
     return processor.prompt(replace(prompt.sample, images=given))
-
-
-def _moved(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
-    """What follows a prompt, after another one: positions of a conversation go on from where that one ends."""
-    shift = new.next_position - old.next_position
-    return None if tail is None else replace(tail, position_ids=tail.position_ids + shift)
 
 
 def _differs(images: Sequence[str], others: Sequence[str]) -> bool:

@@ -19,21 +19,19 @@ GAP = "sampling/sampling_logp_difference"
 
 @dataclass
 class LearnerReport:
-    """Report of a step: metrics under TRL's names, and one record per optimizer update.
-
-    `gaps` are those of the metrics' `GAP` by the oldest weight version that a completion was sampled under.
-    """
+    """Report of a step: metrics under TRL's names, and one record per optimizer update."""
 
     metrics: dict[str, float]
     updates: list[UpdateRecord] = field(default_factory=list)
     gaps: Mapping[int, SampledGap] = field(default_factory=dict)
+    """The log-prob gap by the oldest weight version that a completion was sampled under."""
 
 
 class LossStatistics:
     """Sums over tokens, added pack by pack, and the means that become metrics.
 
-    `counted` are the tokens that enter the loss, those too that cannot change an update; `live` those that should have
-    a gradient: with weight and a non-zero advantage, and that no bound, mask or correction left without.
+    `counted` are all tokens that enter the loss, also if they cannot change an update. `live` tokens should have a
+    gradient: they have weight and a non-zero advantage, and no bound, mask or correction took the gradient away.
     """
 
     def __init__(self, counted: int | None = None) -> None:
@@ -42,31 +40,31 @@ class LossStatistics:
         self._live = 0
 
     def add(self, over: Tensor | None = None, **values: Tensor) -> None:
-        """Add up values, of a mask's tokens alone where there is one. Nothing waits for the device."""
+        """Add up values, over the tokens of a mask if one is given. Nothing waits for the device."""
         for name, value in values.items():
-            kept = value.detach() if over is None else torch.where(over, value.detach(), 0)
-            whole = kept.sum(dtype=torch.float64)
-            self._unread[name] = self._unread[name] + whole if name in self._unread else whole
+            masked = value.detach() if over is None else torch.where(over, value.detach(), 0)
+            total = masked.sum(dtype=torch.float64)
+            self._unread[name] = self._unread[name] + total if name in self._unread else total
 
     def read(self) -> dict[str, float]:
-        """The sums; those that were added since the last call come in one transfer."""
+        """Return the sums; what was added since the last call comes from the device in one transfer."""
         if self._unread:
-            found = torch.stack([*self._unread.values()]).tolist()
-            for name, whole in zip(self._unread, found, strict=True):
-                self.sums[name] = self.sums.get(name, 0.0) + whole
+            totals = torch.stack([*self._unread.values()]).tolist()
+            for name, total in zip(self._unread, totals, strict=True):
+                self.sums[name] = self.sums.get(name, 0.0) + total
             self._unread = {}
         return self.sums
 
     def take_live(self) -> int:
-        """The live tokens that were added since the last call."""
+        """Return the count of live tokens since the last call."""
         before, self._live = self._live, int(self.read().get("live", 0.0))
         return self._live - before
 
     def metrics(self, updates: int = 1) -> Mapping[str, float]:
-        """The mean loss of `updates`, and means per token that was run, under TRL's names; absent where none was.
+        """Return the mean loss of `updates`, and means per token that was run, if any was, under TRL's names.
 
-        Shares of clipped tokens are of all that counted, for one that is left out is never clipped;
-        `sampling/off_policy_ratio` is one of tokens with a negative advantage, which alone the mask may drop.
+        Shares of clipped tokens are of all counted tokens, because a token that is left out is never clipped.
+        `sampling/off_policy_ratio` is of tokens with a negative advantage, which alone the mask may drop.
         """
         sums = self.read()
         tokens = sums.get("tokens", 0.0)
@@ -83,12 +81,6 @@ class LossStatistics:
         metrics["entropy"] = sums["entropy"] / tokens
         if "kl" in sums:
             metrics["kl"] = sums["kl"] / tokens
-        if sums.get("pictured"):
-            metrics["perception/kl"] = sums["perception_kl"] / sums["pictured"]
-        if "taught" in sums:
-            metrics["twin_view/share"] = sums["taught"] / counted
-        if sums.get("taught"):
-            metrics["twin_view/kl"] = sums["twin_kl"] / sums["taught"]
         if "importance" in sums:
             metrics["sampling/importance_sampling_ratio/mean"] = sums["importance"] / tokens
             metrics["sampling/masked_ratio"] = sums["masked"] / tokens
@@ -99,21 +91,19 @@ class LossStatistics:
 
 @dataclass
 class PackStatistics:
-    """Counts of a step's passes: tokens, places in packs, images, prompts, packs.
-
-    `places` count padding too. `plain` counts the tokens of the same completions without shared prefixes, the
-    prompt once for each.
-    """
+    """Counts of a step's passes."""
 
     tokens: int = 0
     places: int = 0
+    """Places in packs, padding included."""
     images: int = 0
     prompts: int = 0
     packs: int = 0
     plain: int = 0
+    """Tokens of the same completions without shared prefixes, the prompt once for each."""
 
     def add_prompt(self, prompt: Prompt, multiple: int) -> None:
-        """Count a prompt that was run apart, its width rounded up to a multiple."""
+        """Count a prompt that was run apart from its completions, its width rounded up to a multiple."""
         self.tokens += len(prompt.token_ids)
         self.places += -(-len(prompt.token_ids) // multiple) * multiple
         self.prompts += 1
@@ -126,13 +116,12 @@ class PackStatistics:
         self.plain += sum(len(i.prompt.token_ids) + i.run_length for row in rows for i in row)
 
     def metrics(self, ranks: Ranks, max_tokens: int) -> dict[str, float]:
-        """Sums over all processes. Collective.
+        """Return the sums over all processes as metrics. Collective.
 
-        `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over what the packs
-        might hold.
+        `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over the packs' limits.
         """
-        every = ranks.all_gather(self, "pack statistics")
-        total = {name: sum(getattr(w, name) for w in every) for name in self.__dataclass_fields__}
+        shares = ranks.all_gather(self, "pack statistics")
+        total = {name: sum(getattr(share, name) for share in shares) for name in self.__dataclass_fields__}
         return {
             "learner/packs": total["packs"],
             "learner/fill": total["tokens"] / max(total["places"], 1),
@@ -145,7 +134,7 @@ class PackStatistics:
 
 
 def update_metrics(updates: Sequence[UpdateRecord]) -> dict[str, float]:
-    """The step's updates as metrics; norms are those of the largest."""
+    """Return the step's updates as metrics; norms are the largest of the step."""
     norms = [u.grad_norm for u in updates if math.isfinite(u.grad_norm)]
     return {
         "grad_norm": max(norms, default=0.0),
@@ -162,16 +151,16 @@ def gap_metrics(
     versions: Sequence[tuple[int, ...]],
     ranks: Ranks,
 ) -> tuple[dict[str, float], dict[int, SampledGap]]:
-    """Distance of the engine's log-probs [R][T] from the learner's: over all completions that were run, and by the
-    oldest version [R] that a completion was sampled under. Collective."""
-    own: dict[int, list[float]] = {}
+    """Return the distance of the engine's log-probs [R][T] from the learner's: over all completions that were run, and
+    by the oldest version [R] that a completion was sampled under. Collective."""
+    local: dict[int, list[float]] = {}
     values = iter(torch.cat([*learned.values()]).tolist() if learned else ())
     for index in learned:
-        own.setdefault(min(versions[index]), []).extend(next(values) - theirs for theirs in engine[index])
-    every = ranks.all_gather(own, "log-prob gaps")
+        local.setdefault(min(versions[index]), []).extend(next(values) - logp for logp in engine[index])
+    shares = ranks.all_gather(local, "log-prob gaps")
     by_version = {
-        version: torch.tensor([m for found in every for m in found.get(version, ())], dtype=torch.float64)
-        for version in sorted({version for found in every for version in found})
+        version: torch.tensor([m for share in shares for m in share.get(version, ())], dtype=torch.float64)
+        for version in sorted({version for share in shares for version in share})
     }
     if not by_version:
         return {}, {}

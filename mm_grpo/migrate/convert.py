@@ -27,8 +27,8 @@ from mm_grpo.config.section import leaves
 from mm_grpo.config.yaml_file import set_value, write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
+from mm_grpo.numbers import is_number
 from mm_grpo.terminal import printable, redact
-from mm_grpo.types import is_number
 
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Stands in `model.path` where the file names no model."""

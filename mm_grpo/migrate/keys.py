@@ -123,8 +123,10 @@ REASONS: Mapping[str, str] = {
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
     "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)": "adv_estimator",
     "write algorithm.loss_type": "loss_agg_mode",
-    "write it into algorithm.loss_options":
-        "sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
+    "write algorithm.perception.mask_ratio, and for credit algorithm.credit.mask_ratio": "perception_mask_ratio",
+    "write algorithm.perception.entropy_coef": "perception_entropy_coef",
+    **{f"write algorithm.credit.{name.partition('_')[2]}, with rule {name[:4]}": name
+       for name in ("pgpo_tau", "pgpo_beta", "vppo_top_share", "vppo_beta_min")},
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
         "kl_coef kl_loss_coef use_kl_loss disable_kl",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",

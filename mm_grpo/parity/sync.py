@@ -112,7 +112,9 @@ class VerifiedSync:
         self._longest = config.rollout.max_completion_length
         self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
         self._shared = getattr(engine, "model", None) is learner.model
-        learner.factored = engine.adapter_layers(learner.adapted_layers)
+        factors = engine.adapter_layers(learner.adapted_layers)
+        learner.use_factors(factors)
+        engine.use_adapters(factors)
         self._ledger = ledger or WeightLedger()
 
     def start(self) -> None:

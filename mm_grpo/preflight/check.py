@@ -18,15 +18,16 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from mm_grpo.build import check_images, plan_run, processor_of, vllm_settings
+from mm_grpo.build import check_features, plan_run, processor_of, vllm_settings
+from mm_grpo.config.engine_facts import ENGINE_FACTS
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, UserError, by_cause
-from mm_grpo.health.image_files import readable
+from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
-from mm_grpo.learner.twin_view import TwinPrompts
 from mm_grpo.pages.check_page import ROWS, CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
@@ -44,7 +45,7 @@ from mm_grpo.terminal import cell, print_line, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
@@ -87,7 +88,7 @@ def check_config(  # noqa: PLR0915
     scorer.close()
     plan = plan_run(config, train, several_turns=several_turns)
     Evaluations(config, {each.name: each for each in evaluations}, headline, several_turns=several_turns)
-    check_images(config.algorithm, train, several_turns=several_turns)
+    check_features(config, train, several_turns=several_turns)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
     Trackers.prepare(config.run.trackers)
@@ -97,7 +98,8 @@ def check_config(  # noqa: PLR0915
         read_expected_curve(config.run.expected_curve)
     processor, template = processor_of(config), config.data.gold_template
     context = context_of(_check_model(config, processor).config)
-    length = None if config.rollout.engine == "transformers" else config.rollout.vllm.max_model_len
+    embedded = ENGINE_FACTS[config.rollout.engine].embedded
+    length = None if embedded else config.rollout.vllm.max_model_len
     prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
@@ -160,7 +162,7 @@ def _check_model(config: GRPOConfig, processor: Processor) -> Any:
         target_pattern(model, config.model.lora, family)
     if config.algorithm.reference_path is not None:
         load_reference_model(config, model, processor)
-    if config.rollout.engine == "vllm":
+    if ENGINE_FACTS[config.rollout.engine].colocated:
         dtype = str(model.dtype).removeprefix("torch.")
         engine_arguments(vllm_settings(config, processor, dtype, context_of(model.config)))
     return model
@@ -181,14 +183,14 @@ def _broken_limit(
             f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
             "or lower data.max_pixels or rollout.max_completion_length"
         )
-    most = rollout.vllm.max_images if rollout.engine != "transformers" else None
+    most = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
     if most is not None and images > most:
         return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
     return None
 
 
 def _walk(
-    dataset: Dataset,
+    dataset: Rows,
     prompt_builder: PromptBuilder,
     broken_limit: Callable[[Prompt], str | None],
     rewards: RewardCheck,

@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
@@ -48,7 +49,7 @@ FEWEST = 512
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     """The model of a config without weights, trained parts marked, and its family. ConfigError for what is unknown."""
     options = {"trust_remote_code": config.model.trust_remote_code}
-    cls, found = processor_class(config.model.path, named=config.model.processor, **options)
+    cls, found = processor_class(config.model.path, processor=config.model.processor, **options)
     family = cls.family
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     try:
@@ -140,7 +141,8 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
     """Settings to try, from what costs least: seconds of a step, then time, then what is learned."""
     (_, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
     lengths = Lengths.of(config, image, processes)
-    if config.rollout.engine == "vllm":
+    colocated = ENGINE_FACTS[config.rollout.engine].colocated
+    if colocated:
         if vllm.sleep_level == 0:
             yield {"rollout.vllm.sleep_level": 2}
         yield from _share(config, card, processes)
@@ -159,7 +161,7 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         yield lora
     four_bits = {**lora, "model.quantization": "nf4"} if config.model.quantization is None else {}
     yield four_bits
-    if config.rollout.engine == "vllm" and not vllm.in_four_bits:  # which runs the learner's then
+    if colocated and not vllm.in_four_bits:  # which runs the learner's then
         four_bits = {**four_bits, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
         yield four_bits | next(_share(config.with_values(four_bits), card, processes), {})
 
@@ -183,7 +185,7 @@ def show(
     """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
-    lengths = Lengths.of(config, image, processes)
+    lengths, engine = Lengths.of(config, image, processes), ENGINE_FACTS[config.rollout.engine]
     counted = "data.max_prompt_length"
     if config.data.max_prompt_length is None:
         counted = f"{counted} is null: the image and {TEXT} of text"
@@ -198,12 +200,15 @@ def show(
     for card in cards:
         found = phases(config, round(card * GB), processes=processes)
         console.print(_table(found, card))
-        sequences = f"{found.cache // lengths.sequence:,} sequences of {lengths.sequence:,}"
-        notes = {
-            "vllm_server": "vLLM servers have GPUs of their own, which are not counted",
-            "vllm": f"vLLM's cache: {found.cache:,} tokens, {sequences}",
-        }
-        if note := found.fault or notes.get(config.rollout.engine):
+        sequences, note = (
+            f"{found.cache // lengths.sequence:,} sequences of {lengths.sequence:,}",
+            found.fault,
+        )
+        if not note and engine.remote:
+            note = "vLLM servers have GPUs of their own, which are not counted"
+        elif not note and engine.colocated:
+            note = f"vLLM's cache: {found.cache:,} tokens, {sequences}"
+        if note:
             print_line(note, console)
     for card in sorted({*cards, *CARDS}):
         print_line(fit_sentence(what_fits(config, round(card * GB), processes=processes), card), console)

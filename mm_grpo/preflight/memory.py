@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import chunk_bytes_of
 from mm_grpo.learner.quantization import NF4_BYTES, numbers_of
@@ -273,7 +274,8 @@ def memory_of_run(
         learner["twin views' states"] = _completion_tokens(config, processes) * sizes.numbers * sizes.hidden
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
     cache, fault = 0, ""
-    if rollout.engine == "vllm" and gpu:
+    engine = ENGINE_FACTS[rollout.engine]
+    if engine.colocated and gpu:
         share = round(device * rollout.vllm.gpu_memory_utilization)
         lent = shares_base(sizes, config)
         if lent:
@@ -291,7 +293,7 @@ def memory_of_run(
         if cache < lengths.sequence:
             least = in_gb(sent + FORWARD + sizes.cache_token * lengths.sequence)
             fault = f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({least})"
-    elif rollout.engine != "vllm_server":
+    elif not engine.remote:
         prompts = -(-rollout.prompts_per_step // processes)
         rows = min(MAX_ROWS, prompts * rollout.num_generations)
         prompts = min(prompts, -(-rows // rollout.num_generations))

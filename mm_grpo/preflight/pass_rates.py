@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.build import open_sampler
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
-from mm_grpo.health.image_files import readable
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
 from mm_grpo.rollout.success import Success
@@ -23,7 +23,7 @@ from mm_grpo.terminal import print_phase
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.files import OutputFile
     from mm_grpo.types import Group
 
@@ -75,20 +75,13 @@ def measure(
         )
 
 
-def spread(dataset: Dataset, count: int) -> Dataset:
+def spread(dataset: Rows, count: int) -> Rows:
     """So many rows, evenly spread over all; of a mixture those of its sources."""
     picked = {at * len(dataset) // count for at in range(min(count, len(dataset)))}
-    if count >= len(dataset):
-        return dataset
-    parts, first = [], 0
-    for part in dataset.parts:
-        left_out = {at for at in range(len(part)) if first + at not in picked}
-        first += len(part)
-        parts.append(part.without(left_out))
-    return dataset.with_parts(parts)
+    return dataset.without(set(range(len(dataset))) - picked)
 
 
-def plain_rows(dataset: Dataset, rows: list[int]) -> Iterator[dict[str, Any]]:
+def plain_rows(dataset: Rows, rows: list[int]) -> Iterator[dict[str, Any]]:
     for row in rows:
         sample = dataset.sample(row)
         images = {"images": list(sample.images)} if sample.images else {}

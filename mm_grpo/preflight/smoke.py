@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.values import GuardName, is_source
-from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.base import Rows
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.testing.tiny_models import build, family_of
 
@@ -74,7 +74,7 @@ def smoke_config(
     return GRPOConfig.from_dict(values)
 
 
-def smoke_sets(config: GRPOConfig) -> tuple[Dataset, dict[str, Dataset]]:
+def smoke_sets(config: GRPOConfig) -> tuple[Rows, dict[str, Rows]]:
     """The first rows of the training set and of each evaluation set."""
     evaluations = {name: dataset.head(PROMPTS) for name, dataset in load_eval(config).items()}
     return load_train(config).head(ROWS), evaluations

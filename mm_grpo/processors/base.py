@@ -1,7 +1,7 @@
-"""The class Processor, and `load_processor`, which finds a model's.
+"""The class Processor, and `load_processor`, which loads the processor of a model.
 
-The registry is a dict from the `model_type` of a model's config to a class; `load_processor` imports
-the family's file when it is first asked for, or the file that `model.processor` names.
+The registry is a dict from the `model_type` of a model's config to a class. `load_processor` imports the family's file
+on first use, or the file that `model.processor` names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Picture, Prompt, Sample
 
 Layout = Literal["shared_prefix", "unshared"]
-"""Layout of completions for the learner: after one prompt that they share, or each after its own."""
+"""Layout of completions for the learner: after one shared prompt, or each after a prompt of its own."""
 _FAMILIES = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen_vl"),
     "internvl": "internvl",
@@ -35,49 +35,50 @@ _C = TypeVar("_C", bound=type)
 
 
 class Processor(Protocol):
-    """One family of vision-language models, seen from the data side; `family` is its models' layout."""
+    """Processor of a model: samples in, prompts out."""
 
     family: Family
+    """How the models of its family are built."""
     media_token_ids: frozenset[int]
     """Ids of images, videos and vision boundaries: never sampled, never normalised over."""
     stop_token_ids: frozenset[int]
     """Ids that end a completion."""
     min_pixels: int
     max_pixels: int
-    """Least and largest area of an image after the resize, which an engine is given too."""
+    """Limits of an image's area after the resize; an engine gets them too."""
     layout: Layout
-    """`shared_prefix` where a group's prompt can be run once for all completions, exactly, else `unshared`."""
+    """`shared_prefix` if a group's prompt can be run once for all completions, exactly; else `unshared`."""
 
     def prompt(self, sample: Sample) -> Prompt:
-        """Process one sample. DataError names the row when it cannot be used."""
+        """Process one sample. DataError, naming the row, when it cannot be used."""
         ...
 
     def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
-        """At least as many tokens as `prompt` makes of these messages and so many images of any size."""
+        """Return a bound on the tokens that `prompt` makes of these messages and so many images of any size."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a completion, without special tokens."""
+        """Return the text of a completion, without special tokens."""
         ...
 
     def save(self, path: str | Path) -> None:
-        """Write tokenizer, image processor and chat template beside a model's weights."""
+        """Write tokenizer, image processor and chat template into a model's folder."""
         ...
 
 
 class ConversationProcessor(Processor, Protocol):
-    """A processor whose prompts can go on for several turns."""
+    """Processor of conversations that go on for several turns."""
 
     def picture(self, image: Image, *, row: str) -> Picture:
-        """An image of an observation at its final size. DataError, naming the row, where it cannot be used."""
+        """Process an image of an observation. DataError, naming the row, when it cannot be used."""
         ...
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """`prompt` with further collapsed ids, one image token for each of `pictures`; nothing before changes."""
+        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its own ids stay as they are."""
         ...
 
     def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
-        """The collapsed ids between the model's turn and its next one, where tools answer so, by the template."""
+        """Return the collapsed ids between two turns of the model, for these answers to its calls, by the template."""
         ...
 
 
@@ -85,7 +86,7 @@ _MEMBERS = (*Processor.__annotations__, "prompt", "max_prompt_tokens", "decode",
 
 
 def register(*model_types: str) -> Callable[[_C], _C]:
-    """Class decorator: this processor serves these `model_type`s."""
+    """Decorate the class of the processor for these `model_type`s."""
 
     def add(cls: _C) -> _C:
         for name in model_types:
@@ -98,44 +99,44 @@ def register(*model_types: str) -> Callable[[_C], _C]:
 def load_processor(
     path: str,
     *,
-    named: str | None = None,
+    processor: str | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
     trust_remote_code: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
-    """The processor for the model at `path`, with the given pixel limits or its own (pixels of an image).
+    """Load the processor for the model at `path`.
 
-    `named` is the config's `model.processor`: a class of the user's own, as `file.py:Class` or `module:Class`, which is
-    called as those of this package are, and given `trust_remote_code` only where that is true, `chat_template_kwargs`
-    only where there are some. Raises ConfigError when the folder holds no model, the family is unknown, the class is
-    no processor, or chat_template_kwargs cannot be applied.
+    `min_pixels` and `max_pixels` limit an image's area; None leaves the model's own limit. `processor` is the config's
+    `model.processor`: a user's class, as `file.py:Class` or `module:Class`. Raises ConfigError when the folder holds no
+    model, the family is unknown, the class is no processor, or chat_template_kwargs cannot be applied.
     """
-    cls, config = processor_class(path, named=named, trust_remote_code=trust_remote_code)
-    more: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    cls, config = processor_class(path, processor=processor, trust_remote_code=trust_remote_code)
+    # a user's class need not take arguments that most configs leave out
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     if chat_template_kwargs:
-        more["chat_template_kwargs"] = chat_template_kwargs
-    loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **more)
-    asked = dict(chat_template_kwargs or {})
-    if asked and getattr(loaded, "chat_template_kwargs", {}) != asked:
+        options["chat_template_kwargs"] = chat_template_kwargs
+    loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **options)
+    template_kwargs = dict(chat_template_kwargs or {})
+    if template_kwargs and getattr(loaded, "chat_template_kwargs", {}) != template_kwargs:
         raise ConfigError(
-            f"data.chat_template_kwargs = {asked}: {named or cls.__qualname__} does not take "
+            f"data.chat_template_kwargs = {template_kwargs}: {processor or cls.__qualname__} does not take "
             "chat_template_kwargs, so they would change nothing; give its objects that attribute, or leave them out"
         )
     if missing := [name for name in _MEMBERS if not hasattr(loaded, name)]:
         raise ConfigError(
-            f"{named or cls.__qualname__} is no processor: its objects have no {', '.join(missing)}; they need what "
-            "mm_grpo.processors.base.Processor lists (model.processor)"
+            f"{processor or cls.__qualname__} is no processor: its objects have no {', '.join(missing)}; they need "
+            "what mm_grpo.processors.base.Processor lists (model.processor)"
         )
     return loaded
 
 
 def processor_class(
-    path: str, *, named: str | None = None, trust_remote_code: bool = False
+    path: str, *, processor: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, Any]:
-    """The class of the processor for the model at `path`, and the model's config; nothing else is read there."""
-    # first, for the file may register its model's classes with transformers
-    cls = None if named is None else load_named(named, "model.processor", ConfigError)
+    """Return the class of the processor for the model at `path`, and the model's config; nothing else is read there."""
+    # before the config is read: the user's file may register its model's classes with transformers
+    cls = None if processor is None else load_named(processor, "model.processor", ConfigError)
     config = read_config(path, trust_remote_code=trust_remote_code)
     if not trust_remote_code:
         warn_of_unread_code(path, config)
@@ -143,19 +144,19 @@ def processor_class(
 
 
 def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:
-    """Return vLLM's arguments for images: the processor's, or where it has none, the limits by Qwen's names."""
+    """Return vLLM's arguments for images: the processor's, or if it has none, the limits by Qwen's names."""
     size = {"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels}
-    found: Mapping[str, Any] = getattr(processor, "mm_processor_kwargs", {"size": size})
-    return found
+    kwargs: Mapping[str, Any] = getattr(processor, "mm_processor_kwargs", {"size": size})
+    return kwargs
 
 
 def _class_for(model_type: str, path: str) -> Any:
     if model_type not in _REGISTRY and model_type in _FAMILIES:
         importlib.import_module(f"mm_grpo.processors.{_FAMILIES[model_type]}")
     if model_type not in _REGISTRY:
-        known = ", ".join(sorted({*_FAMILIES, *_REGISTRY}))
+        legal = ", ".join(sorted({*_FAMILIES, *_REGISTRY}))
         raise ConfigError(
-            f"model.path = '{path}': no processor for model type '{model_type}'; known types are {known}; write one of "
+            f"model.path = '{path}': no processor for model type '{model_type}'; known types are {legal}; write one of "
             "your own and name it in model.processor, as path/to/file.py:Class"
         )
     return _REGISTRY[model_type]

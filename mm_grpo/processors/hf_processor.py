@@ -1,10 +1,14 @@
-"""`HFProcessor`: what the processors of all families here share, over the model's own transformers processor.
+"""`HFProcessor`: the base of all families' processors, over the model's own transformers processor.
 
-A row becomes a prompt in five steps: its images are resized once (image_size.py), its messages become text by the
-model's chat template, the text becomes ids with one placeholder for each image (what an engine is sent), each
-placeholder becomes the ids that the model's own processor writes for that image (what the learner trains on), and the
-same call makes the vision tensors. A family says which tokens are media, what its resize rule is and which tensors its
-tower takes; see `docs/add-a-family.md`.
+A row becomes a prompt in five steps:
+
+1. Its images are resized once (image_size.py).
+2. The model's chat template makes text of its messages.
+3. The text becomes ids with one placeholder for each image: the engine gets these ("collapsed").
+4. The model's own processor makes the ids of each image, in the place of the placeholder: the learner trains on these.
+5. The same call makes the vision tensors.
+
+A family says which tokens are media, how it resizes and which tensors its tower takes; see `docs/add-a-family.md`.
 """
 
 from __future__ import annotations
@@ -35,23 +39,23 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Layout
 
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
-"""What transformers raises, by what a model's files lack."""
+"""Errors of transformers for missing or broken files of a model."""
 
 
 class HFProcessor(ABC):
-    """The processor of one model, read from its folder. Text-only and image prompts share one path.
+    """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
-    `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own, which `save`
-    writes then. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
+    `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
+    then writes that. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
     limits that no image of the family can keep.
     """
 
     family: Family
     layout: Layout = "shared_prefix"
     stable: ClassVar[str] = "an area that fits data.min_pixels and data.max_pixels"
-    """Describes images of a stable size, for the message where one has none."""
+    """Images that have a stable size, for the message about an image that has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
-    """Media tokens that the chat template writes beside the placeholder, and how many of each for one image."""
+    """Count of each media token that the chat template writes for one image, without the placeholder."""
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -75,15 +79,16 @@ class HFProcessor(ABC):
                 f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
             )
         self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
-        # Without its vocabulary a tokenizer loads all the same, and drops all text but special tokens.
+        # a tokenizer loads without its vocabulary, and then drops all text but special tokens
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise ConfigError(
                 f"model.path = '{path}': the tokenizer has no vocabulary; copy tokenizer.json, or vocab.json and "
                 "merges.txt, beside the weights"
             )
         self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.placeholder()))
-        known = self.tokenizer.get_vocab()
-        self.media_token_ids = frozenset(known[token] for token in self.media_tokens() if token in known)
+        vocabulary = self.tokenizer.get_vocab()
+        media = (vocabulary.get(token) for token in self.media_tokens())
+        self.media_token_ids = frozenset(token for token in media if token is not None)
         self.stop_token_ids = self._stop_ids(path)
         self.min_pixels, self.max_pixels = self.limits(min_pixels, max_pixels)
         if self.min_pixels > self.max_pixels:
@@ -92,31 +97,31 @@ class HFProcessor(ABC):
                 "(a limit that is not set is the model's own); lower the first or raise the second"
             )
 
-    # what a family says ----------------------------------------------------------------------
+    # what a family must define ----------------------------------------------------------------------
 
     @abstractmethod
     def media_tokens(self) -> Iterator[str]:
-        """Every token of images, videos and their boundaries, as text; those that the model lacks are passed over."""
+        """Yield every token of images, videos and their boundaries, as text; those that a model lacks are ignored."""
 
     @abstractmethod
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        """Least and largest area [pixels] of an image after the resize, under what the user set; kept in `hf`."""
+        """Set the user's limits in `hf`; return the least and largest area [pixels] of an image after the resize."""
 
     @abstractmethod
     def fixed_size(self, size: Size) -> Size:
-        """The size that an image of `size` is given, which the model's own rule maps to itself. NoFixedPoint else."""
+        """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
 
     @abstractmethod
     def max_image_tokens(self) -> int:
-        """Most ids that one image of any size becomes."""
+        """Return the largest number of ids that one image becomes."""
 
     @abstractmethod
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """The vision tensors of a prompt, from what `hf` made of each of its images, one at least."""
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Join the outputs of `hf` for each image of a prompt, one at least, into its vision tensors."""
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        """Return vLLM's `mm_processor_kwargs`, with which its processor keeps the same limits."""
+        """Return vLLM's `mm_processor_kwargs`, so that its processor keeps the same limits."""
         return {}
 
     # the processor ---------------------------------------------------------------------------
@@ -124,8 +129,7 @@ class HFProcessor(ABC):
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
-        `token_ids` [L], `position_ids` [*A, L], vision tensors in the family's form. Raises DataError naming the row
-        for videos, an image without a stable size, or special tokens typed into the text.
+        Raises DataError, naming the row, for videos, an image without a stable size, or special tokens in the text.
         """
         if sample.videos:
             raise DataError(f"{sample.uid}: the row has videos; only images are supported")
@@ -143,40 +147,39 @@ class HFProcessor(ABC):
         )
 
     def picture(self, image: Image, *, row: str) -> Picture:
-        """An image that comes in the middle of a conversation, at its fixed size. DataError where there is none."""
         resized = self._resize(row, 0, image)
         ids, vision = self.encode([resized])
         return Picture(resized, vision, tuple(ids[0]))
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """`prompt` with further collapsed ids, which hold one placeholder for each of `pictures`."""
-        added = self._spliced(token_ids, [picture.token_ids for picture in pictures])
-        whole, sent = [*prompt.token_ids, *added], prompt.engine_prompt
-        vision = self.family.vision([prompt, *pictures])
-        images = (*sent.images, *(picture.image for picture in pictures))
+        image_ids = [picture.token_ids for picture in pictures]
+        ids = [*prompt.token_ids, *self._splice(token_ids, image_ids)]
+        vision, collapsed = self.family.vision([prompt, *pictures]), prompt.engine_prompt
+        images = (*collapsed.images, *(picture.image for picture in pictures))
         return replace(
             prompt,
-            token_ids=tuple(whole),
-            engine_prompt=EnginePrompt((*sent.token_ids, *token_ids), images),
-            position_ids=self.positions(whole, vision),
+            token_ids=tuple(ids),
+            engine_prompt=EnginePrompt((*collapsed.token_ids, *token_ids), images),
+            position_ids=self.positions(ids, vision),
             vision=vision,
         )
 
     def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
-        """The collapsed ids between the end of the model's turn and its next one, by the chat template.
+        """Return the collapsed ids between the end of the model's turn and its next one, by the chat template.
 
-        `answers` are the texts and images of each tool's answer. DataError where the template cannot show them.
+        `answers` are the texts and images of each tool's answer. DataError if the template cannot show them.
         """
+        # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
         marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            _, _, rest = self._text(messages, row).partition(marker)
-            end = next((token for token in ends if rest.startswith(token)), None)
-            return "" if end is None else rest[len(end) :]
+            _, _, after = self._text(messages, row).partition(marker)
+            end = next((token for token in ends if after.startswith(token)), None)
+            return "" if end is None else after[len(end) :]
 
-        # what a tool says is text, whatever it says
+        # a tool's answer is untrusted text: special tokens in it must not act as such
         plain = [
             [defused(p, self.tokenizer) if isinstance(p, str) else p for p in parts] for parts in answers
         ]
@@ -200,35 +203,37 @@ class HFProcessor(ABC):
     def save(self, path: str | Path) -> None:
         self.hf.save_pretrained(str(path))
 
-    # what a family may do otherwise ----------------------------------------------------------
+    # what a family may override ----------------------------------------------------------
 
     def placeholder(self) -> str:
-        """The token that stands for an image in the text that the chat template makes."""
+        """Return the token that stands for an image in the text that the chat template makes."""
         return str(self.hf.image_token)
 
     def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Of images at their final size the ids that each becomes, and the vision tensors of all.
-
-        Each goes through the model's processor on its own, as in vLLM, which keeps what it made of an image.
-        """
+        """Return the ids of each image, which is at its final size, and the vision tensors of all."""
         options = {"return_tensors": "pt", "add_special_tokens": False}
-        made = [self.hf(text=[self.placeholder()], images=[image], **options) for image in images]
-        return [each["input_ids"][0].tolist() for each in made], self.vision(made)
+        # one image a call, as in vLLM, which caches the result for each image
+        outputs = [self.hf(text=[self.placeholder()], images=[image], **options) for image in images]
+        return [output["input_ids"][0].tolist() for output in outputs], self.vision(outputs)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> str:
-        """The text of a conversation, up to where the answer begins, by the chat template and its arguments."""
-        # by the tokenizer: some processors add options of videos to every call, and warn of them as unknown
+    def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Render a conversation by the chat template, up to the beginning of the answer."""
+        # not by the processor: some add options of videos to every call, and warn of them as unknown
         text: str = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=self.template, tokenize=False, add_generation_prompt=True, **given
+            list(messages),
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=True,
+            **arguments,
         )
         return text
 
     def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
-        """The ids of a prompt whose placeholders have become the ids of `images`."""
-        return self._spliced(collapsed, images)
+        """Return the ids of a prompt with the ids of `images` in the place of placeholders."""
+        return self._splice(collapsed, images)
 
     def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
-        """The model's positions [*A, L] of a prompt's ids: here they count tokens."""
+        """Return the model's positions [*A, L] of a prompt's ids: here they count tokens."""
         return torch.arange(len(token_ids))
 
     # parts -----------------------------------------------------------------------------------
@@ -244,49 +249,48 @@ class HFProcessor(ABC):
             ) from None
 
     def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
-        """The ids of a sample's conversation with one placeholder for each image, its text changed first."""
-
-        messages, given = sample.messages, dict[str, Any]()
+        """Return the ids of a sample's conversation, with one placeholder for each image; `change` edits its text."""
+        messages, arguments = sample.messages, dict[str, Any]()
         if sample.tools and knows_tools(self.template):
-            given["tools"] = list(sample.tools)
+            arguments["tools"] = list(sample.tools)
         elif sample.tools:
             messages = with_tools(messages, sample.tools)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            text = self._text(messages, sample.uid, **given)
+            text = self._text(messages, sample.uid, **arguments)
             self._check_shown(sample.uid, messages, text)
             return change(text)
 
         return conversation_ids(render, self.tokenizer, messages, sample.uid)
 
     def _check_shown(self, uid: str, messages: Sequence[Mapping[str, Any]], text: str) -> None:
-        """DataError where the chat template left out what a system or user message says; line breaks may differ."""
-        shown = "".join(text.split())
+        """DataError if the chat template left out the text of a system or user message."""
+        rendered = "".join(text.split())  # templates strip and add line breaks
         for message in messages:
             content = message["content"] if message["role"] in ("system", "user") else ""
             parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-            if lost := [part[:60] for part in parts if "".join(part.split()) not in shown]:
-                whose = f"the text of the {message['role']} message ({lost[0]!r})"
+            if lost := [part[:60] for part in parts if "".join(part.split()) not in rendered]:
                 raise DataError(
-                    f"{uid}: the model's chat template drops {whose}; mend the template in model.path"
+                    f"{uid}: the model's chat template drops the text of the {message['role']} message ({lost[0]!r}); "
+                    "correct the template in model.path"
                 )
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **more: Any) -> str:
-        """A conversation as the chat template writes it, with one placeholder for each image."""
-        given = [dict(m) for m in messages]
+    def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **arguments: Any) -> str:
+        """Render messages, one placeholder for each image. DataError if the chat template refuses them."""
+        copies = [dict(message) for message in messages]
         if self.content_as_parts:
-            for message in given:
+            for message in copies:
                 if isinstance(message.get("content"), str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            return self.render(given, **self.chat_template_kwargs, **more)
+            return self.render(copies, **self.chat_template_kwargs, **arguments)
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
                 "the template in model.path"
             ) from None
 
-    def _spliced(self, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
+    def _splice(self, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
         remaining = iter(images)
         return [
             t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
@@ -302,24 +306,24 @@ class HFProcessor(ABC):
             ) from None
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
-        """The text must hold one placeholder per image and no other media token but those of the template."""
-        found = sum(token == self.image_token_id for token in token_ids)
-        if found != images:
+        """DataError unless the ids hold one placeholder per image, and no media tokens but the template's."""
+        count = sum(token == self.image_token_id for token in token_ids)
+        if count != images:
             raise DataError(
-                f"{uid}: the prompt has {found} image token(s) for {images} image(s); do not type "
+                f"{uid}: the prompt has {count} image token(s) for {images} image(s); do not type "
                 f"'{self.placeholder()}' into the text: each image part of the messages makes one"
             )
         for token in sorted(self.media_token_ids - {self.image_token_id}):
             name = str(self.tokenizer.convert_ids_to_tokens(token))
-            found = sum(each == token for each in token_ids)
-            if found != images * self.template_tokens.get(name, 0):
+            count = token_ids.count(token)
+            if count != images * self.template_tokens.get(name, 0):
                 raise DataError(
-                    f"{uid}: the prompt's text holds a media token of its own ({found} '{name}' for {images} "
+                    f"{uid}: the prompt's text holds a media token of its own ({count} '{name}' for {images} "
                     "image(s)); remove it from the row's text"
                 )
 
     def _stop_ids(self, path: str) -> frozenset[int]:
-        """The end tokens of the model's generation config, and the tokenizer's own."""
+        """Return the end tokens of the model's generation config, and the tokenizer's."""
         try:
             eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:

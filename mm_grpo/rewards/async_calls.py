@@ -15,11 +15,10 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
 
+from mm_grpo import background
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
-from mm_grpo.user_code import loop as background
-from mm_grpo.user_code import thread
-from mm_grpo.user_code.watchdog import watchdog
+from mm_grpo.user_code.watchdog import LOCK_GRACE, watchdog
 
 if TYPE_CHECKING:
     from mm_grpo.rewards.isolation import WorkerPool
@@ -40,7 +39,7 @@ class AsyncCalls:
         self.running = {one.spec.name: _RewardTasks(one, (pools or {}).get(one.spec.name)) for one in rewards}
         self._called: dict[str, RewardCalls] = {}
         self._all_added, self._since = asyncio.Event(), 0.0
-        self.future = loop.start(self._answers())
+        self.future = loop.submit(self._answers())
         limit = self._limit(one.results for one in self.running.values())
         if limit is not None:
             threading.Thread(target=self._watch, args=(limit,), name="rewards watch", daemon=True).start()
@@ -49,12 +48,12 @@ class AsyncCalls:
         """Begin calls of the reward of that name."""
         if added := list(calls):
             self._called[name] = self.running[name].results
-            self.loop.soon(self.running[name].begin, added)
+            self.loop.call_soon(self.running[name].begin, added)
 
     def close(self) -> None:
         """All calls have been added."""
         self._since = time.monotonic()
-        self.loop.soon(self._all_added.set)
+        self.loop.call_soon(self._all_added.set)
 
     def finish(self) -> None:
         """Wait for the answers, while the deadlines allow; the first error that stops the run cancels the rest."""
@@ -62,7 +61,7 @@ class AsyncCalls:
         limit = self._limit(rewards)
         try:
             left = None if limit is None else max(background.GRACE, self._since + limit - time.monotonic())
-            self.loop.finish(self.future, left)
+            self.loop.result(self.future, left)
         except TimeoutError as error:
             names = ", ".join(repr(one.spec.name) for one in rewards)
             raise RewardError(
@@ -72,12 +71,12 @@ class AsyncCalls:
 
     def abandon(self) -> None:
         """Cancel the calls, whose answers nobody wants."""
-        self.loop.abandon(self.future)
+        self.loop.cancel(self.future)
 
     def _watch(self, limit: float) -> None:
         """Start a watchdog anew each second, which a thread can do while no call keeps the interpreter's lock."""
         while not self.future.done():
-            with watchdog(limit + thread.WITHOUT_LOCK):
+            with watchdog(limit + LOCK_GRACE):
                 wait([self.future], timeout=1.0)
 
     def _limit(self, rewards: Iterable[RewardCalls]) -> float | None:
@@ -95,7 +94,7 @@ class AsyncCalls:
             waits = [asyncio.create_task(one.answers()) for one in running]
             await asyncio.gather(*waits)
         except BaseException:
-            await background.cancel([*waits, *(task for one in running for task in one.tasks)])
+            await background.cancel_tasks([*waits, *(task for one in running for task in one.tasks)])
             raise
 
 
@@ -133,12 +132,12 @@ class _RewardTasks:
             for task in self.tasks:
                 if task in done:
                     task.result()
-            await background.cancel(late)
+            await background.cancel_tasks(late)
             calls = sorted((self.tasks[task] for task in late), key=lambda call: call.rows)
             for call in calls:
                 results.late(call, call.too_late(len(late), len(self.tasks)))
         except BaseException:
-            await background.cancel(self.tasks)
+            await background.cancel_tasks(self.tasks)
             raise
         finally:
             if self._left:

@@ -199,8 +199,8 @@ class Call:
             "log_extra": lambda column, value: self._log_extra(column, [value]),
             "log_metric": self._log_metric,
             "turns": turns_of(self.batch.completions[row]),
-            "environment": self.batch.completions[row].environment,
-            "environment_reward": self.batch.completions[row].environment_reward,
+            "environment": self.batch.completions[row].final_state,
+            "environment_reward": self.batch.completions[row].final_reward,
         }
 
     def _ours_of_batch(self) -> dict[str, Any]:
@@ -210,8 +210,8 @@ class Call:
         several = any(c.turns for c in done) or bool(named)  # what is not there is not put into **kwargs
         turns = {
             "turns": [turns_of(c) for c in done],
-            "environments": [c.environment for c in done],
-            "environment_reward": [c.environment_reward for c in done],
+            "environments": [c.final_state for c in done],
+            "environment_reward": [c.final_reward for c in done],
         }
         return (turns if several else {}) | {
             "prompts": [batch.prompt(row) for row in rows],

@@ -19,7 +19,7 @@ from mm_grpo.config.messages import Accepts
 from mm_grpo.config.section import Section
 from mm_grpo.config.values import Number
 from mm_grpo.errors import ConfigError, RewardError
-from mm_grpo.types import is_number
+from mm_grpo.numbers import is_number
 
 Action = Literal["stop", "mask"]
 

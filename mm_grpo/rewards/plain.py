@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.call import Call, RewardCalls
-from mm_grpo.user_code.thread import CallThread
+from mm_grpo.user_code.watchdog import call_within
 
 
 def run_plain(results: RewardCalls) -> None:
@@ -24,9 +24,11 @@ def run_plain(results: RewardCalls) -> None:
     if deadline is None:
         run()
         return
-    thread: CallThread[None] = CallThread(f"reward {results.spec.name}")
+    from mm_grpo.background import BackgroundThreads
+
+    thread = BackgroundThreads(1, f"reward {results.spec.name}")
     try:
-        thread.result(run, deadline)
+        call_within(deadline, thread, run)
     except TimeoutError:
         blame = calls[min(done, len(calls) - 1)].blame()
         raise RewardError(

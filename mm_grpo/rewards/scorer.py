@@ -31,10 +31,10 @@ from mm_grpo.rewards.streaming_rewards import StreamedCalls, is_streamed
 from mm_grpo.user_code.kept_state import kept_state
 
 if TYPE_CHECKING:
+    from mm_grpo.background import BackgroundLoop
     from mm_grpo.rewards.async_calls import AsyncCalls
     from mm_grpo.rewards.isolation import WorkerPool
     from mm_grpo.types import Completion, Prompt
-    from mm_grpo.user_code.loop import BackgroundLoop
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Scorer:
         for them, outside any deadline, and starts those that are missing."""
         for spec in self.specs:
             if spec.options.isolated:
-                self._loop(True).start(self._pool(spec).start())
+                self._loop(True).submit(self._pool(spec).start())
 
     def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
         """Begin the calls that can be made before all `count` completions of a step are there, whose prompts have these
@@ -258,9 +258,9 @@ class Scorer:
         return begun
 
     def _loop(self, isolated: bool) -> BackgroundLoop:
-        from mm_grpo.user_code.loop import BackgroundLoop
+        from mm_grpo.background import BackgroundLoop
 
-        return self._loops.setdefault(isolated, BackgroundLoop())
+        return self._loops.setdefault(isolated, BackgroundLoop("rewards"))
 
     def _pool(self, spec: RewardSpec) -> WorkerPool:
         if spec.name not in self._pools:
@@ -317,7 +317,7 @@ class Scorer:
 
 def _close(pools: dict[str, WorkerPool], loops: Mapping[bool, BackgroundLoop]) -> None:
     for pool in pools.values():
-        loops[True].soon(pool.close)
+        loops[True].call_soon(pool.close)
     for loop in loops.values():
         loop.close()
     pools.clear()

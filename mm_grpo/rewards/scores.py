@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mm_grpo.errors import shorten
-from mm_grpo.types import LARGEST
+from mm_grpo.numbers import MAX_MAGNITUDE
 
 LEGAL = "legal is a finite number, or None where the reward does not apply"
 LEGAL_TURNS = "legal is a list with a finite number or None for each turn of the model, for per_turn is true"
@@ -29,8 +29,8 @@ def score_of(value: Any) -> float | None:
     if not isinstance(value, numbers.Real):  # bool counts as 0 or 1
         raise ValueError(f"a {type(value).__name__}")
     size: Any = abs(value)
-    if not size <= LARGEST:
-        raise ValueError(f"which is not finite, or beyond {LARGEST:.3g}")
+    if not size <= MAX_MAGNITUDE:
+        raise ValueError(f"which is not finite, or beyond {MAX_MAGNITUDE:.3g}")
     return float(value)
 
 

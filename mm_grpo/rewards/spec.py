@@ -15,8 +15,8 @@ from types import CodeType
 from typing import Any, Literal
 
 from mm_grpo.errors import RewardError
+from mm_grpo.numbers import is_number
 from mm_grpo.rewards.options import RewardOptions, read_options
-from mm_grpo.types import is_number
 
 Kind = Literal["completion", "batch"]
 

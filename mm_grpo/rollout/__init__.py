@@ -9,7 +9,6 @@
     prefetch             prompts of the next rows, made in background threads
     seeds                the seed law, and nothing else
     pipeline             when the groups of a step are made: in it, or ahead of it while the learner works
-    background           calls in threads that do not keep the process alive
     turns                conversations of several turns over any engine, with tools and environments
     conversation         one of them, as a growing list of tokens
     engine               the base class of engines and of their streams, the request, the check of answers

@@ -29,7 +29,7 @@ from mm_grpo.algorithm.advantages import Objective, advantages
 from mm_grpo.algorithm.kl import completion_kl, penalised
 from mm_grpo.algorithm.turn_advantages import turn_advantages
 from mm_grpo.rewards.outcome import gated
-from mm_grpo.rollout.engine import Sampling, answered, requests_for, require_answers, stream_of
+from mm_grpo.rollout.engine import Sampling, answer_all, requests_for, require_answers
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.success import Success
@@ -38,7 +38,7 @@ from mm_grpo.types import Completion, Group, Prompt
 
 if TYPE_CHECKING:
     from mm_grpo.config import AlgorithmConfig, GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer, Scores
@@ -102,7 +102,7 @@ class Collector:
     def __init__(
         self,
         config: GRPOConfig,
-        dataset: Dataset,
+        dataset: Rows,
         order: PromptOrder,
         seeds: SeedPlan,
         prompt_builder: PromptBuilder,
@@ -280,7 +280,7 @@ def gather_groups(groups: Sequence[Group], ranks: Ranks, what: str) -> list[Grou
             replace(
                 group,
                 prompt=replace(group.prompt, vision={}),
-                completions=tuple(replace(c, tail=None, environment=None) for c in group.completions),
+                completions=tuple(replace(c, tail=None, final_state=None) for c in group.completions),
             )
             for group in groups
         ]
@@ -391,8 +391,10 @@ def sample(
             completions = engine.generate(requests) if requests else []
         else:
             add = scoring.add
-            with stream_of(cast("RolloutEngine", engine)) as stream:
-                completions = answered(stream, requests, lambda at, done: add(at, requests[at].prompt, done))
+            with cast("RolloutEngine", engine).stream() as stream:
+                completions = answer_all(
+                    stream, requests, lambda at, done: add(at, requests[at].prompt, done)
+                )
         if version is not None:
             require_answers(requests, completions, version)
     except BaseException:

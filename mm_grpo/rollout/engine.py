@@ -4,8 +4,8 @@ A `Request` is one generation: a prompt, a seed and a sampling setting. Requests
 object stand side by side, so that an engine can run the prompt once for all of them; the seeds stay
 one per generation however the engine batches.
 
-An engine answers a whole batch (`generate`), or as a `RequestStream` each request when it is done, with others added
-meanwhile. `stream_of` gives the stream of any engine: of one that has only `generate`, batch after batch.
+An engine answers through a `RequestStream`: each request when it is done, with others added meanwhile. `generate` sends
+one whole batch through a stream. An engine that can only answer whole batches returns a `BatchStream`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ Digest = Mapping[str, str]
 
 
 class ReplicaLost(EngineError):
-    """One of several servers failed while it was checked; the others are there."""
+    """One of several servers failed while it was checked; the others still answer."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. Temperature 0 is greedy; truncation and penalties are for evaluation only."""
+    """Sampling parameters. Truncation and penalties are for evaluation only."""
 
     max_tokens: int
     temperature: float = 1.0
+    """0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float | None = None
@@ -49,7 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: its prompt, its own seed and how to sample."""
+    """One generation: prompt, seed and sampling parameters."""
 
     prompt: Prompt
     seed: int
@@ -58,45 +59,46 @@ class Request:
 
 @dataclass(frozen=True)
 class Follows:
-    """Origin of a request that goes on: the `number` of one that was answered in the same stream, with which its prompt
-    begins, and the `pictures` of what was appended to it since."""
+    """Origin of a request that continues an answered one of its stream: its prompt begins with that one's tokens."""
 
     number: int
+    """Number of the answered request in the stream."""
     pictures: Sequence[Pictured] = ()
+    """Images of what was appended since."""
 
 
 class RequestStream(ABC):
-    """Requests that an engine works on together, each answered when it is done. A context manager that ends in `close`.
+    """Requests that an engine works on together, each answered when it is done. A context manager: its exit closes it.
 
-    The engine's `generate`, `score` and `update_weights` are not to be called before.
+    Until it is closed, call none of the engine's `generate`, `score` and `update_weights`.
     """
 
     @property
     @abstractmethod
     def unfinished(self) -> int:
-        """Number of requests that have no answer yet."""
+        """Return the number of requests that have no answer yet."""
 
     @abstractmethod
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        """Add a request; returns its number in the stream, counted from 0. The neighbours of one prompt share it.
+        """Add a request and return its number in the stream, counted from 0. Neighbours of one prompt share it.
 
-        `follows` lets an engine run what is new alone; it never changes the answer.
+        `follows` lets an engine run only what is new; it never changes the answer.
         """
 
     def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add requests that nothing will follow; returns their numbers."""
+        """Add requests that none will follow, and return their numbers."""
         return [self.add_request(request) for request in requests]
 
     @abstractmethod
     def step(self) -> list[tuple[int, Completion]]:
-        """Work for a moment, a token of each request, say; returns the answers that are done, with their numbers."""
+        """Work for a moment, such as a token of each request. Return the numbers and answers that are done."""
 
     def release(self, number: int) -> None:  # noqa: B027
-        """Forget a request that was answered: none will follow it. Does nothing where nothing is kept."""
+        """Forget an answered request, because none will follow it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is unfinished, and free what the stream holds."""
+        """Abort unfinished requests and free what the stream holds."""
 
     def __enter__(self) -> Self:
         return self
@@ -106,84 +108,99 @@ class RequestStream(ABC):
 
 
 class RolloutEngine(ABC):
-    """An engine that samples completions under the learner's weights.
+    """Base of engines that sample completions under the learner's weights.
 
-    It is awake once it is made. While the learner works it sleeps, and gives the device's memory back where it can. New
-    weights come before it is woken: `update_weights` takes back what it needs for them.
+    An engine is awake once it is made. While the learner works it sleeps, and frees device memory if it can. New
+    weights come before `wake`: `update_weights` takes back the memory that it needs for them.
     """
 
     remote = False
-    """True where it holds its weights outside this process: several threads may call it at once."""
+    """True when the weights lie outside this process: several threads may then call the engine at once."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # runs with tools or early rewards call `stream`, and would silently bypass an overridden `generate`
+        if "generate" in vars(cls) and "stream" not in vars(cls):
+            raise TypeError(
+                f"{cls.__name__} defines `generate` without `stream`, which runs call; write `stream` in its place, or "
+                "let `stream` return BatchStream(self.generate) if the engine can only answer whole batches"
+            )
 
     @property
     def sentence(self) -> str:
-        """What it runs on, for the log; "" where there is nothing to say."""
+        """Return what the engine runs on, for the log; "" if there is nothing to say."""
         return ""
 
     @property
-    def sampler(self) -> str:
-        """What draws its samples, where a seed's samples are those of one version of it alone."""
+    def sampler_version(self) -> str:
+        """Return name and version of the random sampler; "" if a seed means the same in every version."""
         return ""
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Its copies, for checks that every one of them has to pass; none where it is one."""
+        """Return the servers behind this engine, each of which has to pass checks; empty for a single engine."""
         return ()
 
     @property
     def holds_weights(self) -> bool:
-        """True when the tensors of earlier updates are still there; if not, the next update brings every one."""
+        """Return True when the tensors of earlier updates are still there; else the next update brings all."""
         return True
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
-        """Those of the learner's adapted `layers` whose adapters it runs as factors; it is sent a merge of the others.
+        """Return those of the adapted `layers` whose LoRA factors the engine can apply itself. Others come merged."""
+        return frozenset()
+
+    def use_adapters(self, layers: frozenset[str]) -> None:  # noqa: B027
+        """Apply the factors of these `layers` from now on. `layers` are the result of `adapter_layers`.
 
         Factors come with the other tensors, by the names of peft's files (`learner/lora.py`).
         """
-        return frozenset()
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
-        """Lend frozen `parameters`, by the names under which they were sent, its own tensors in place of theirs.
+        """Make frozen `parameters` views of the engine's own tensors if they are equal to the bit.
 
-        Only those that are the same to the bit; returns how many bytes became free.
+        `parameters` are by the names under which they were sent. Returns the bytes that became free.
         """
         return 0
 
     @abstractmethod
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. Media tokens are never sampled."""
-
     def stream(self) -> RequestStream:
-        """Requests that are answered one by one, as they end; batch after batch where an engine has no stream."""
-        return BatchStream(self.generate)
+        """Open a stream of requests. Media tokens are never sampled."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return one completion per request, in order. Raises what the engine's stream raises."""
+        if not requests:
+            return []
+        with self.stream() as stream:
+            return answer_all(stream, requests)
 
     @abstractmethod
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        """Take the learner's tensors as weights number `version`; returns the digests as received.
+        """Take the learner's tensors as weights number `version`, and return the digests as received.
 
-        `tensors` are whole layers (see `weights.unit_of`), those that changed since the last update.
+        `tensors` are whole layers (see `weights.unit_of`) that changed since the last update.
         """
 
     @abstractmethod
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities [T] of a given completion, without media mask, at temperature 1."""
+        """Return log-probabilities [T] of a given completion, without media mask, at temperature 1."""
 
     def metrics(self) -> dict[str, float]:
-        """What it counted since the last call, by the metric's name."""
+        """Return what the engine counted since the last call, by the metric's name."""
         return {}
 
     def sleep(self) -> None:  # noqa: B027
-        """Free the device for the learner. Does nothing where it holds no memory of its own."""
+        """Free device memory for the learner."""
 
     def wake(self) -> None:  # noqa: B027
-        """Take the device's memory back."""
+        """Take the device memory back."""
 
     def close(self) -> None:  # noqa: B027
         """Free what the engine holds."""
 
 
 class Replica(Protocol):
-    """One of several servers, as an engine for checks: both methods raise ReplicaLost where it fails."""
+    """One of several servers, as an engine for checks: both methods raise ReplicaLost if it fails."""
 
     @property
     def name(self) -> str: ...
@@ -194,7 +211,7 @@ class Replica(Protocol):
 
 
 class BatchStream(RequestStream):
-    """The stream of an engine that answers whole batches alone: a step answers all requests that were added."""
+    """Stream of an engine that can only answer whole batches: a step answers all requests that were added."""
 
     def __init__(self, generate: Callable[[Sequence[Request]], list[Completion]]) -> None:
         self.generate = generate
@@ -211,51 +228,41 @@ class BatchStream(RequestStream):
         return number
 
     def step(self) -> list[tuple[int, Completion]]:
-        asked, self.waiting = self.waiting, []
-        if not asked:
+        batch, self.waiting = self.waiting, []
+        if not batch:
             return []
-        completions = self.generate([request for _, request in asked])
-        return [(number, completion) for (number, _), completion in zip(asked, completions, strict=True)]
+        completions = self.generate([request for _, request in batch])
+        return [(number, completion) for (number, _), completion in zip(batch, completions, strict=True)]
 
     def close(self) -> None:
         self.waiting = []
 
 
-def stream_of(engine: RolloutEngine) -> RequestStream:
-    """The stream of an engine: its own `stream()`, or one of batches where it has none, or where a subclass or the
-    object itself has another `generate` than the one that belongs to it."""
-    owner = next((c for c in type(engine).__mro__ if "generate" in vars(c) or "stream" in vars(c)), None)
-    if owner is None or "stream" not in vars(owner) or "generate" in vars(engine):
-        return BatchStream(engine.generate)
-    own: RequestStream = vars(owner)["stream"](engine)
-    return own
-
-
-def answered(
+def answer_all(
     stream: RequestStream,
     requests: Sequence[Request],
-    done: Callable[[int, Completion], None] | None = None,
+    on_completion: Callable[[int, Completion], None] | None = None,
 ) -> list[Completion]:
-    """One completion per request, in order, by a stream that has no others.
+    """Send all requests through an idle stream, and return one completion per request, in order.
 
-    `done` gets each answer when it is there, with the place of its request; nothing may follow them then.
+    `on_completion` is called with the index of a request and its completion as soon as that is there.
     """
     numbers = stream.add_group(requests)
-    places = {number: place for place, number in enumerate(numbers)}
-    found: dict[int, Completion] = {}
+    # numbers are no indices: a stream that answered other requests before counts on
+    indices = {number: index for index, number in enumerate(numbers)}
+    completions: dict[int, Completion] = {}
     while stream.unfinished:
         for number, completion in stream.step():
-            found[number] = completion
-            if done is not None:
-                stream.release(number)
-                done(places[number], completion)
-    return [found[number] for number in numbers]
+            completions[number] = completion
+            if on_completion is not None:
+                on_completion(indices[number], completion)
+    return [completions[number] for number in numbers]
 
 
 def requests_for(
     prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Request]:
-    """Requests for P prompts with their seeds [P][G], prompt by prompt."""
+    """Make requests for P prompts with their seeds [P][G], prompt by prompt."""
     return [
         Request(prompt, seed, sampling)
         for prompt, group in zip(prompts, seeds, strict=True)
@@ -264,29 +271,29 @@ def requests_for(
 
 
 def require_answers(requests: Sequence[Request], completions: Sequence[Completion], version: int) -> None:
-    """GuardStop unless each request was answered with its seed, and all of it under weights number `version`."""
+    """Raise GuardStop unless each request was answered with its seed, and all of it under weights number `version`."""
     if len(completions) != len(requests):
         raise GuardStop(f"the engine answered {len(requests)} requests with {len(completions)} completions")
     for request, completion in zip(requests, completions, strict=True):
-        what, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
+        label, tokens = f"{request.prompt.uid}: seed {request.seed}", len(completion.token_ids)
         if completion.seed != request.seed:
             raise GuardStop(
-                f"{what} was asked for, and the engine says that it used {completion.seed}; completions of one seed "
+                f"{label} was asked for, and the engine says that it used {completion.seed}; completions of one seed "
                 "repeat each other. Every request must be sampled with its own seed"
             )
         if not 0 < tokens <= request.sampling.max_tokens or len(completion.logprobs) != tokens:
             raise GuardStop(
-                f"{what} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
+                f"{label} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
                 f"{request.sampling.max_tokens} tokens, and a log-prob for each"
             )
         if completion.weight_versions != ((0, version),):
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
-                f"{what} was sampled under weight version {listed}, and the learner is at version {version}: the "
+                f"{label} was sampled under weight version {listed}, and the learner is at version {version}: the "
                 "engine did not take a weight update"
             )
 
 
 def versions_of(*completions: Completion) -> tuple[int, ...]:
-    """The weight versions that completions were sampled under, each once, in order."""
+    """Return the weight versions that completions were sampled under, each once, in order."""
     return tuple(sorted({version for c in completions for _, version in c.weight_versions}))

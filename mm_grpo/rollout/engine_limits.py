@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Sample
@@ -48,7 +48,7 @@ class EngineLimits:
 def engine_limits(
     config: GRPOConfig,
     processor: Processor,
-    datasets: Iterable[Dataset],
+    datasets: Iterable[Rows],
     context: int | None,
     toolbox: Toolbox | None = None,
 ) -> EngineLimits:
@@ -61,11 +61,11 @@ def engine_limits(
     answer = max(rollout.max_completion_length, rollout.eval.max_completion_length or 0) + 1
     if given.max_model_len is not None and given.max_images is not None:
         return EngineLimits(given.max_model_len, given.max_images)
-    parts = [part for each in datasets for part in each.parts]
+    parts = [part for each in datasets for part in each.sources]
     looked, total = [(part, i) for part in parts for i in _rows_to_look_at(part)], sum(map(len, parts))
     longest = images = 1
     for dataset, index in looked:
-        fields = dataset.encoded_fields(index)
+        fields = dataset.fields(index)
         row, count = dataset.row_name(index), len(fields.images)
         longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
         images = max(images, count)
@@ -93,7 +93,7 @@ def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int,
     return lengths[1] - lengths[0], len(prepared.images) - len(sample.images)
 
 
-def _rows_to_look_at(dataset: Dataset) -> list[int]:
+def _rows_to_look_at(dataset: Rows) -> list[int]:
     if len(dataset) <= ROWS:
         return list(range(len(dataset)))
     if not dataset.in_memory:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.data.dataset import LONGEST_TASK, TASK
+from mm_grpo.data.base import MAX_TASK_LENGTH, TASK
 from mm_grpo.rollout.collect import begin_scoring, gather_groups, groups_of, sample, score_groups
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
@@ -24,7 +24,7 @@ from mm_grpo.rollout.seeds import eval_seeds
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rollout.prompts import PromptBuilder
@@ -112,7 +112,7 @@ def sampling_of(config: GRPOConfig) -> Sampling:
 
 
 def answer_rows(
-    dataset: Dataset,
+    dataset: Rows,
     prompt_builder: PromptBuilder,
     engine: Sampler,
     scorer: Scorer,
@@ -265,4 +265,4 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 
 def _is_short(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= LONGEST_TASK)
+    return isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= MAX_TASK_LENGTH)

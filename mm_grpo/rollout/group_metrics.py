@@ -1,6 +1,6 @@
 """Metrics of scored groups: rewards, completions, conversations, and the same for each task of a mixture.
 
-Those by task are made where the column `task` holds a few short texts (`Dataset.by_task`). An entry of a mixture puts
+Those by task are made where the column `task` holds a few short texts (`Rows.by_task`). An entry of a mixture puts
 the column on its rows with `task: NAME`; rows may have it themselves.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
-from mm_grpo.data.dataset import TASK
+from mm_grpo.data.base import TASK
 from mm_grpo.health.checks import unique_ratio
 from mm_grpo.types import Completion, Group
 

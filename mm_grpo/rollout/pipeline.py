@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mm_grpo.rollout.background import Background
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.rollout.collect import Collector, Rollout
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Lockstep(Synchronous):
         super().__init__(collector, engine)
         self.ranks, self.staleness = ranks, collector.config.rollout.max_staleness
         self.jobs: dict[int, Future[Rollout]] = {}
-        self.thread = Background(1, "mm_grpo steps ahead")
+        self.thread = BackgroundThreads(1, "mm_grpo steps ahead")
         self.current: Rollout | None = None
         self.learned = 0
 

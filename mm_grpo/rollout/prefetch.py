@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.data.images import decoded_here
-from mm_grpo.rollout.background import Background
 
 if TYPE_CHECKING:
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
@@ -57,19 +57,19 @@ class Prefetcher:
     ) -> None:
         self.prepare = prepare
         self.processor, self.workers = processor, workers
-        self._threads: Background | None = None
-        self._ahead: dict[tuple[Dataset, int], Callable[[], Made]] = {}
+        self._threads: BackgroundThreads | None = None
+        self._ahead: dict[tuple[Rows, int], Callable[[], Made]] = {}
         self._processing = Lock()
         self._asking = Lock()  # an evaluation and a step that is sampled ahead may ask at once
 
-    def ahead(self, dataset: Dataset, rows: Iterable[int]) -> None:
+    def ahead(self, dataset: Rows, rows: Iterable[int]) -> None:
         """Begin with the prompts of rows that will be asked for next. Raises nothing."""
         with self._asking:
             for row in rows if self.workers else ():
                 if (dataset, row) not in self._ahead:
                     self._ahead[dataset, row] = self._begun(dataset, row)
 
-    def begin(self, dataset: Dataset, row: int) -> Callable[[], Made]:
+    def begin(self, dataset: Rows, row: int) -> Callable[[], Made]:
         """Ask for the prompt of a row. The function that is returned waits for it, and raises what is wrong with it.
 
         Rows that are begun before the first is waited for are made side by side.
@@ -89,7 +89,7 @@ class Prefetcher:
             self._threads.close()
         self._threads = None
 
-    def _begun(self, dataset: Dataset, row: int) -> Callable[[], Made]:
+    def _begun(self, dataset: Rows, row: int) -> Callable[[], Made]:
         try:
             opener = dataset.opener(row)
         except Exception as error:
@@ -100,7 +100,7 @@ class Prefetcher:
             return partial(self._make, opener)
         if self._threads is None:
             begin = partial(_compute_alone, torch.get_num_threads())
-            self._threads = Background(self.workers, "mm_grpo prompts", begin)
+            self._threads = BackgroundThreads(self.workers, "mm_grpo prompts", begin)
         return self._threads.submit(partial(self._make, opener)).result
 
     def _make(self, opener: Callable[[], Sample]) -> Made:

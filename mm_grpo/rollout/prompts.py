@@ -20,7 +20,7 @@ from mm_grpo.rollout.prefetch import Made, Prefetcher
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
@@ -103,7 +103,7 @@ class PromptBuilder:
         """The prompt of a sample. DataError when it is longer than the limit."""
         return self._checked(self.prefetcher.process(sample))
 
-    def prompts(self, dataset: Dataset, rows: Mapping[int, int], ahead: Iterable[int] = ()) -> StepPrompts:
+    def prompts(self, dataset: Rows, rows: Mapping[int, int], ahead: Iterable[int] = ()) -> StepPrompts:
         """The prompts of some rows, by slot; a row with two slots has one prompt. Those of the rows `ahead`, which will
         be asked for next, are begun in the background.
         """
@@ -124,7 +124,7 @@ class PromptBuilder:
                 step, dropped, self.limit_name, self.limit,
             )  # fmt: skip
 
-    def first(self, dataset: Dataset, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
+    def first(self, dataset: Rows, order: PromptOrder) -> Iterator[tuple[int, int, Prompt]]:
         """(step, slot, prompt) in the order of the run, no row twice; a prompt is made when it is asked for.
 
         They are those of the first places, as many as there are rows: all rows, unless weights repeat some.

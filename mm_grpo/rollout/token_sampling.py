@@ -1,4 +1,4 @@
-"""Drawing tokens: each row from its own noise, by the cumulative probabilities of its distribution."""
+"""Token sampling: each row draws from its own noise, by the cumulative probabilities of its distribution."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 256 << 20
-"""Memory that a draw takes beside the logits: it goes by parts of the rows."""
+"""Memory that sampling may take in addition to the logits: rows are sampled in parts."""
 LOGIT_BYTES = 48
-"""Most bytes that a logit of a part takes: by truncation, which sorts a copy with its places and sums it up."""
+"""Most bytes that a logit takes: truncation sorts a copy with its indices and sums it up."""
 
 
 def uniforms(seed: int, count: int) -> Tensor:
-    """The row's noise [T]: one number in [0, 1) per token, fixed by `seed`, drawn on the CPU; a longer row begins as a
-    shorter one."""
+    """Return a row's noise [T]: one number in [0, 1) per token, fixed by `seed`."""
+    # on the CPU, where a longer row begins with the same numbers as a shorter one
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
@@ -33,10 +33,10 @@ def sample(
     banned: list[int],
     context: Sequence[Sequence[int]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [R] and their log-probabilities [R], in float32, under the distribution that they were drawn from.
+    """Return tokens [R] and their log-probabilities [R], in float32, under the distribution that they are drawn from.
 
-    `logits` [R, V] may be overwritten, `noise` [R] the rows' noise for this token, `banned` ids that are never drawn;
-    `context` are the tokens so far of each row, its prompt among them, which truncated sampling needs.
+    `logits` [R, V] may be overwritten; `noise` [R] is for this token; `banned` ids are never drawn. `context` holds the
+    tokens of each row so far, with its prompt, for truncated sampling.
     """
     rows = max(1, PART_BYTES // (LOGIT_BYTES * logits.shape[1]))
     if len(logits) <= rows:
@@ -56,7 +56,7 @@ def _sample(
     banned: list[int],
     context: Sequence[Sequence[int]] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw for some of the rows; `logits` in float32 are overwritten."""
+    """Draw for one part of the rows. `logits` in float32 are overwritten."""
     logits[:, banned] = -torch.inf
     if context is not None:
         logits = _truncate(logits, sampling, context)
@@ -68,18 +68,18 @@ def _sample(
         cumulative = logp.double().exp_().cumsum_(-1)
         # scaled by the last sum, which rounding leaves a hair off 1; the first entry above u wins
         target = (noise * cumulative[:, -1])[:, None]
-        # past the end where logits are NaN, which the caller sees by their log-probs
+        # NaN logits give an index past the end; the caller sees them by their log-probs
         chosen = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     return chosen, logp.gather(1, chosen[:, None])[:, 0]
 
 
 def _truncate(logits: Tensor, sampling: Sampling, context: Sequence[Sequence[int]]) -> Tensor:
-    """Penalty and truncation of evaluation sampling [R, V], by transformers' own processors."""
+    """Apply penalty and truncation of evaluation to logits [R, V], by transformers' own processors."""
     if sampling.repetition_penalty != 1.0:
         penalty = lp.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
         for i, ids in enumerate(context):
-            seen = torch.tensor([ids], device=logits.device)
-            logits[i : i + 1] = penalty(seen, logits[i : i + 1])
+            token_ids = torch.tensor([ids], device=logits.device)
+            logits[i : i + 1] = penalty(token_ids, logits[i : i + 1])
     if sampling.temperature == 0:
         return logits
     warpers: list[Any] = []

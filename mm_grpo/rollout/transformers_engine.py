@@ -2,13 +2,13 @@
 
 By default the engine holds the learner's own module: there is no second copy of the weights and nothing to transfer.
 Prompts are prefilled once for all their rows, by transformers' own attention; a step of the stream then runs one token
-of every row (decode_cache.py). Rows that have ended leave the batch, those that wait join it. A row draws one uniform
-number per token from its own `torch.Generator` and takes the token where the cumulative probability passes it, so its
-noise depends on its seed alone, never on its batch mates.
+of every row (decode_cache.py). Rows that have ended leave the batch, and waiting rows join it. A row draws one uniform
+number per token from its own `torch.Generator` and takes the token at which the cumulative probability passes it. So
+its noise depends only on its seed, never on its batch mates.
 
-A row that ended may be kept and gone on from: what was appended to it is run behind the keys and values that are there.
-Where those are not enough (layers of linear attention have no states of earlier tokens, images that look ahead are
-masked as a whole) the whole prompt is run again.
+A later request may continue a row that ended: only what was appended is run, behind the row's keys and values. If these
+are not enough (layers of linear attention have no states of earlier tokens, images that look ahead are masked as a
+whole), the whole prompt is run again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from mm_grpo.errors import GuardStop
-from mm_grpo.rollout.decode_cache import DecodeCache, Prefix, Tail, full_cache
-from mm_grpo.rollout.engine import RequestStream, RolloutEngine, answered
+from mm_grpo.rollout.decode_cache import CachedPrompt, DecodeCache, RowKeyValues, full_cache
+from mm_grpo.rollout.engine import RequestStream, RolloutEngine
 from mm_grpo.rollout.token_sampling import sample, uniforms
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, FinishReason, Pictured
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 MAX_ROWS = 512
 """Rows decoded together. More rows cost memory for their caches, fewer cost speed."""
 PREFILL_TOKENS = 1 << 14
-"""Tokens of prompts, padding included, that are run together; one prompt at least."""
+"""Tokens of prompts that are run together, padding included; always at least one prompt."""
 
 
 class TransformersEngine(RolloutEngine):
     """Samples from `model`, a transformers vision-language model, in this process.
 
-    `model` may be the learner's: it is put in evaluation mode while the engine works and back after. `version` is that
-    of its weights; `banned` ids are never drawn.
+    `model` may be the learner's: it is in evaluation mode while the engine works, and put back afterwards. `version`
+    numbers its weights; `banned` ids are never drawn.
     """
 
     def __init__(self, model: Any, processor: Processor, *, max_rows: int = MAX_ROWS) -> None:
@@ -59,22 +59,17 @@ class TransformersEngine(RolloutEngine):
 
     @property
     def sentence(self) -> str:
-        """On a GPU with vLLM, what that would bring."""
+        """Recommend vLLM if it is installed on a machine with a GPU."""
         if self.model.device.type != "cuda" or find_spec("vllm") is None:
             return ""
         return "rollout.engine = transformers; vLLM, which is installed here, is faster: rollout.engine=vllm"
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order; neighbours that share a prompt share its prefill."""
-        with TransformersStream(self) as stream:
-            return answered(stream, requests)
-
     def stream(self) -> TransformersStream:
-        """Requests that are answered one by one, as they end; what ended can be gone on from."""
-        return TransformersStream(self, keeps=True)
+        """Open a stream in which neighbours that share a prompt share its prefill."""
+        return TransformersStream(self)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
+        """Return log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
         with self.evaluating(), torch.no_grad():
             ids = torch.tensor([[*prompt.token_ids, *token_ids]])
             tail = prompt.next_position + torch.arange(len(token_ids)).expand(*self.family.position_axes, -1)
@@ -85,31 +80,28 @@ class TransformersEngine(RolloutEngine):
             return [float(x) for x in logits.log_softmax(-1).gather(1, chosen)[:, 0]]
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        """Copy tensors that are not already the model's own; the digests name those copied.
-
-        A layer that holds adapters of its own is the learner's module itself: what is sent for it is their
-        merged weight, and nothing is copied.
-        """
-        named = list(self.model.named_parameters(remove_duplicate=False))
-        adapted = {name.replace(".base_layer.", ".") for name, _ in named if ".base_layer." in name}
-        own = {name: tensor for name, tensor in named if ".base_layer." not in name}
+        """Copy tensors that are not already the model's own, and return the digests of the copies."""
+        pairs = list(self.model.named_parameters(remove_duplicate=False))
+        # a layer with adapters is the learner's module itself: it is sent their merged weight, which it must not get
+        adapted = {name.replace(".base_layer.", ".") for name, _ in pairs if ".base_layer." in name}
+        parameters = {name: parameter for name, parameter in pairs if ".base_layer." not in name}
         digests: dict[str, str] = {}
         with torch.no_grad():
             for name, tensor in tensors:
                 if name in adapted:
                     continue
-                if name not in own:
+                if name not in parameters:
                     raise KeyError(f"weight sync sent '{name}', which the engine's model does not have")
-                if own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor)
-                    digests[name] = digest(own[name])
+                if parameters[name].data_ptr() != tensor.data_ptr():
+                    parameters[name].copy_(tensor)
+                    digests[name] = digest(parameters[name])
         self.version = version
         return digests
 
     def hidden_states(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, pictured: Sequence[Pictured]
     ) -> Tensor:
-        """The last hidden states [B, N, D] of ids [B, N], with the images of `pictured` in their order."""
+        """Return the last hidden states [B, N, D] of ids [B, N], with the images of `pictured` in their order."""
         device = self.model.device
         vision = {key: x.to(device) for key, x in self.family.vision(pictured).items()}
         return self.family.hidden_states(
@@ -124,7 +116,7 @@ class TransformersEngine(RolloutEngine):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, and back as it was."""
+        """Keep the model in evaluation mode during the block."""
         training = self.model.training
         self.model.eval()
         try:
@@ -134,45 +126,48 @@ class TransformersEngine(RolloutEngine):
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A row that ended: the tokens whose keys and values are kept, and where they are."""
+class _EndedRow:
+    """A row that ended and may be continued: its tokens with their keys and values."""
 
     token_ids: tuple[int, ...]
-    prefix: Prefix
-    tail: Tail
+    prompt: CachedPrompt
+    tail: RowKeyValues
 
-    def begins(self, token_ids: tuple[int, ...]) -> bool:
+    def starts(self, token_ids: tuple[int, ...]) -> bool:
         return token_ids[: len(self.token_ids)] == self.token_ids
 
 
 @dataclass(eq=False)
 class _Row:
-    """A request, which waits or is being answered. It may go on from a row that was kept, to which text and `pictures`
-    were appended."""
+    """A request that waits or is being answered."""
 
     number: int
     request: Request
     noise: list[float]
-    kept: _Kept | None = None
+    keep: bool
+    """Keep its keys and values when it ends."""
+    origin: _EndedRow | None = None
+    """The row that it continues."""
     pictures: Sequence[Pictured] = ()
+    """Images that were appended to `origin`."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
 
 class TransformersStream(RequestStream):
-    """The stream over the model of `engine`, which is in evaluation mode until `close`.
+    """Stream over the model of `engine`, which is in evaluation mode until `close`.
 
-    `keeps` says that rows that end are kept for requests that follow them.
+    Rows of `add_request` are kept when they end, for requests that follow them; rows of `add_group` are not.
     """
 
-    def __init__(self, engine: TransformersEngine, *, keeps: bool = False) -> None:
+    def __init__(self, engine: TransformersEngine) -> None:
         self.engine, self.model, self.family = engine, engine.model, engine.family
         config = self.model.config.get_text_config()
         self.cache = DecodeCache(config)
         self.windows = bool(getattr(config, "sliding_window", None))
         linear = "linear_attention" in (getattr(config, "layer_types", None) or ())
-        self.keeps = keeps and not linear and not self.family.looks_ahead
-        self.kept: dict[int, _Kept] = {}
+        self.keeps = not linear and not self.family.looks_ahead
+        self.ended_rows: dict[int, _EndedRow] = {}
         self.rows: list[_Row] = []
         self.waiting: deque[_Row] = deque()
         self.hidden: Tensor | None = None
@@ -185,12 +180,18 @@ class TransformersStream(RequestStream):
         return len(self.waiting) + len(self.rows)
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        return self._add(request, follows, keep=self.keeps)
+
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        return [self._add(request, None, keep=False) for request in requests]
+
+    def _add(self, request: Request, follows: Follows | None, *, keep: bool) -> int:
         number, self._count = self._count, self._count + 1
-        row = _Row(number, request, uniforms(request.seed, request.sampling.max_tokens).tolist())
-        kept = None if follows is None else self.kept.get(follows.number)
-        if follows is not None and kept is not None and kept.begins(request.prompt.token_ids):
-            del self.kept[follows.number]  # its prompt is held until the request has begun
-            row.kept, row.pictures = kept, follows.pictures
+        row = _Row(number, request, uniforms(request.seed, request.sampling.max_tokens).tolist(), keep)
+        origin = None if follows is None else self.ended_rows.get(follows.number)
+        if follows is not None and origin is not None and origin.starts(request.prompt.token_ids):
+            del self.ended_rows[follows.number]  # its prompt is released once the request has begun
+            row.origin, row.pictures = origin, follows.pictures
         self.waiting.append(row)
         return number
 
@@ -199,59 +200,60 @@ class TransformersStream(RequestStream):
             self._admit()
             if not self.rows:
                 return []
-            ended = self._draw()
-            finished = [(self.rows[i].number, self._completion(self.rows[i])) for i in ended]
-            for i in ended if self.keeps else ():
-                self._keep(i)
-            self.cache.remove(ended)
-            self.rows = [row for i, row in enumerate(self.rows) if i not in ended]
+            ends = self._draw()
+            completions = [(self.rows[i].number, self._completion(self.rows[i])) for i in ends]
+            for i in ends:
+                if self.rows[i].keep:
+                    self._keep(i)
+            self.cache.remove(ends)
+            self.rows = [row for i, row in enumerate(self.rows) if i not in ends]
             if self.rows:
                 self._run()
             else:
                 self.hidden = None
-            return finished
+            return completions
 
     def release(self, number: int) -> None:
-        kept = self.kept.pop(number, None)
-        if kept is not None:
-            self.cache.release([kept.prefix])
+        ended_row = self.ended_rows.pop(number, None)
+        if ended_row is not None:
+            self.cache.release([ended_row.prompt])
 
     def close(self) -> None:
         self.waiting.clear()
-        self.rows, self.kept, self.hidden = [], {}, None
+        self.rows, self.ended_rows, self.hidden = [], {}, None
         self.cache = DecodeCache(self.cache.config)
         self._stack.close()
 
     # rows that join --------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting requests, in their order, while there is room; one kind of sampling at a time."""
-        fresh: list[list[_Row]] = []
-        going_on: list[tuple[_Row, _Kept]] = []
+        """Start waiting requests, in their order, while there is room. Only one kind of sampling runs at a time."""
+        new_groups: list[list[_Row]] = []
+        continued: list[tuple[_Row, _EndedRow]] = []
         room = self.engine.max_rows - len(self.rows)
         rule = _rule(self.rows[0].request) if self.rows else None
         while self.waiting:
             first = self.waiting[0]
             if rule is not None and _rule(first.request) != rule:
                 break
-            group = [first] if first.kept is not None else self._next_group()
-            if room < len(group) and (self.rows or fresh or going_on):
+            group = [first] if first.origin is not None else self._next_group()
+            if room < len(group) and (self.rows or new_groups or continued):
                 break
             for _ in group:
                 self.waiting.popleft()
             room -= len(group)
-            if first.kept is not None:
-                going_on.append((first, first.kept))
+            if first.origin is not None:
+                continued.append((first, first.origin))
             else:
-                fresh.append(group)
+                new_groups.append(group)
             rule = _rule(first.request)
-        if going_on:
-            self._go_on(going_on)
-        for batch in _batches(fresh):
+        if continued:
+            self._continue(continued)
+        for batch in _batches(new_groups):
             self._prefill(batch)
 
     def _next_group(self) -> list[_Row]:
-        """The neighbours at the head of those that wait that share a prompt and a way to sample."""
+        """Return the first waiting row and its neighbours with the same prompt and sampling."""
         first = self.waiting[0].request
 
         def shares(row: _Row) -> bool:
@@ -271,32 +273,34 @@ class TransformersStream(RequestStream):
         for group in groups:
             self.rows += group
 
-    def _go_on(self, asked: list[tuple[_Row, _Kept]]) -> None:
-        """Run what was appended to rows that ended, behind their keys and values."""
-        # windows are counted over the padding, which there is none of in a batch of one
-        longest = max(len(one.request.prompt.token_ids) for one, _ in asked)
-        most = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
-        for batch in (asked[i : i + most] for i in range(0, len(asked), most)):
+    def _continue(self, pairs: list[tuple[_Row, _EndedRow]]) -> None:
+        """Run what was appended to ended rows, behind their keys and values."""
+        longest = max(len(row.request.prompt.token_ids) for row, _ in pairs)
+        # transformers counts sliding windows over the padding, and a batch of one has none
+        size = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
+        for batch in (pairs[i : i + size] for i in range(0, len(pairs), size)):
             past: Any
-            past, past_mask = self.cache.joined([(kept.prefix, kept.tail) for _, kept in batch])
+            past, past_mask = self.cache.joined([(origin.prompt, origin.tail) for _, origin in batch])
             new = [
                 (prompt.token_ids[count:], prompt.position_ids[..., count:])
-                for prompt, count in ((one.request.prompt, len(kept.token_ids)) for one, kept in batch)
+                for prompt, count in ((row.request.prompt, len(origin.token_ids)) for row, origin in batch)
             ]
             ids, positions, mask = _padded(new)
-            pictures = [picture for one, _ in batch for picture in one.pictures]
+            pictures = [picture for row, _ in batch for picture in row.pictures]
             mask = torch.cat([past_mask, mask], 1)
             hidden = self.engine.hidden_states(ids, positions, mask, past, pictures)[:, -1]
-            for b, (one, kept) in enumerate(batch):
+            for b, (row, origin) in enumerate(batch):
                 count = len(new[b][0])
-                pairs = zip(kept.tail, past.layers, strict=True)
                 tail = [
-                    (torch.cat([k, own.keys[b, :, -count:]], 1), torch.cat([v, own.values[b, :, -count:]], 1))
-                    for (k, v), own in pairs
+                    (
+                        torch.cat([k, layer.keys[b, :, -count:]], 1),
+                        torch.cat([v, layer.values[b, :, -count:]], 1),
+                    )
+                    for (k, v), layer in zip(origin.tail, past.layers, strict=True)
                 ]
-                self.cache.add_row(kept.prefix, tail)
-                self.rows.append(one)
-                self.cache.release([kept.prefix])
+                self.cache.add_row(origin.prompt, tail)
+                self.rows.append(row)
+                self.cache.release([origin.prompt])
             self._join(hidden)
 
     def _join(self, hidden: Tensor) -> None:
@@ -305,7 +309,7 @@ class TransformersStream(RequestStream):
     # a step ----------------------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
-        """Draw a token of each row; returns the numbers of those that have ended, in order."""
+        """Draw a token of each row. Return the indices of rows that end with it, in order."""
         assert self.hidden is not None
         sampling = self.rows[0].request.sampling
         logits = self.family.head(self.model)(self.hidden)
@@ -314,10 +318,10 @@ class TransformersStream(RequestStream):
         )
         noise = torch.tensor([r.noise[len(r.tokens)] for r in self.rows], dtype=torch.float64)
         chosen, logp = sample(logits, noise.to(logits.device), sampling, self.engine.banned, context)
-        stops, ended = self.engine.processor.stop_token_ids, []
-        drawn = zip(self.rows, chosen.tolist(), logp.tolist(), strict=True)
-        for i, (row, token, logprob) in enumerate(drawn):
-            if logprob != logprob:
+        stops, ends = self.engine.processor.stop_token_ids, []
+        tokens = zip(self.rows, chosen.tolist(), logp.tolist(), strict=True)
+        for i, (row, token, logprob) in enumerate(tokens):
+            if logprob != logprob:  # NaN
                 raise GuardStop(
                     "the logits of the model are not finite, so nothing can be sampled: an update made its weights too "
                     "large, or they were not finite from the start; lower optim.learning_rate and start again, or "
@@ -326,8 +330,8 @@ class TransformersStream(RequestStream):
             row.tokens.append(token)
             row.logprobs.append(logprob)
             if token in stops or len(row.tokens) == row.request.sampling.max_tokens:
-                ended.append(i)
-        return ended
+                ends.append(i)
+        return ends
 
     def _run(self) -> None:
         """Run the last token of each row."""
@@ -339,12 +343,12 @@ class TransformersStream(RequestStream):
             states = self.family.hidden_states(self.model, input_ids=tokens, position_ids=positions, **inputs)
         self.hidden = states[:, -1]
 
-    def _keep(self, number: int) -> None:
-        """Keep a row's keys and values."""
-        row, cached = self.rows[number], self.cache.rows[number]
-        sequence = (*row.request.prompt.token_ids, *row.tokens[:-1])  # the last token was drawn, and not run
-        cached.prefix.uses += 1
-        self.kept[row.number] = _Kept(sequence, cached.prefix, self.cache.tail_of(number))
+    def _keep(self, index: int) -> None:
+        """Keep a row's keys and values for a request that continues it."""
+        row, prompt = self.rows[index], self.cache.rows[index].prompt
+        sequence = (*row.request.prompt.token_ids, *row.tokens[:-1])  # the last token was drawn but not run
+        prompt.uses += 1
+        self.ended_rows[row.number] = _EndedRow(sequence, prompt, self.cache.tail_of(index))
 
     def _completion(self, row: _Row) -> Completion:
         stopped = row.tokens[-1] in self.engine.processor.stop_token_ids
@@ -365,7 +369,7 @@ def _rule(request: Request) -> Sampling:
 
 
 def _batches(groups: Sequence[list[_Row]]) -> list[list[list[_Row]]]:
-    """Groups of prompts of like length, so that little is padded, at most PREFILL_TOKENS together."""
+    """Batch prompts of similar length, so that little is padded, with at most PREFILL_TOKENS in a batch."""
     batches: list[list[list[_Row]]] = []
     lengths = [len(group[0].request.prompt.token_ids) for group in groups]
     for length, group in sorted(zip(lengths, groups, strict=True), key=itemgetter(0)):
@@ -377,14 +381,14 @@ def _batches(groups: Sequence[list[_Row]]) -> list[list[list[_Row]]]:
 
 
 def _padded(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids [B, N], positions [*A, B, N] and mask [B, N] of sequences, padded on the left."""
+    """Pad sequences on the left. Return ids [B, N], positions [*A, B, N] and mask [B, N]."""
     longest, first = max(len(ids) for ids, _ in parts), parts[0][1]
     ids = torch.zeros(len(parts), longest, dtype=torch.long)
     mask = torch.zeros(len(parts), longest, dtype=torch.long)
     positions = torch.zeros(*first.shape[:-1], len(parts), longest, dtype=torch.long)
-    for i, (own, at) in enumerate(parts):
-        start = longest - len(own)
-        ids[i, start:] = torch.tensor(own)
+    for i, (row_ids, row_positions) in enumerate(parts):
+        start = longest - len(row_ids)
+        ids[i, start:] = torch.tensor(row_ids)
         mask[i, start:] = 1
-        positions[..., i, start:] = at
+        positions[..., i, start:] = row_positions
     return ids, positions, mask

@@ -22,7 +22,7 @@ from mm_grpo.environments.observation import Observation, failed
 from mm_grpo.errors import DataError
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers, stream_of
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers
 from mm_grpo.types import Completion, FinishReason, Picture, Turn
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class TurnLoop:
         host, pictures = self.toolbox.host, dict[bytes, Picture]()
         called: list[_Running] = []
         try:
-            with stream_of(self.engine) as stream:
+            with self.engine.stream() as stream:
                 together = self.config.rollout.synchronous_turns or isinstance(stream, BatchStream)
                 asked = dict(self._ask(stream, one) for one in running)
                 while asked or called:
@@ -217,8 +217,8 @@ class TurnLoop:
             weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
             tail=one.conversation.tail(),
             turns=tuple(one.turns),
-            environment=one.episode.environment,
-            environment_reward=reward,
+            final_state=one.episode.environment,
+            final_reward=reward,
             masked=one.episode.masked,
         )
 

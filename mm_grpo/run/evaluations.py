@@ -27,7 +27,7 @@ from mm_grpo.run.rollout_log import EvaluationLog
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.dataset import Dataset
+    from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rollout.eval_metric import EvalMetric
@@ -54,14 +54,14 @@ class Evaluations:
     def __init__(
         self,
         config: GRPOConfig,
-        sets: Mapping[str, Dataset],
+        sets: Mapping[str, Rows],
         headline: EvalMetric,
         *,
         several_turns: bool,
         controlled: int | None = 1,
     ) -> None:
         self.config, self.sets, self.headline = config, sets, headline
-        self.controls: dict[str, Dataset] = {}
+        self.controls: dict[str, Rows] = {}
         kind = config.run.eval_blind
         if kind is not None and sets:
             chosen = dict([*sets.items()][:controlled])
@@ -72,7 +72,7 @@ class Evaluations:
         self.best_found: Evaluation | None = None
 
     @property
-    def datasets(self) -> list[Dataset]:
+    def datasets(self) -> list[Rows]:
         """All rows that will be asked about, in their order: each set, and then its control."""
         pairs = ((rows, self.controls.get(name)) for name, rows in self.sets.items())
         return [dataset for pair in pairs for dataset in pair if dataset is not None]
@@ -207,9 +207,7 @@ class Evaluations:
         return "  ".join(words)
 
 
-def blind_controls(
-    sets: Mapping[str, Dataset], kind: str, *, several_turns: bool = False
-) -> dict[str, Dataset]:
+def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool = False) -> dict[str, Rows]:
     """The sets with images, each with them `shuffled` or `removed`.
 
     Raises ConfigError where no set has images, and for images removed from conversations whose tools would look for
@@ -223,7 +221,7 @@ def blind_controls(
     seen = {
         name: rows
         for name, rows in sets.items()
-        if any(rows.encoded_fields(index).images for index in range(len(rows)))
+        if any(rows.fields(index).images for index in range(len(rows)))
     }
     if not seen:
         raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image; leave it out")

@@ -15,7 +15,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.section import Section, section_of
-from mm_grpo.data.dataset import Dataset, fingerprint
+from mm_grpo.data.base import Rows
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import FILE_MODULE
@@ -90,9 +90,12 @@ def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def rows_of(train: Dataset, eval_sets: Mapping[str, Dataset]) -> dict[str, Any]:
+def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
     """The fingerprints of the training rows and of the evaluation sets, by the field of `data` that names them."""
-    return {"train": fingerprint(train), **{f"eval.{name}": fingerprint(s) for name, s in eval_sets.items()}}
+    return {
+        "train": train.fingerprint(),
+        **{f"eval.{name}": s.fingerprint() for name, s in eval_sets.items()},
+    }
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
@@ -108,7 +111,7 @@ def tool_sources_of(named: Sequence[tuple[str, Callable[..., Any]]]) -> list[dic
 
 
 def identity_of(
-    train: Dataset, eval_sets: Mapping[str, Dataset], specs: Sequence[RewardSpec], toolbox: Toolbox | None
+    train: Rows, eval_sets: Mapping[str, Rows], specs: Sequence[RewardSpec], toolbox: Toolbox | None
 ) -> dict[str, Any]:
     """The rows, rewards and tools that a run is resumed with, as `refuse_another_run` takes them."""
     return {

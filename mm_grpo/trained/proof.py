@@ -123,7 +123,7 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust}
     base = config.model.path if adapter else folder
     if adapter:
-        cls, found = processor_class(str(base), named=config.model.processor, trust_remote_code=trust)
+        cls, found = processor_class(str(base), processor=config.model.processor, trust_remote_code=trust)
         options |= nf4_options(config.model, found, cls.family, dtype)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         base, use_safetensors=True, output_loading_info=True, **options

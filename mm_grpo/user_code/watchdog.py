@@ -1,4 +1,4 @@
-"""Ends this process where a call hangs that nothing in Python can interrupt.
+"""Deadlines for user code in the trainer's process, whose threads can be waited for but not killed.
 
 A regular expression or C code that holds the interpreter's lock lets no thread, signal handler or time-out of Python
 run again. The timer of `faulthandler` needs no lock: it prints where every thread stands and ends the process with
@@ -13,8 +13,16 @@ from __future__ import annotations
 import faulthandler
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from mm_grpo.background import BackgroundThreads
+
+T = TypeVar("T")
+LOCK_GRACE = 5.0
+"""Seconds after a deadline in which this process must notice it; then the watchdog ends the process."""
 
 _lock = threading.Lock()
 _ends: list[float] = []
@@ -34,6 +42,12 @@ def watchdog(seconds: float) -> Iterator[None]:
         with _lock:
             _ends.remove(end)
             _set_timer()
+
+
+def call_within(seconds: float, thread: BackgroundThreads, call: Callable[[], T]) -> T:
+    """Return the result of a call made in the thread. Raise TimeoutError after `seconds`: the thread is lost then."""
+    with watchdog(seconds + LOCK_GRACE):
+        return thread.submit(call).result(seconds)
 
 
 def _set_timer() -> None:

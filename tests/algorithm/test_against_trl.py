@@ -14,7 +14,6 @@ from torch import Tensor
 from mm_grpo.algorithm.losses import LOSSES, token_weights
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import AlgorithmConfig
-from mm_grpo.config.sections import LOSS_OPTIONS
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.step_report import LossStatistics
 
@@ -63,7 +62,7 @@ def theirs(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, T
     trainer: Any = SimpleNamespace(
         **{k: getattr(config, k) for k in ("importance_sampling_level", "beta", "loss_type", "entropy_coef")},
         args=SimpleNamespace(
-            **{name: config.option(name) for options in LOSS_OPTIONS.values() for name in options},
+            **{k: v for k, v in config.model_dump().items() if k.startswith(("sapo_", "vespo_"))},
             delta=config.delta,
             use_bias_correction_kl=False,
             steps_per_generation=1,
@@ -142,7 +141,6 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
         )
         total = total + pack_loss(config, loss_inputs, tokens, statistics)
     total.backward()
-    assert float(total.detach()) == pytest.approx(statistics.metrics()["loss"], abs=1e-6)
     return total.detach(), filled(logp.grad), filled(entropy.grad)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.credit import RULES, dependency, keep_mass, pgpo, vppo
+from mm_grpo.algorithm.credit import dependency, keep_mass, pgpo, rule_weights, vppo
 from mm_grpo.config import AlgorithmConfig
 
 
@@ -58,10 +58,11 @@ def test_the_mass_of_a_group_is_kept() -> None:
 
 def test_options_reach_their_rule() -> None:
     cases = [
-        ("pgpo", {"pgpo_beta": 0.0}, [0.0, 2.0]),
+        ("pgpo", {"beta": 0.0}, [0.0, 2.0]),
         ("vppo", {}, [0.0, 1.0]),
-        ("vppo", {"vppo_top_share": 1.0}, [1.0, 1.0]),
+        ("vppo", {"top_share": 1.0}, [1.0, 1.0]),
     ]
     for rule, options, weights in cases:
-        config = AlgorithmConfig.model_validate({"credit": rule, "loss_options": options})
-        assert RULES[rule]([of(0.0, 2.0)], [1.0], config)[0].tolist() == weights
+        credit = AlgorithmConfig.model_validate({"credit": {"rule": rule, **options}}).credit
+        assert credit is not None
+        assert rule_weights([of(0.0, 2.0)], [1.0], credit)[0].tolist() == weights

@@ -71,7 +71,7 @@ def config(**fields: Any) -> AlgorithmConfig:
 
 
 SEQUENCE = {"importance_sampling_level": "sequence"}
-TAUS = {"loss_options": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}}
+TAUS = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 2.0}
 GATES = [
     4 / (1 + math.exp(-x)) for x in (-0.5, 1.0, 1.0)
 ]  # of tau (r - 1), tau 1 for A > 0 and 2 for the last

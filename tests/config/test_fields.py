@@ -84,21 +84,34 @@ def test_sources() -> None:
     assert config(data={"train": mixed}).data.train == [entry, "b.jsonl"]
 
 
-def test_options_of_a_loss_have_defaults_and_bounds() -> None:
-    sapo = {"loss_type": "sapo", "loss_options": {"sapo_temperature_pos": 2.0}}
-    made = config(algorithm=sapo).algorithm
-    assert (made.option("sapo_temperature_pos"), made.option("sapo_temperature_neg")) == (2.0, 1.05)
-    masked = {"perception_coef": 0.1, "loss_options": {"perception_mask_ratio": 0.5}}
-    made = config(algorithm=masked).algorithm
-    assert (made.option("perception_mask_ratio"), made.option("perception_entropy_coef")) == (0.5, 0.0)
-    for algorithm, name in (
-        ({"loss_type": "sapo"}, "vespo_k_pos"),
-        ({"loss_type": "sapo", "value": 0}, "sapo_temperature_neg"),
-        ({"loss_type": "vespo", "value": -1}, "vespo_k_neg"),
-        ({"perception_coef": 0.1, "value": 1.5}, "perception_mask_ratio"),
+def test_options_of_losses_and_features_have_defaults_and_bounds() -> None:
+    made = config(algorithm={"loss_type": "sapo", "sapo_temperature_pos": 2.0}).algorithm
+    assert (made.sapo_temperature_pos, made.sapo_temperature_neg) == (2.0, 1.05)
+    made = config(algorithm={"perception_coef": 0.1, "perception": {"mask_ratio": 0.5}}).algorithm
+    assert (made.perception.mask_ratio, made.perception.entropy_coef) == (0.5, 0.0)
+    assert config(algorithm={"loss_type": "vespo", "vespo_k_neg": 0}).algorithm.vespo_k_neg == 0
+    for algorithm, line in (
+        ({"loss_type": "sapo", "vespo_k_pos": 1}, "vespo_k_pos = 1: is for loss_type = vespo"),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 0}, "sapo_temperature_neg = 0: must be a number > 0"),
+        ({"loss_type": "vespo", "vespo_k_neg": -1}, "vespo_k_neg = -1: must be a number >= 0"),
+        ({"perception_coef": 0.1, "perception": {"mask_ratio": 1.5}}, "perception.mask_ratio = 1.5: must be"),
+        ({"perception": {"mask_ratio": 0.5}}, "perception: is for perception_coef > 0"),
     ):
-        options = {name: algorithm.pop("value", 1)}
-        with pytest.raises(ConfigError, match=f"^algorithm.loss_options.{name} = "):
-            config(algorithm={**algorithm, "loss_options": options})
-    vespo = {"loss_type": "vespo", "loss_options": {"vespo_k_neg": 0}}
-    assert config(algorithm=vespo).algorithm.option("vespo_k_neg") == 0
+        with pytest.raises(ConfigError, match=f"^algorithm.{line}"):
+            config(algorithm=algorithm)
+
+
+def test_former_options_of_the_loss_are_refused_with_their_new_names() -> None:
+    former = {
+        "sapo_temperature_pos": "sapo_temperature_pos", "vespo_lambda_neg": "vespo_lambda_neg",
+        "perception_mask_ratio": "perception.mask_ratio, and for credit algorithm.credit.mask_ratio",
+        "perception_entropy_coef": "perception.entropy_coef", "pgpo_tau": "credit.tau, with rule pgpo",
+        "pgpo_beta": "credit.beta, with rule pgpo", "vppo_top_share": "credit.top_share, with rule vppo",
+        "vppo_beta_min": "credit.beta_min, with rule vppo",
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        config(algorithm={"loss_options": dict.fromkeys(former, 0.5)})
+    lines = [
+        f"algorithm.loss_options.{old}: unknown key; write algorithm.{new}" for old, new in former.items()
+    ]
+    assert str(caught.value).splitlines() == lines

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.base import Rows
 from mm_grpo.data.sources import load
 from mm_grpo.errors import DataError
 
@@ -20,7 +20,7 @@ def config(train: Any = None, **data: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": train, **data}})
 
 
-def read(source: Any, **data: Any) -> Dataset:
+def read(source: Any, **data: Any) -> Rows:
     return load(source, config(**data).data)
 
 

@@ -13,12 +13,12 @@ import pytest
 from reading import config, numbered, png, read, write_rows
 
 from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.images import BadImage
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError
-from mm_grpo.health.image_files import readable
 
 CUT = """
 import os, sys

@@ -14,14 +14,13 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import dataset as module
-from mm_grpo.data.dataset import fingerprint
 from mm_grpo.data.sources import load
 
 SETTINGS = GRPOConfig.from_dict({"model": {"path": "x"}}).data
 
 
 def of(rows: Any) -> dict[str, Any]:
-    return fingerprint(load(rows, SETTINGS, "train"))
+    return load(rows, SETTINGS, "train").fingerprint()
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def test_images_are_fingerprinted_by_their_files_contents(
 
 
 def test_of_many_rows_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FINGERPRINT_ROWS", 3)
+    monkeypatch.setattr(module, "SAMPLED_ROWS", 3)
     rows = [row(answer=str(n)) for n in range(7)]
     found = of(rows)
     for place, noticed in ((0, True), (1, False), (3, True), (6, True)):

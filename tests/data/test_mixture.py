@@ -15,7 +15,6 @@ from reading import config
 from mm_grpo import GRPOConfig
 from mm_grpo.build import plan_run
 from mm_grpo.data import Mixture
-from mm_grpo.data.dataset import fingerprint
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rewards.scorer import Scorer
@@ -55,7 +54,7 @@ def uids(rows: Any) -> list[str]:
 
 def test_each_source_is_read_with_its_own_settings(files: Path) -> None:
     mixed = load_train(config(two()))
-    assert [part.name for part in mixed.parts] == ["train/rows", "train/rows-2"]
+    assert [part.name for part in mixed.sources] == ["train/rows", "train/rows-2"]
     assert list(mixed.weights) == [3, 1] and mixed.columns == ("box", "task", "answer")
     samples = [mixed.sample(i) for i in range(5)]
     names = ["train/rows:0", "train/rows:1", "train/rows:2", "train/rows-2:0", "train/rows-2:1"]
@@ -74,16 +73,16 @@ def test_what_an_entry_may_be(files: Path) -> None:
     mixed = load_train(config([{"path": "boxes/rows.jsonl", "weight": 2.5}, "more.jsonl"]))
     assert list(mixed.weights) == [5, 2] and mixed.sample(3).uid == "train/more:0"
     joined = load_train(config(["boxes/rows.jsonl", "more.jsonl"]))
-    assert joined.sample(3).uid == "train:3" and list(joined.parts) == [
+    assert joined.sample(3).uid == "train:3" and list(joined.sources) == [
         joined
     ]  # strings alone are no mixture
     alone = load_train(config({"path": "boxes/rows.jsonl", "task": "grounding"}))
     assert alone.sample(0).uid == "train/rows:0" and alone.sample(0).columns["task"] == "grounding"
     shapes = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
     drawn = load_train(config([shapes, {"path": shapes | {"seed": 9}, "weight": 2, "text_only": False}]))
-    assert [part.name for part in drawn.parts] == ["train/shapes", "train/shapes-2"] and len(drawn) == 8
+    assert [part.name for part in drawn.sources] == ["train/shapes", "train/shapes-2"] and len(drawn) == 8
     several = load_train(config([{"path": ["boxes/*.jsonl", "boxes/rows.jsonl"]}, shapes]))
-    assert [len(part) for part in several.parts] == [6, 4]
+    assert [len(part) for part in several.sources] == [6, 4]
 
 
 def test_python_gives_rows_and_datasets_in_a_mixture(files: Path) -> None:
@@ -156,7 +155,7 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
 
 def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Path) -> None:
     def of(train: list[Any]) -> dict[str, Any]:
-        return fingerprint(load_train(config(train)))
+        return load_train(config(train)).fingerprint()
 
     first = of(two())
     sources = [(s["name"], s["weight"], s["rows"]) for s in first["sources"]]

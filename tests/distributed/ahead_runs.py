@@ -14,16 +14,17 @@ from helpers.fake_engines import FakeServer
 from transformers.utils import logging
 
 from mm_grpo import GRPOConfig, GRPOTrainer, build
+from mm_grpo.config.engine_facts import ENGINE_FACTS, EngineFacts
 
 
-def server(config: Any, model: Any, processor: Any) -> FakeServer:
+def server(config: Any, model: Any, processor: Any, ranks: Any) -> FakeServer:
     return FakeServer(model, processor, delay=0.002 * int(os.environ.get("RANK", "0")))
 
 
 if __name__ == "__main__":
     logging.disable_progress_bar()
     build.ENGINES["transformers"] = server
-    build.REMOTE = frozenset({"transformers"})
+    ENGINE_FACTS["transformers"] = EngineFacts(embedded=True, remote=True)
     trainer = GRPOTrainer(GRPOConfig.from_yaml(sys.argv[1]), resume=True)
     if len(sys.argv) > 2:
         last, update = int(sys.argv[2]), trainer.learner.update

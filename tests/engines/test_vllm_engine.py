@@ -33,7 +33,7 @@ def test_logprobs_are_the_learners_for_one_image_two_and_none(one: Rig) -> None:
 
 
 def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig) -> None:
-    assert re.fullmatch(r"vLLM \d+\.\d+\S*, model runner 1", one.engine.sampler)  # a CPU has no other
+    assert re.fullmatch(r"vLLM \d+\.\d+\S*, model runner 1", one.engine.sampler_version)  # a CPU has no other
     prompts = one.prompts()
     requests = requests_for(prompts, seeds(3, 4), TWELVE)
     done = one.engine.generate(requests)

@@ -20,7 +20,7 @@ from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.engine import Request, Sampling, stream_of
+from mm_grpo.rollout.engine import Request, Sampling
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.rollout.turns import TurnLoop
 from mm_grpo.rollout.vllm.engine import VLLMEngine, VLLMStream
@@ -35,7 +35,7 @@ class Setting:
 
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
-        self.processor: Any = load_processor(rig.settings.model, named=f"{calling.__file__}:Calling")
+        self.processor: Any = load_processor(rig.settings.model, processor=f"{calling.__file__}:Calling")
         self.engine = VLLMEngine(replace(rig.settings, max_images=MOST_TURNS * 2 + 2), self.processor)
         self.engine.update_weights(rig.tensors(), 0)
         config = small_config("model", rollout={"max_turns": MOST_TURNS})
@@ -72,7 +72,7 @@ class Setting:
         worst = 0.0
         with torch.no_grad():
             for rows in plan(items, 4000):
-                logp, _ = module(layout(rows, self.processor.media_token_ids))
+                logp = module(layout(rows, self.processor.media_token_ids)).logp
                 engine = torch.tensor([x for row in rows for i in row for x in done[i.index].logprobs])
                 worst = max(worst, float((logp - engine).abs().max()))
         return worst
@@ -116,7 +116,7 @@ def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
     expected = rig.engine.generate(requests)
     order: list[int] = []
     found: dict[int, Completion] = {}
-    with stream_of(rig.engine) as stream:
+    with rig.engine.stream() as stream:
         assert isinstance(stream, VLLMStream)
         for number, request in enumerate(requests):
             assert stream.add_request(request) == number
@@ -137,7 +137,7 @@ def test_a_stream_answers_as_generate_does(rigs: Callable[[str], Rig]) -> None:
     sizes = [len(found[number].token_ids) for number in order]
     assert order != sorted(order) and sizes[-1] == max(sizes)
     # what was not done is given up, and the engine goes on
-    with stream_of(rig.engine) as stream:
+    with rig.engine.stream() as stream:
         stream.add_request(requests[2])
         stream.step()
     assert rig.engine.generate(requests[:1])[0].token_ids == expected[0].token_ids

@@ -160,7 +160,7 @@ def test_the_mixture_prepares_its_four_parts(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     config = GRPOConfig.from_yaml(EXAMPLES / "mixture" / "config.yaml")
     train, sets = load_train(config), load_eval(config)
-    assert list(train.weights) == [2, 2, 3, 1] and [len(part) for part in train.parts] == [22, 6, 6, 4]
+    assert list(train.weights) == [2, 2, 3, 1] and [len(part) for part in train.sources] == [22, 6, 6, 4]
     assert {train.sample(index).columns["task"] for index in range(len(train))} == {
         "count", "geometry", "chart", "click",
     }  # fmt: skip

@@ -103,7 +103,7 @@ def test_updates_are_those_of_dense_masks(checkpointing: bool, dtype: str, model
         learner = Learner(load_model(config.model, processor.family), processor, config, 10)
         learner.module.masks.blocks = attn != "dense"
         items = make_items(groups, config.algorithm)
-        logps = torch.cat([*learner._run(items, learner.module)[0].values()])
+        logps = torch.cat([*learner.run(items)[0].values()])
         before = graphs()
         report = learner.update(groups)
         if attn == "flex_attention":

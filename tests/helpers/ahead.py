@@ -12,6 +12,7 @@ from helpers.configs import merged
 from helpers.fake_engines import FakeServer
 from helpers.small_runs import HELDOUT, ROWS, config_for, rows_of, vowels
 from mm_grpo import GRPOTrainer, build
+from mm_grpo.config.engine_facts import ENGINE_FACTS, EngineFacts
 
 TIMES = ("time/", "step_time", "served/")
 LITTLE = {"report": False, "sight_every": 0, "save_model": False}
@@ -21,11 +22,11 @@ LITTLE = {"report": False, "sight_every": 0, "save_model": False}
 def use_server(patch: pytest.MonkeyPatch, fault: str = "", **options: Any) -> None:
     """Let `rollout.engine: transformers` be a FakeServer."""
 
-    def made(config: Any, model: Any, processor: Any) -> FakeServer:
+    def made(config: Any, model: Any, processor: Any, ranks: Any) -> FakeServer:
         return FakeServer(model, processor, fault, **options)
 
     patch.setitem(build.ENGINES, "transformers", made)
-    patch.setattr(build, "REMOTE", frozenset({"transformers"}))
+    patch.setitem(ENGINE_FACTS, "transformers", EngineFacts(embedded=True, remote=True))
 
 
 def trainer_of(

@@ -2,10 +2,10 @@
 
 `FakeRemoteEngine(model, processor)` behaves. With one of FAULTS it goes wrong in silence: it still answers,
 and only a check can tell. Faults of the weight transfer begin with weight version 1, so that the first
-sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor: FakeRemoteEngine(...)`.
+sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor, ranks: FakeRemoteEngine(...)`.
 
-`FakeServer` may be called from several threads, as a served engine is. In a
-run add "transformers" to `build.REMOTE` as well.
+`FakeServer` may be called from several threads, as a served engine is. In a run also set
+`ENGINE_FACTS["transformers"] = EngineFacts(embedded=True, remote=True)`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mm_grpo.rollout.engine import Digest, Request
+from mm_grpo.rollout.engine import BatchStream, Digest, Request, answer_all
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
@@ -56,12 +56,16 @@ class FakeRemoteEngine(TransformersEngine):
             self.version = version - 1
         return received
 
+    def stream(self) -> Any:
+        return BatchStream(self.generate)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         sent = [self._distort(r) for r in requests]
         if self.old is not self:  # samples from a cache that the first weights filled
             self.old.version = self.version
             return self.old.generate(sent)
-        done = super().generate(sent)
+        with TransformersStream(self) as stream:
+            done = answer_all(stream, sent)
         if self.fault == "constant seed, hidden":
             return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
         return done
@@ -98,11 +102,14 @@ class FakeServer(FakeRemoteEngine):
         self.delay = delay
         self.lock, self.sampling, self.closed = Lock(), 0, False
 
+    def stream(self) -> Any:
+        return BatchStream(self.generate)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         with self.lock:
             self.sampling += 1
             stream = TransformersStream(self)
-            numbers = [stream.add_request(self._distort(request)) for request in requests]
+            numbers = stream.add_group([self._distort(request) for request in requests])
         try:
             found: dict[int, Completion] = {}
             while stream.unfinished:

@@ -149,8 +149,8 @@ rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
 rollout/weights.py < rollout/test_weights.py
     stale cache | self._held.clear() ==> self._held.copy()
 rollout/decode_cache.py < processors/test_families.py
-    off by one | own.expand(len(tail), -1)], 1) >= window ==> own.expand(len(tail), -1)], 1) > window
-    dropped window | own.expand(len(tail), -1)], 1) >= window ==> (0 * own).expand(len(tail), -1)], 1) >= window
+    off by one | in_tail.expand(len(tail), -1)], 1) >= window ==> in_tail.expand(len(tail), -1)], 1) > window
+    dropped window | in_tail.expand(len(tail), -1)], 1) >= window ==> (0 * in_tail).expand(len(tail), -1)], 1) >= window
     wrong scale | (size**-0.5 if scaling is None else scaling) ==> size**-0.5
 rollout/group_metrics.py < rollout/test_collect.py
     denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)
@@ -168,7 +168,7 @@ rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_lim
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
 rollout/vllm/engine.py < rollout/test_vllm_handle.py
     * factors at rest | self._factors |= factors ==> self._factors = factors
-    * factors at rest | received |= {name: held[name] for name in factors} ==> received |= held
+    * factors at rest | received |= {name: digests[name] for name in factors} ==> received |= digests
     * dropped adapter | if self._factors:  # vLLM ==> if factors:  # vLLM
     earlier run | self._handle.adapter = None  # that of ==> pass  # that of
     earlier run | self._current = self._handle.owner is None ==> self._current = True
@@ -226,7 +226,7 @@ processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     skipped check | following == found and all(found): ==> following == found:
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
-    skipped check | if found != images * self.template_tokens.get(name, 0): ==> if False:
+    skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:
 processors/qwen_vl.py < processors/test_qwen_vl.py processors/test_resize.py processors/test_families.py
     wrong key | image_processor.size if max_pixels else ==> image_processor.size if True else
 processors/special_tokens.py < processors/test_special_tokens.py

@@ -41,7 +41,7 @@ def backward_of(module: PackForward, planned: Plan, media: frozenset[int], loss:
     work = PackStatistics()
     with ForwardPass(module, planned, media, work) as whole:
         for pack in whole.packs():
-            loss(pack, *module(pack)).backward()
+            loss(pack, *module(pack)[:2]).backward()
             for end in whole.ended(pack):
                 module(end)[0].backward()
     return work

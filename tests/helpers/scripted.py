@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mm_grpo.rollout.engine import Follows, Request, RolloutEngine
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, RolloutEngine
 from mm_grpo.types import Completion
 
 
@@ -25,6 +25,9 @@ class ScriptedEngine:
     def __init__(self, engine: RolloutEngine, script: Callable[[int, int], str], tokens: int = 6) -> None:
         self.engine, self.script, self.tokens = engine, script, tokens
         self.seen: list[list[Request]] = []
+
+    def stream(self) -> BatchStream:
+        return BatchStream(self.generate)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.seen.append(list(requests))
@@ -48,9 +51,6 @@ class ScriptedStreamEngine:
         self.engine, self.script = engine, script
         self.tokens: Callable[[int], int] = lambda seed: 6
         self.order: list[tuple[int, int]] = []
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        raise AssertionError("it has a stream")
 
     def stream(self) -> ScriptedStream:
         return ScriptedStream(self)

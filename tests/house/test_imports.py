@@ -26,8 +26,9 @@ ROOT = Path(mm_grpo.__file__).parent
 LAYERS = tuple(
     frozenset(names.split())
     for names in (
-        "version types errors files hub import_path terminal timing user_code config migrate",
-        "data processors rewards algorithm distributed",
+        "version types numbers errors files hub import_path terminal timing background user_code config migrate",
+        "distributed",
+        "data processors rewards algorithm",
         "health environments",
         "rollout learner",
         "run",

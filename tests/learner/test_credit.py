@@ -14,15 +14,15 @@ from helpers.families import is_rounding
 from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
 from torch import Tensor
 
-from mm_grpo.algorithm.credit import RULES, dependency, keep_mass
+from mm_grpo.algorithm.credit import dependency, keep_mass, rule_weights
 from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.credit import credit_metrics, weighed
+from mm_grpo.learner.features.credit import credit_metrics, weighed
+from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.learner.minibatch import LogProbs, Minibatch
 from mm_grpo.learner.pack import Item
-from mm_grpo.learner.perception import masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Completion, Group
 
@@ -74,7 +74,7 @@ def oracle(
         seen = [forward(model, *done[key][:2]) for key in acting]
         unseen = [forward(model, controls[slot], controls[slot].completions[k]) for slot, k in acting]
     found = list(map(dependency, seen, unseen))
-    made = RULES[credit](found, [float(s.mean()) for s in found], algorithm)
+    made = rule_weights(found, [float(s.mean()) for s in found], credit)
     weights = dict(zip(acting, made, strict=True))
     for own in ([key for key in acting if key[0] == slot] for slot in controls):
         sizes = [torch.full_like(weights[key], done[key][2]) for key in own]
@@ -109,8 +109,8 @@ def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int
 @pytest.mark.parametrize(
     ("packs", "algorithm"),
     [
-        (4096, {"credit": "pgpo", "loss_options": {"perception_mask_ratio": 0.9}}),
-        (70, {"credit": "vppo", "loss_type": "grpo", "loss_options": {"perception_mask_ratio": 0.5}}),
+        (4096, {"credit": {"rule": "pgpo", "mask_ratio": 0.9}}),
+        (70, {"credit": {"rule": "vppo", "mask_ratio": 0.5}, "loss_type": "grpo"}),
     ],
 )
 def test_the_gradient_is_that_of_plain_autograd(
@@ -121,7 +121,8 @@ def test_the_gradient_is_that_of_plain_autograd(
     config = config_for(path, **changes)
     forward = _forward_of(path, config)
     groups = rows_of(path, forward)
-    controls = after_masked(path, groups, config.algorithm.option("perception_mask_ratio"))
+    assert config.algorithm.credit is not None
+    controls = after_masked(path, groups, config.algorithm.credit.mask_ratio)
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
     theirs, weights = oracle(path, groups, controls, config.algorithm, forward)
     assert_alike(ours, theirs)
@@ -170,7 +171,7 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
 
 def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
     """Two processes with two groups each, against one with all four: VPPO's means are those of the whole update."""
-    algorithm = AlgorithmConfig(credit="vppo", loss_options={"vppo_beta_min": 0.2})  # type: ignore[call-arg]
+    algorithm = AlgorithmConfig(credit={"rule": "vppo", "beta_min": 0.2})  # type: ignore[arg-type]
     anything: Any = SimpleNamespace(vision={"x": 1})
     items = [Item(k, k // 2, anything, (5,) * 4) for k in range(8)]
     generator = torch.Generator().manual_seed(0)
@@ -211,8 +212,8 @@ def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
         ("loss_type", {"loss_type": "gmpo"}),
         ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
         ("credit", {"credit": "prpo"}),
-        ("loss_options.vppo_beta_min", {"loss_options": {"vppo_beta_min": 0.5}}),
-        ("loss_options.pgpo_tau", {"loss_options": {"pgpo_tau": 1.5}}),
+        ("credit = {'rule': 'pgpo', 'beta_min': 0.5}: has", {"credit": {"rule": "pgpo", "beta_min": 0.5}}),
+        ("credit.tau", {"credit": {"rule": "pgpo", "tau": 1.5}}),
     ],
 )
 def test_what_credit_is_refused_with(field: str, changes: Any) -> None:

@@ -58,7 +58,7 @@ def test_every_pack_gives_every_gradient_in_one_order(
     orders: dict[str, list[str]] = {}
     for name, pack in packs_of(processor).items():
         order.clear()
-        logp, entropy = module(pack)
+        logp, entropy, _ = module(pack)
         (logp + entropy).sum().backward()
         orders[name] = list(order)
     every = {n for n, _ in model.named_parameters()}

@@ -133,7 +133,7 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
     assert len(packs) > 1 and any(len(by_group(row)) > 1 for rows in packs for row in rows)
     most = 0.0
     for rows in packs:
-        logp, _ = module(layout(rows, processor.media_token_ids))
+        logp = module(layout(rows, processor.media_token_ids)).logp
         own = [i.index for row in rows for i in row]
         most = max(most, float((logp - torch.cat([expected[i] for i in own])).detach().abs().max()))
         (torch.cat([weights[i] for i in own]) * logp).sum().backward()

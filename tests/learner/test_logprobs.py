@@ -33,7 +33,7 @@ def test_values_and_gradients_equal_the_plain_computation(chunk_bytes: int, temp
     for chunked in (True, False):
         h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         if chunked:
-            logp, entropy = token_logprobs(
+            logp, entropy, _ = token_logprobs(
                 h, w, targets, temperature=temperature, banned=banned, chunk_bytes=chunk_bytes
             )
         else:
@@ -86,7 +86,7 @@ def test_memory_is_one_chunk_beside_gradients_and_states() -> None:
     w = torch.randn(8000, width).bfloat16().requires_grad_()
     targets = torch.arange(rows)
     with Live(h, w) as live:
-        logp, entropy = token_logprobs(h, w, targets, chunk_bytes=chunk)
+        logp, entropy, _ = token_logprobs(h, w, targets, chunk_bytes=chunk)
         (logp.sum() + entropy.sum()).backward()
     states = 20 * 4 * rows + 2 * 4 * h.numel()  # running sums of each row, and the gradient of the states
     assert w.grad is not None
@@ -97,7 +97,7 @@ def test_memory_is_one_chunk_beside_gradients_and_states() -> None:
 def test_a_stretch_of_the_vocabulary_may_be_banned_as_a_whole() -> None:
     # tiles of two entries; the first and the last hold nothing legal
     head = torch.tensor([[9.0], [9.0], [0.0], [1.0], [9.0], [9.0]])
-    logp, entropy = token_logprobs(
+    logp, entropy, _ = token_logprobs(
         torch.tensor([[1.0]]), head, torch.tensor([3]), banned=[0, 1, 4, 5], chunk_bytes=24
     )
     p = 1 / (1 + math.exp(-1))  # of e and 1
@@ -112,7 +112,7 @@ def test_large_logits_keep_their_digits_and_bf16_sums_are_fp32(chunk_bytes: int)
     head, targets = torch.randn(40, 8).bfloat16(), torch.arange(64) % 40
     expected = plain(hidden.double(), head.double(), targets, 1.0, [0])
     h, w = hidden.clone().requires_grad_(), head.clone().requires_grad_()
-    logp, entropy = token_logprobs(h, w, targets, banned=[0], chunk_bytes=chunk_bytes)
+    logp, entropy, _ = token_logprobs(h, w, targets, banned=[0], chunk_bytes=chunk_bytes)
     legal = targets > 0
     # a bf16 product of size 300 is off by up to 1
     assert float((logp - expected[0])[legal].detach().abs().max()) < 4

@@ -276,7 +276,7 @@ def test_an_engine_may_take_factors_of_some_layers_and_merges_of_the_others(
     model, other = (moved_policy(path, dtype) for _ in "ab")
     learner = learner_for(path, model, **changes)
     layers: dict[str, Any] = {name: model.get_submodule(name) for name in learner.adapted_layers}
-    learner.factored = frozenset(list(layers)[::2])
+    learner.use_factors(list(layers)[::2])
     assert 0 < len(learner.factored) < len(layers)
     sent = {frozen: dict(learner.named_tensors(frozen=frozen)) for frozen in (True, False)}
     for name, layer in layers.items():
@@ -313,7 +313,7 @@ def test_factors_of_a_layer_at_rest_are_not_sent_again(models: dict[str, Path]) 
     model = moved_policy(models["qwen2_5_vl"], "bfloat16")
     learner = learner_for(models["qwen2_5_vl"], model, model={"dtype": "bfloat16"})
     engine, ledger = FactorEngine(learner.adapted_layers), WeightLedger()
-    learner.factored = engine.adapter_layers(learner.adapted_layers)
+    learner.use_factors(engine.adapter_layers(learner.adapted_layers))
     ledger.send(engine, learner.named_tensors(), 0)  # type: ignore[arg-type]
     whole = {n for n, _ in merged_tensors(model)} | {n for n, _ in learner.named_tensors(frozen=False)}
     assert engine.sent.keys() == whole and any(n.endswith("lora_B.weight") for n in whole)

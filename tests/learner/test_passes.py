@@ -54,12 +54,12 @@ def test_old_reference_and_new_log_probs_agree_where_the_policies_are_one(
     processor, config = learner.processor, learner.config
     groups = make_groups(processor)
     items = make_items(groups, config.algorithm)
-    old, reference = learner._run(items, learner.module)[0], learner._under_reference(items)
+    old, reference = learner.run(items)[0], learner._reference_values(items)
     media = sorted(processor.media_token_ids)
     rows = [(g, c) for g in groups for c in g.completions]
     for item, (group, completion) in zip(items, rows, strict=True):
         pack = layout([[item]], processor.media_token_ids)
-        new = learner.module(pack)[0].detach()  # with gradients, alone
+        new = learner.module(pack).logp.detach()  # with gradients, alone
         plain = plain_logp(learner.model, config, media, group, completion)[0].detach()
         for values in (old[item.index], reference[item.index], plain):
             assert float((values - new).abs().max()) <= 1e-6 * max(1.0, float(new.abs().max()))
@@ -77,7 +77,7 @@ def test_the_old_policys_pass_may_be_left_out_where_the_policy_has_not_moved(
     update = learner._update_on
 
     def with_old(minibatch: Minibatch, logprobs: LogProbs, statistics: Any) -> Any:
-        logprobs.old = learner._run(minibatch.live, learner.module)[0]
+        logprobs.old = learner.run(minibatch.live)[0]
         return update(minibatch, logprobs, statistics)
 
     learner._update_on = with_old  # type: ignore[method-assign]

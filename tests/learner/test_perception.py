@@ -19,12 +19,12 @@ from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import DataConfig, GRPOConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.perception import masked_prompt, require_images
+from mm_grpo.learner.features.credit import Credit
+from mm_grpo.learner.features.perception import Perception, masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
-OPTIONS = {"perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
-TERM = {"perception_coef": 0.3, "loss_options": OPTIONS}
+TERM = {"perception_coef": 0.3, "perception": {"entropy_coef": 0.1, "mask_ratio": 0.5}}
 
 
 def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str, Tensor], float, float]:
@@ -39,14 +39,14 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
         logp = plain_logp(model, config, media, group, c)[0]
         loss = -weight * advantage * torch.exp(logp - logp.detach()).sum()  # on policy nothing is clipped
         if group.prompt.vision:
-            ratio, seed = algorithm.option("perception_mask_ratio"), group.completions[0].seed
+            ratio, seed = algorithm.perception.mask_ratio, group.completions[0].seed
             prompt = masked_prompt(processor, group.prompt, ratio, seed)
             other = Group(group.slot, prompt, group.completions)
             masked = plain_logp(model, config, media, other, c)[0]
             ratio_of = torch.exp(masked - logp)  # far from the bounds here
             kl = ratio_of - torch.log(ratio_of) - 1
             loss = loss - algorithm.perception_coef * weight * kl.sum()
-            loss = loss - algorithm.option("perception_entropy_coef") / tokens * (logp + masked).sum()
+            loss = loss - algorithm.perception.entropy_coef / tokens * (logp + masked).sum()
             kls += kl.tolist()
         total = total + loss
     total.backward()
@@ -134,9 +134,7 @@ def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
     groups = make_groups(load_processor(str(path)))
     largest = max(len(g.prompt.token_ids) + c.run_length for g in groups for c in g.completions)
     optim = {"max_tokens_per_pack": 2 * largest - 1}
-    with pytest.raises(
-        ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, twice with algorithm.perc"
-    ):
+    with pytest.raises(ConfigError, match=rf"= {2 * largest - 1} is smaller than .* tokens, 2 times with"):
         learner_of(path, algorithm=TERM, optim=optim).update(groups)
     learner_of(path, algorithm=TERM, optim={"max_tokens_per_pack": 2 * largest}).update(groups)
 
@@ -144,12 +142,12 @@ def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
 def test_conversations_and_text_alone_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"perception_coef = 0.3: must be 0 with"):
         config_for("x", algorithm=TERM, rollout={"environment": "zoom"}).check()
-    rows = [{"prompt": f"say {i}", "answer": "a"} for i in range(5)]
-    for field in ("perception_coef", "credit"):
+    config, rows = config_for("x"), [{"prompt": f"say {i}", "answer": "a"} for i in range(5)]
+    for feature, field in ((Perception, "perception_coef"), (Credit, "credit")):
         with pytest.raises(ConfigError, match=f"{field}: none of 5 rows of the training set has an image"):
-            require_images(Dataset(rows, DataConfig()), field, several_turns=False)
+            feature.check_rows(config, Dataset(rows, DataConfig()), several_turns=False)
     pictured = [*rows, {"prompt": "what is it", "images": [tiny.picture(1)], "answer": "a"}]
-    require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=False)
+    Perception.check_rows(config, Dataset(pictured, DataConfig()), several_turns=False)
     with pytest.raises(ConfigError, match=r"perception_coef.*several turns"):
-        require_images(Dataset(pictured, DataConfig()), "perception_coef", several_turns=True)
-    require_images(Dataset(pictured, DataConfig()), "credit", several_turns=True)
+        Perception.check_rows(config, Dataset(pictured, DataConfig()), several_turns=True)
+    Credit.check_rows(config, Dataset(pictured, DataConfig()), several_turns=True)

@@ -22,7 +22,7 @@ def test_two_groups_with_one_text_see_their_own_image(models: dict[str, Any]) ->
     prompts = [processor.prompt(tiny.sample(f"r:{i}", images=(tiny.picture(i),))) for i in range(3)]
     with torch.no_grad():
         rows = [[Item(i, i, p, answer)] for i, p in enumerate(prompts)]
-        logp = module(layout(rows, media))[0].reshape(3, -1)
+        logp = module(layout(rows, media)).logp.reshape(3, -1)
         for row, prompt in zip(logp, prompts, strict=True):
             assert torch.allclose(row, plain_logprobs(model, processor, prompt, answer)[0], atol=1e-5)
     assert (logp[0] - logp[1]).abs().max() > 1e-3

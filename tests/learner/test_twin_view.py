@@ -19,13 +19,12 @@ from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.learner.alternate_prompts import require_images
+from mm_grpo.learner.features.twin_view import TwinPrompts, gold_crop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.logprobs import token_logprobs
-from mm_grpo.learner.pack import Item
-from mm_grpo.learner.perception import require_images
-from mm_grpo.learner.twin_view import TwinPrompts, gold_crop
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Completion, Group
+from mm_grpo.types import Group
 
 SEEN, LIMIT = 3200, 12544
 """Pixels of an image for the student and for the teacher."""
@@ -153,7 +152,7 @@ def test_kl_by_hand_in_many_tiles() -> None:
         temperature=2.0,
         banned=[2],
         chunk_bytes=1,
-        teacher=teacher,
+        q_hidden=teacher,
     )
     assert logp.tolist() == pytest.approx([-math.log(2)] * 2)
     # 3/4 log(3/2) + 1/4 log(1/2)
@@ -182,7 +181,7 @@ def test_many_tiles_give_what_autograd_gives() -> None:
             results = logp, -(student.exp() * student).sum(-1), (q.exp() * (q - student)).sum(-1)
         else:
             given: dict[str, Any] = {"temperature": 0.7, "banned": banned, "chunk_bytes": chunk_bytes}
-            results = token_logprobs(hidden, head, targets, teacher=drawn[2], **given)
+            results = token_logprobs(hidden, head, targets, q_hidden=drawn[2], **given)
         torch.stack([(s * r).sum() for s, r in zip(scales, results, strict=True)]).sum().backward()
         found.append([*(r.detach() for r in results), hidden.grad, head.grad])
     for want, ours in zip(*found, strict=True):
@@ -245,14 +244,10 @@ def test_a_crop_is_enlarged_to_what_the_student_sees_and_limits_stay(models: dic
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path), max_pixels=SEEN)
     prompt = processor.prompt(tiny.sample("r:0", "what", (tiny.picture(1, 28, 112),), box=[0, 0, 28, 28]))
-    item = Item(0, 0, prompt, (50,))
-    done = (Completion((50,), (-1.0,), "", "stop", 0),)
     config = config_for(path, algorithm={"twin_view": CROP}, data={"max_pixels": SEEN})
-    twins = TwinPrompts(processor, config)
-    twins.begin([Group(0, prompt, done)])
-    (twin,) = twins.items([item])
-    assert prompt.engine_prompt.images[0].size == (28, 112)
-    assert twin.prompt.sample.images[0].size == (56, 56)  # as many pixels
+    twin = TwinPrompts(processor, config).twin(prompt)
+    assert twin is not None and prompt.engine_prompt.images[0].size == (28, 112)
+    assert twin.sample.images[0].size == (56, 56)  # as many pixels
     data = {"max_pixels": SEEN, "min_pixels": 3136}
     small = tiny.sample("r:1", "what", (tiny.picture(2, 28, 28),))
     seen = TwinPrompts(processor, config_for(path, algorithm={"twin_view": MORE}, data=data)).processor
@@ -288,8 +283,7 @@ def test_a_box_thinner_than_the_model_takes_is_widened_and_one_that_is_none_has_
             assert shown == gold_crop(prompt.sample, seen.width * seen.height).size
     group = make_groups(processor)[0]
     bad = replace(group.prompt, sample=replace(group.prompt.sample, columns={"box": [20, 10, 20, 30]}))
-    twins.begin([replace(group, prompt=bad)])
-    assert twins.items([Item(0, 0, bad, (5,))]) == []
+    assert twins.of_group(replace(group, prompt=bad)) is None
     assert bad.uid in caplog.text and "algorithm.twin_view" in caplog.text
 
 

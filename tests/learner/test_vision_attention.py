@@ -1,4 +1,4 @@
-"""Vision towers whose stretches of one length attend in one call, against transformers' own loop."""
+"""Vision towers that attend to all windows of one length in one call, against transformers' own loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def encoded(model: Any, grids: list[list[int]]) -> tuple[list[Tensor], dict[str,
 
 
 @pytest.mark.parametrize(("family", "checkpointing"), [("qwen3_vl", False), ("qwen2_5_vl", True)])
-def test_features_and_gradients_are_those_of_one_call_per_stretch(
+def test_features_and_gradients_are_those_of_one_call_per_length(
     family: str, checkpointing: bool, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []

@@ -40,7 +40,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def put(fault: str = "") -> None:
-        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: FakeRemoteEngine(m, p, fault))
+        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: FakeRemoteEngine(m, p, fault))
 
     return put
 

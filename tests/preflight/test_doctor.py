@@ -13,6 +13,7 @@ from helpers.fake_engines import FakeRemoteEngine
 from mm_grpo import GRPOConfig, build, cli
 from mm_grpo.errors import GuardStop
 from mm_grpo.preflight.doctor import examine
+from mm_grpo.rollout.engine import BatchStream
 from mm_grpo.rollout.seeds import SeedPlan
 
 SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size": 56}
@@ -37,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts an engine with its own weights, and a fault, in the place of the one that configs name."""
 
     def put(fault: str = "") -> None:
-        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: FakeRemoteEngine(m, p, fault))
+        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: FakeRemoteEngine(m, p, fault))
 
     return put
 
@@ -111,10 +112,13 @@ def test_other_prompt_ids_stop_it_with_exit_code_3(
     run: Any, job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Other(FakeRemoteEngine):
+        def stream(self) -> Any:
+            return BatchStream(self.generate)
+
         def generate(self, requests: Any) -> Any:
             raise GuardStop(f"{requests[0].prompt.uid}: ran 17 prompt tokens where the learner trains on 9")
 
-    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: Other(m, p))
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: Other(m, p))
     code, out, err = run(job)
     assert code == 3 and "prompt ids equal: not shown" in out and "Traceback" not in err
     assert "ran 17 prompt tokens where the learner trains on 9" in out

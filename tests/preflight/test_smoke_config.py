@@ -41,6 +41,6 @@ def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
     assert made.run.expected_curve is None  # it is of the real model
     assert made.data.chat_template_kwargs == {} and made.rewards == config.rewards
     train, evaluations = smoke_sets(made)
-    assert list(train.weights) == [3, 1] and [len(part) for part in train.parts] == [8, 8]
-    assert [len(part) for part in evaluations["eval"].parts] == [1, 1]
+    assert list(train.weights) == [3, 1] and [len(part) for part in train.sources] == [8, 8]
+    assert [len(part) for part in evaluations["eval"].sources] == [1, 1]
     Scorer(made.rewards).check(train.columns, train.columns_of_rows)

@@ -14,7 +14,7 @@ from helpers.small_runs import ROWS, config_for
 from mm_grpo import GRPOTrainer
 from mm_grpo.build import processor_of
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.learner.twin_view import TwinPrompts
+from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Sample
 

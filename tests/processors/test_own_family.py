@@ -37,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor(path: Path) -> Processor:
-    return load_processor(str(path), named=NAMED)
+    return load_processor(str(path), processor=NAMED)
 
 
 def plain(model: Any, processor: Processor, prompt: Prompt, answer: tuple[int, ...]) -> Tensor:
@@ -113,7 +113,7 @@ def test_it_is_trained_through_the_command_line(path: Path, tmp_path: Path, comm
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == any(part in name for part in UNREAD), name
-    again = load_processor(str(tmp_path / "run" / "model"), named=NAMED)
+    again = load_processor(str(tmp_path / "run" / "model"), processor=NAMED)
     assert again.prompt(tiny.sample("r", "hello")).token_ids == tuple(again.tokenizer("hello")["input_ids"])  # type: ignore[attr-defined]
     assert (
         AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").config.model_type

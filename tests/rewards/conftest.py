@@ -10,9 +10,9 @@ from helpers.chat_server import Server
 from helpers.sessions import died, workers
 from PIL import Image
 
+from mm_grpo import background
 from mm_grpo.rewards import Scorer, registry
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
-from mm_grpo.user_code import loop
 
 Rows = tuple[list[Prompt], list[Completion]]
 
@@ -27,7 +27,7 @@ def _own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "GRACE", 10.0)  # an event loop that gets no core is not blocked
+    monkeypatch.setattr(background, "GRACE", 10.0)  # an event loop that gets no core is not blocked
 
 
 @pytest.fixture

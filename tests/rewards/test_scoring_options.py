@@ -10,9 +10,9 @@ import pytest
 from helpers.patience import PATIENCE
 from reward_entries import fails, named
 
+from mm_grpo import background
 from mm_grpo.rewards import Scorer, get, resolve_entry, reward
 from mm_grpo.rewards.options import RewardOptions
-from mm_grpo.user_code import loop
 
 HERE = Path(__file__).name
 
@@ -77,7 +77,7 @@ def test_an_async_reward_that_is_late_is_cancelled_and_counted(rows, scorer):
 
 @pytest.mark.slow
 def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch, scorer):
-    monkeypatch.setattr(loop, "GRACE", 0.4)
+    monkeypatch.setattr(background, "GRACE", 0.4)
     release = threading.Event()
 
     async def f(completion):
@@ -88,7 +88,7 @@ def test_an_async_reward_that_blocks_the_loop_stops_the_run(rows, monkeypatch, s
     made = scorer(named("f", f, timeout=0.1, on_error="mask"))
     with fails(r"async rewards \('f'\): the event loop does not answer"):
         made.score(*rows("abc"), step=1)
-    monkeypatch.setattr(loop, "GRACE", PATIENCE)
+    monkeypatch.setattr(background, "GRACE", PATIENCE)
     assert made.score(*rows("a"), step=2).totals == [1.0]  # on a new loop
     release.set()
 

@@ -144,7 +144,7 @@ def faulty_engine(fault: str) -> Callable[[Path], AbstractContextManager[Any]]:
 
         from mm_grpo import build
 
-        def engine(config: Any, model: Any, processor: Any) -> FakeRemoteEngine:
+        def engine(config: Any, model: Any, processor: Any, ranks: Any) -> FakeRemoteEngine:
             return FakeRemoteEngine(model, processor, fault)
 
         return patch.dict(build.ENGINES, transformers=engine)

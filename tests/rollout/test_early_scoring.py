@@ -19,7 +19,7 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.streaming_rewards import StreamedCalls
 from mm_grpo.rollout.collect import begin_scoring, sample
-from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling, requests_for
+from mm_grpo.rollout.engine import BatchStream, Request, RolloutEngine, Sampling, requests_for
 from mm_grpo.rollout.prompts import StepPrompts
 from mm_grpo.rollout.transformers_engine import TransformersStream
 from mm_grpo.types import Completion
@@ -70,6 +70,9 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
 
 def test_what_was_begun_is_given_up_and_several_processes_begin_nothing(models: dict[str, Path]) -> None:
     class Broken:
+        def stream(self) -> BatchStream:
+            return BatchStream(self.generate)
+
         def generate(self, requests: Sequence[Request]) -> list[Completion]:
             raise ConnectionError
 

@@ -229,7 +229,7 @@ def test_a_server_for_broadcasts_takes_files(files: FileTransfer, serve: Serve) 
 def test_a_worker_names_the_layers_that_it_has_for_a_rank(
     rank: int, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plugin.adapters, "layers_taken", lambda model, layers: {"a"} & set(layers))
+    monkeypatch.setattr(plugin.adapters, "supported_layers", lambda model, layers: {"a"} & set(layers))
     worker: Any = plugin.WorkerExtension()
     worker.get_model = lambda: None
     worker.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8))

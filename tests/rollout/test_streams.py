@@ -14,7 +14,15 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answered, requests_for, stream_of
+from mm_grpo.rollout.engine import (
+    BatchStream,
+    Follows,
+    Request,
+    RolloutEngine,
+    Sampling,
+    answer_all,
+    requests_for,
+)
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion
 
@@ -126,7 +134,9 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
     starts = [setup.prompt(1), setup.prompt(1), setup.prompt(2, "another one")]
     starts[1] = starts[0]
     talks = [Conversation(start, setup.processor) for start in starts]
-    first = answered(stream, [Request(start, i, Sampling(4 + i)) for i, start in enumerate(starts)])
+    for i, start in enumerate(starts):
+        assert stream.add_request(Request(start, i, Sampling(4 + i))) == i
+    first = [answer for _, answer in sorted(rest_of(stream).items())]
     numbers, ran, run = [], list[int](), setup.engine.hidden_states
 
     def noted(ids: Any, positions: Any, mask: Any, *rest: Any) -> Any:
@@ -154,9 +164,9 @@ def test_a_conversation_goes_on_from_what_is_kept(family: str, models: dict[str,
         again, ran_again = conversations(setup, stream, follow=False)
     with setup.engine.stream() as stream:
         kept, ran_kept = conversations(setup, stream, follow=True)
-        assert not stream.cache.rows and (len(stream.kept) == 3 or family == "qwen3_5")
+        assert not stream.cache.rows and (len(stream.ended_rows) == 3 or family == "qwen3_5")
     close_to(kept, again)
-    assert stream.kept == {}  # nothing outlives the stream
+    assert stream.ended_rows == {}  # nothing outlives the stream
     if family == "qwen3_5":  # linear attention has no states of earlier tokens
         assert ran_kept == ran_again
     else:
@@ -168,55 +178,45 @@ def test_a_conversation_goes_on_from_what_is_kept(family: str, models: dict[str,
 def test_a_prompt_that_does_not_begin_so_is_run_whole(setup: Setup) -> None:
     prompt, other = setup.prompt(1), setup.prompt(2, "something else")
     with setup.engine.stream() as stream:
-        answered(stream, [Request(prompt, 1, Sampling(4))])
+        stream.add_request(Request(prompt, 1, Sampling(4)))
+        rest_of(stream)
         number = stream.add_request(Request(other, 2, Sampling(6)), Follows(0))
         found = rest_of(stream)
     close_to([found[number]], setup.engine.generate([Request(other, 2, Sampling(6))]))
 
 
-# engines without a stream --------------------------------------------------------------------
+# engines that answer whole batches -----------------------------------------------------------
 
 
-class Whole:
-    """An engine with `generate` alone."""
-
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
-        self.sizes: list[int] = []
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        self.sizes.append(len(requests))
-        done: list[Completion] = self.engine.generate(requests)
-        return done
-
-
-def test_an_engine_with_generate_alone_answers_batches(setup: Setup) -> None:
+def test_a_batch_stream_answers_batches(setup: Setup) -> None:
     requests = requests_for([setup.prompt(1)], [range(4)], Sampling(3))
-    whole: Any = Whole(setup.engine)
-    with stream_of(whole) as stream:
-        assert isinstance(stream, BatchStream) and stream.step() == []
-        close_to(answered(stream, requests), setup.engine.generate(requests))
-        answered(stream, requests[:1])
-    assert whole.sizes == [4, 1]
+    sizes: list[int] = []
+
+    def generate(batch: Sequence[Request]) -> list[Completion]:
+        sizes.append(len(batch))
+        return setup.engine.generate(batch)
+
+    with BatchStream(generate) as stream:
+        assert stream.step() == []
+        close_to(answer_all(stream, requests), setup.engine.generate(requests))
+        answer_all(stream, requests[:1])
+    assert sizes == [4, 1]
 
 
-def test_another_generate_than_the_streams_is_used(setup: Setup) -> None:
-    class Own(TransformersEngine):
-        def generate(self, requests: Sequence[Request]) -> list[Completion]:
-            return super().generate(requests)
+def test_an_engine_with_generate_alone_is_refused() -> None:
+    def generate(self: Any, requests: Sequence[Request]) -> list[Completion]:
+        raise AssertionError
 
-    class Inherits(TransformersEngine):
-        pass
+    for base in (RolloutEngine, TransformersEngine):  # whose own stream would go past it
+        with pytest.raises(TypeError, match=r"^Mine defines `generate` without `stream`.*BatchStream\("):
+            type("Mine", (base,), {"generate": generate})
 
-    engine = TransformersEngine(setup.model, setup.processor)
-    inherits = Inherits(setup.model, setup.processor)
-    for one, batches in ((engine, False), (inherits, False), (Own(setup.model, setup.processor), True)):
-        with stream_of(one) as stream:
-            assert isinstance(stream, BatchStream) == batches
-    wrapped: Any = engine
-    wrapped.generate = engine.generate
-    with stream_of(wrapped) as stream:
-        assert isinstance(stream, BatchStream)
+
+def test_requests_that_nothing_follows_are_not_kept(setup: Setup) -> None:
+    requests = [Request(setup.prompt(1), seed, Sampling(3)) for seed in range(2)]
+    with setup.engine.stream() as stream:
+        answer_all(stream, requests)
+        assert stream.ended_rows == {} and stream.cache.prompts == []
 
 
 # the model is given back as it was -----------------------------------------------------------

@@ -202,9 +202,7 @@ def test_an_environment_begins_answers_and_ends(models: dict[str, Path]) -> None
     answers = one.run(answer="blue")
     text = one.processor.tokenizer.decode(one.engine.seen[0][0].prompt.token_ids)
     assert "what is it The box holds 4 letters.<|im_end|>" in text
-    assert [a.environment_reward for a in answers] == [1.0] * 3 and {a.finish_reason for a in answers} == {
-        "stop"
-    }
+    assert [a.final_reward for a in answers] == [1.0] * 3 and {a.finish_reason for a in answers} == {"stop"}
     assert [t.text for t in answers[0].turns if t.role == "tool"] == ["blue"] * 3
     closed = Dice.closed
     one.loop.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mm_grpo import GRPOTrainer, build
 from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory
-from mm_grpo.rollout.engine import Digest, Request
+from mm_grpo.rollout.engine import BatchStream, Digest, Request
 from mm_grpo.types import Completion, Prompt
 
 
@@ -30,6 +30,9 @@ class SleepingEngine(FakeRemoteEngine):
         assert not self.asleep, f"{name} while asleep"
         if self.calls[-1:] != [name]:
             self.calls.append(name)
+
+    def stream(self) -> BatchStream:
+        return BatchStream(self.generate)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         self.work("generate")
@@ -57,7 +60,7 @@ class SleepingEngine(FakeRemoteEngine):
 
 @pytest.fixture
 def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
-    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p: SleepingEngine(m, p))
+    monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: SleepingEngine(m, p))
     config = config_for(
         models["qwen2_vl"], tmp_path / "run", run={"max_steps": 2, "eval_every": 1, "sight_every": 0}
     )

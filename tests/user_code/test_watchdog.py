@@ -14,8 +14,8 @@ REWARD = """
 import sys
 from mm_grpo.rewards import scorer
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
-from mm_grpo.user_code import thread
-thread.WITHOUT_LOCK = 0.5
+from mm_grpo.user_code import watchdog
+watchdog.LOCK_GRACE = 0.5
 prompt = Prompt(Sample("train:0", [{"role": "user", "content": "q"}]), (1,), EnginePrompt((1,), ()), None, {})
 made = scorer.Scorer([{"name": sys.argv[1] + ":slow", "timeout": 0.5}])
 made.score([prompt], [Completion((1,), (0.0,), "x", "stop", 0)], step=1)

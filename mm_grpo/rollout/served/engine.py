@@ -73,21 +73,6 @@ class ServedEngine(RolloutEngine):
 
     # the protocol ----------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. Neighbours of one prompt with consecutive seeds go as one.
-
-        Raises DataError for a row that does not fit, GuardStop when a server ran other tokens than the learner's,
-        EngineError when no server is left.
-        """
-        if not requests:
-            return []
-        with self.stream() as stream:
-            numbers = [number for group in request_groups(requests) for number in stream.add(group)]
-            found: dict[int, Completion] = {}
-            while stream.unfinished:
-                found |= stream.step()
-        return [found[number] for number in numbers]
-
     def stream(self) -> ServedStream:
         """Requests that are answered one by one, as they end."""
         self._require_current()
@@ -115,20 +100,18 @@ class ServedEngine(RolloutEngine):
         return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
-        """Those that every server which answers has LoRA layers for; requests go to their adapter from then on.
-        Collective where there are any."""
-        asked, found = frozenset(layers), frozenset[str]()
-        if not asked:
-            return asked
+        """Return the layers for which every server that answers has LoRA layers. Collective if there are any."""
+        supported, limits = frozenset(layers), self.pool.limits
+        if not supported:
+            return supported
         with self.ranks.fail_together("adapters"):
-            if self.transfer is not None:
-                found = asked
-                for server in self.pool.answering():
-                    rank, timeout = self.pool.limits.lora_rank, self.pool.limits.timeout
-                    found &= adapter_layers(server.client, asked, rank, timeout)
-        taken = self.ranks.broadcast(found, "adapters")
-        self.pool.adapted = bool(taken)
-        return taken
+            for server in self.pool.answering() if self.transfer is not None else ():
+                supported &= adapter_layers(server.client, supported, limits.lora_rank, limits.timeout)
+        return self.ranks.broadcast(supported, "adapters")
+
+    def use_adapters(self, layers: frozenset[str]) -> None:
+        """Send requests to the servers' adapter from now on if there are `layers`, else to the model."""
+        self.pool.adapted = bool(layers)
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         """Bring `tensors`, whole layers, to all servers as weights number `version`; collective.
@@ -267,7 +250,11 @@ class ServedReplica:
 
 
 class ServedStream(RequestStream):
-    """The stream of a `ServedEngine`. Raises what its `generate` raises, and gives the rest up then."""
+    """Stream of a `ServedEngine`. Its exit gives up the requests that are left after an error.
+
+    Raises DataError for a row that does not fit, GuardStop when a server ran other tokens than the learner's,
+    EngineError when no server is left.
+    """
 
     def __init__(self, engine: ServedEngine) -> None:
         self.engine = engine
@@ -280,9 +267,13 @@ class ServedStream(RequestStream):
         return sum(len(group) for group, _ in self.running.values())
 
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        return self.add([request])[0]
+        return self._add([request])[0]
 
-    def add(self, group: Sequence[Request]) -> list[int]:
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        """Add requests; neighbours of one prompt with consecutive seeds go as one, and are answered together."""
+        return [number for group in request_groups(requests) for number in self._add(group)]
+
+    def _add(self, group: Sequence[Request]) -> list[int]:
         """Add requests that go as one (`request_groups`)."""
         first, self._count = self._count, self._count + len(group)
         self.running[first] = group, self.engine.pool.submit(self.engine.requests.sampled(group))

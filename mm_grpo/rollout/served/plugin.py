@@ -251,7 +251,7 @@ class WorkerExtension:
         layers, rank = json.loads(asked)
         lora = self.vllm_config.lora_config
         taken = rank <= lora.max_lora_rank if lora is not None else False
-        return sorted(adapters.layers_taken(self.get_model(), layers)) if taken else []
+        return sorted(adapters.supported_layers(self.get_model(), layers)) if taken else []
 
 
 def register() -> None:

@@ -1,9 +1,8 @@
 """The learner's adapters in vLLM's own LoRA layers: put in from memory, and read back from the layers' buffers.
 
-vLLM computes base(x) + B A x with the factors, so what it samples from follows an adapter that a merge into bfloat16
-weights would lose. One adapter is there, and every request is made for it (`request`). What comes has the scale in B
-already, so that the buffers hold the numbers that were sent, to the bit. Works on the model alone, through the manager
-that vLLM hangs on it.
+vLLM computes base(x) + B A x with the factors, so it follows small changes that a merge into bfloat16 weights would
+lose. There is one adapter, and every request names it (`request`). B is sent with the scale in it, so the buffers hold
+the numbers that were sent, to the bit. The functions need only the model, to which vLLM attaches its LoRA manager.
 """
 
 from __future__ import annotations
@@ -20,36 +19,36 @@ from mm_grpo.rollout.weights import digest
 NAME, NUMBER = "policy", 1
 """vLLM's name and number of the adapter; 0 stands for none."""
 PREFIX = "base_model.model."
-"""What names of factors begin with, as in peft's files."""
+"""Prefix of the names of factors, as in peft's files."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes buffers of."""
+"""Ranks for which vLLM makes buffers."""
 
 
 def is_factor(name: str) -> bool:
-    """True for the name of a factor, False for that of a weight."""
+    """Return True for the name of a factor, False for the name of a weight."""
     return name.startswith(PREFIX)
 
 
 def request() -> Any:
-    """What a request of vLLM's carries to be answered with the adapter. The path is never looked at."""
+    """Make the part of a vLLM request that names the adapter. vLLM never reads the path."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(NAME, NUMBER, "memory")
 
 
 def supports(config: Any, *, tower: bool = False) -> bool:
-    """True when vLLM takes adapters of the language model for this transformers config, or also of the `tower`."""
-    found = (cls for cls in model_classes(config) if getattr(cls, "supports_lora", False))
-    return any(not tower or getattr(cls, "supports_tower_connector_lora", False) for cls in found)
+    """Return True if vLLM takes adapters of this transformers config's language model, or also of the `tower`."""
+    flags = ("supports_lora", "supports_tower_connector_lora")[: 1 + tower]
+    return any(all(getattr(cls, flag, False) for flag in flags) for cls in model_classes(config))
 
 
-def layers_taken(model: Any, layers: Iterable[str]) -> frozenset[str]:
-    """Those of the learner's linear `layers`, by their names there, that vLLM's model has LoRA layers for."""
-    return frozenset(layer for layer in layers if _place(model, layer) is not None)
+def supported_layers(model: Any, layers: Iterable[str]) -> frozenset[str]:
+    """Return the learner's linear `layers` for which vLLM's model has LoRA layers."""
+    return frozenset(layer for layer in layers if _lora_layer(model, layer) is not None)
 
 
 def put(model: Any, factors: Mapping[str, Tensor]) -> None:
-    """Make `factors` the adapter: of each layer lora_A [rank, in] and lora_B [out, rank] with the scale in it."""
+    """Make `factors` the adapter: for each layer lora_A [rank, in] and lora_B [out, rank] with the scale in it."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -57,11 +56,10 @@ def put(model: Any, factors: Mapping[str, Tensor]) -> None:
     rank = next(iter(factors.values())).shape[0]
     names = sorted({name.split(".")[-3] for name in factors})
     helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": names})
-    # the manager keeps what it is given, which the learner's next update would change
-    own = {name: factor.clone() for name, factor in factors.items()}
     lora = LoRAModel.from_lora_tensors(
         NUMBER,
-        own,
+        # the manager keeps its tensors, and the learner's next update would change them
+        {name: factor.clone() for name, factor in factors.items()},
         helper,
         device=str(manager.device),
         dtype=manager.lora_config.lora_dtype,
@@ -74,16 +72,16 @@ def put(model: Any, factors: Mapping[str, Tensor]) -> None:
 
 
 def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a digest of each factor, by its name: of the factor as it came if the layer's buffer holds it, else of
-    what the buffer holds. A layer of a tensor-parallel group holds a part, which is compared with that part. A factor
-    that vLLM has cut over several buffers cannot be compared, and counts as it came."""
+    """Return a digest of each factor by name: of the factor as it came if the layer's buffer holds it, else of the
+    buffer. In a tensor-parallel group a layer holds a part, which is compared with that part. A factor that vLLM has
+    cut over several buffers cannot be compared, and counts as it came."""
     index = model.lora_manager.lora_index_to_id.index(NUMBER)
     result: dict[str, str] = {}
     for name, factor in factors.items():
         layer, part = name.removeprefix(PREFIX).rsplit(".", 2)[:2]
-        place = _place(model, layer)
-        assert place is not None
-        module, number = place
+        lora_layer = _lora_layer(model, layer)
+        assert lora_layer is not None
+        module, number = lora_layer
         stacked = module.lora_a_stacked if part == "lora_A" else module.lora_b_stacked
         expected = _local_part(module, number, part, factor)
         rows, columns = expected.shape
@@ -94,7 +92,7 @@ def read_back(model: Any, factors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _local_part(module: Any, number: int, part: str, factor: Tensor) -> Tensor:
-    """Return the part of a factor that this worker's LoRA layer holds, by vLLM's own rule; all of it in one worker."""
+    """Return the part of a factor that this worker's LoRA layer holds, by vLLM's own rule."""
     if module.tp_size == 1:
         return factor
     cut = module.slice_lora_a if part == "lora_A" else module.slice_lora_b
@@ -105,8 +103,8 @@ def _local_part(module: Any, number: int, part: str, factor: Tensor) -> Tensor:
     return cast(Tensor, cut(sources)[number])
 
 
-def _place(model: Any, layer: str) -> tuple[Any, int] | None:
-    """vLLM's LoRA layer for a layer of the learner's, and which of those that it fuses it is; None without one."""
+def _lora_layer(model: Any, layer: str) -> tuple[Any, int] | None:
+    """Return vLLM's LoRA layer for a layer of the learner, and the index inside a fused layer; None without one."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = model.lora_manager
@@ -120,6 +118,6 @@ def _place(model: Any, layer: str) -> tuple[Any, int] | None:
 
 
 def _mapper(model: Any) -> Any:
-    """The model's renaming of weights; newer versions keep it apart from their fusions."""
+    """Return the model's renaming of weights; newer versions keep it apart from their fusions."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper

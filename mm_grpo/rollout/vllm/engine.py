@@ -1,9 +1,9 @@
-"""vLLM in the trainer's process: own seed per generation, the learner's tokens, weights with their digests.
+"""vLLM in the trainer's process: a seed per generation, the learner's tokens, weights with their digests.
 
-`generate` compares the ids that vLLM ran with those that the learner trains on, row by row; `update_weights`
-returns a digest of every tensor as the worker took it. Which tensors are due, and whether they arrived, is
-`rollout/weights.py`'s affair, and what the engine makes of them is verified by `parity/sync.py`, for any engine.
-vLLM itself is behind `internals.py` and `launch.py`.
+For each row the ids that vLLM ran are compared with the ids that the learner trains on; `update_weights` returns a
+digest of every tensor as the worker took it. For any engine `rollout/weights.py` decides which tensors are due and
+whether they arrived, and `parity/sync.py` verifies what the engine makes of them. vLLM itself is behind `internals.py`
+and `launch.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngin
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.four_bits import require_all
-from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch, vllm_version
+from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch
 from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 class VLLMEngine(RolloutEngine):
-    """vLLM as an engine, one per process (or per tensor-parallel group of processes).
+    """vLLM in this process as an engine.
 
-    The vLLM engine outlives this object; a second one with equal settings takes it over and must then
-    `update_weights` before it samples. `four_bits` are the learner's layers of `settings.four_bits`.
+    vLLM outlives this object. A second object with equal settings takes it over, and must `update_weights` before it
+    samples. `four_bits` are the learner's layers of `settings.four_bits`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class VLLMEngine(RolloutEngine):
         internals.wake(self._handle)
         internals.give_back(self._handle)
         self._handle.adapter = None  # that of an earlier trainer, which vLLM forgets with the next weights
-        # a fresh engine holds what is on disk; one that is taken over, whatever its last trainer sent
+        # a fresh engine holds the weights on disk; one that is taken over, whatever its last trainer sent
         self._current = self._handle.owner is None
         self._handle.owner = self
         self._factors: dict[str, Tensor] = {}
@@ -76,44 +76,31 @@ class VLLMEngine(RolloutEngine):
 
     # the protocol ----------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. Neighbours of one prompt with consecutive seeds go as one.
-
-        Raises DataError for a row that does not fit the engine, GuardStop when vLLM ran other tokens than the
-        learner's, EngineError when it failed.
-        """
-        if not requests:
-            return []
-        with self.stream() as stream:
-            numbers = stream.add_group(requests)
-            found: dict[int, Completion] = {}
-            while stream.unfinished:
-                found |= stream.step()
-        return [found[number] for number in numbers]
-
     def stream(self) -> RequestStream:
-        """Requests that are answered one by one, as they end; vLLM's prefix cache knows what they share."""
+        """Open a stream of requests; vLLM's prefix cache finds what they share."""
         self._ready()
         return VLLMStream(self)
 
     @property
-    def sampler(self) -> str:
-        """vLLM's version and which of its two model runners it took: each draws from a seed in a way of its own."""
+    def sampler_version(self) -> str:
+        """Return vLLM's version and its model runner: each of the two draws differently from a seed."""
+        import vllm
+
         second = getattr(self._handle.llm.llm_engine.vllm_config, "use_v2_model_runner", False)
-        return f"vLLM {vllm_version()}, model runner {2 if second else 1}"
+        return f"vLLM {vllm.__version__}, model runner {2 if second else 1}"
 
     @property
     def holds_weights(self) -> bool:
-        """True when vLLM holds this trainer's weights, or those on disk when nobody has sent any."""
+        """Return True when vLLM holds this trainer's weights, or the weights on disk and none were sent."""
         return self._current and self._handle.owner is self
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        """Take `tensors`, whole layers, as weights number `version`; the caches of older ones are emptied.
+        """Take `tensors`, whole layers, as weights number `version`, and empty the caches of older weights.
 
-        Returns digests of what vLLM's own layers hold after it, where those can be read back, else of what the
-        worker was given (`read_back.py`). Without `holds_weights` every tensor has to come.
+        Returns digests of what vLLM's own layers hold afterwards if they can be read back, else of what the worker was
+        given (`read_back.py`). Without `holds_weights` every tensor has to come.
         """
-        handle = self._held()
+        handle = self._own_handle()
         internals.wake(handle, "weights")
         handle.read_back.begin()
         factors: dict[str, Tensor] = {}
@@ -126,41 +113,45 @@ class VLLMEngine(RolloutEngine):
                 received |= internals.read_back(handle)
             self._factors |= factors
             if self._factors:  # vLLM forgets its adapter when it loads weights
-                held = internals.put_adapter(handle, self._factors)
-                received |= {name: held[name] for name in factors}
-        except BaseException:  # what the engine holds now is a mixture: only all tensors make it whole
+                digests = internals.put_adapter(handle, self._factors)
+                received |= {name: digests[name] for name in factors}
+        except BaseException:  # the engine now holds a mixture: only all tensors make it whole
             self._current = False
             raise
         internals.wake(handle)
-        self._reset_prefix_cache()
-        self._reset_encoder_cache()
+        # both caches hold what older weights made of images and prompts
+        internals.reset_prefix_cache(handle)
+        internals.reset_encoder_cache(handle)
         self.version, self._current = version, True
         return received
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
-        """Those that vLLM has LoRA layers for (`adapters.py`)."""
+        """Return the layers for which vLLM has LoRA layers (`adapters.py`)."""
         adapted = list(layers)
-        taken = internals.layers_taken(self._handle, adapted)
+        supported = internals.supported_layers(self._handle, adapted)
         # a merge could not be in four bits
-        require_all({*self.settings.four_bits} & {*adapted}, taken, "LoRA layer")
-        return taken
+        require_all({*self.settings.four_bits} & {*adapted}, supported, "LoRA layer")
+        return supported
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
-        """Those that lie in vLLM's layers as they came. From then on keys and values alone are given back in sleep, for
-        which some versions have no call: there nothing is lent, unless `sleep_level` is 0."""
+        """Lend the tensors that lie in vLLM's layers as they came.
+
+        From then on sleep frees only keys and values. Some versions of vLLM cannot do that: they lend nothing unless
+        `sleep_level` is 0.
+        """
         if self._can_sleep and not can_free_cache_alone():
             return 0
         return internals.lend(self._handle, parameters)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
+        """Return log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
         answer = internals.run(self._ready(), self.requests.scored(prompt, token_ids))
         return self.requests.scores(prompt, token_ids, answer)
 
     def close(self) -> None:
-        """Free what can be freed: vLLM itself stays to the end of the process, asleep where it can sleep."""
+        """Put vLLM to sleep if it can; it stays until the process ends."""
         if self._handle.owner is self:
             if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
@@ -170,7 +161,7 @@ class VLLMEngine(RolloutEngine):
 
     def sleep(self) -> None:
         """Free the GPU for the learner, as `settings.sleep_level` says. Does nothing on a CPU, or at level 0."""
-        handle = self._held()
+        handle = self._own_handle()
         level = self.settings.sleep_level
         if self._can_sleep and not handle.asleep:
             internals.sleep(handle, level)
@@ -178,8 +169,8 @@ class VLLMEngine(RolloutEngine):
                 self._current = False
 
     def wake(self) -> None:
-        """Take the memory back. After level 2 the weights are gone until `update_weights` sends them all."""
-        internals.wake(self._held())
+        """Take the memory back. After level 2 the weights are gone until `update_weights` sends all."""
+        internals.wake(self._own_handle())
 
     # parts -----------------------------------------------------------------------------------
 
@@ -187,24 +178,25 @@ class VLLMEngine(RolloutEngine):
     def _can_sleep(self) -> bool:
         return self.settings.sleep_level > 0 and torch.cuda.is_available()
 
-    def _held(self) -> Handle:
+    def _own_handle(self) -> Handle:
+        """Return vLLM. Raises EngineError when it failed, or another trainer uses it now."""
         if self._handle.fault is not None:
             raise EngineError(
                 f"the vLLM engine of this process is lost: {self._handle.fault}; start a new process"
             )
         if self._handle.owner is not self:
             raise EngineError(
-                "another trainer of this process has taken the vLLM engine over; go on with that one, or make this "
-                "one anew"
+                "another trainer of this process has taken the vLLM engine over; go on with that trainer, or make this "
+                "one again"
             )
         return self._handle
 
     def _ready(self) -> Handle:
-        """The engine, awake, with this trainer's weights."""
-        handle = self._held()
+        """Return vLLM, awake. Raises EngineError when it does not hold this trainer's weights."""
+        handle = self._own_handle()
         if not self._current:
             raise EngineError(
-                "the vLLM engine does not hold this trainer's weights (they were freed, or are an earlier trainer's); "
+                "the vLLM engine does not hold this trainer's weights (they were freed, or belong to an earlier one); "
                 "call update_weights with every tensor first"
             )
         self.wake()
@@ -213,7 +205,7 @@ class VLLMEngine(RolloutEngine):
     def _weights(
         self, tensors: Iterable[tuple[str, Tensor]], factors: dict[str, Tensor], received: dict[str, str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors to load; factors go into `factors`, digests of what vLLM runs as the learner holds it `received`."""
+        """Yield the tensors to load. Put factors into `factors`, and digests of layers in four bits into `received`."""
         for name, tensor in tensors:
             if is_factor(name):
                 factors[name] = tensor
@@ -222,16 +214,13 @@ class VLLMEngine(RolloutEngine):
             else:
                 yield name, tensor
 
-    # both caches hold what older weights made of images and prompts
-    def _reset_prefix_cache(self) -> None:
-        internals.reset_prefix_cache(self._handle)
-
-    def _reset_encoder_cache(self) -> None:
-        internals.reset_encoder_cache(self._handle)
-
 
 class VLLMStream(RequestStream):
-    """The stream of a `VLLMEngine`. Raises what its `generate` raises, and gives the rest up then."""
+    """Stream of a `VLLMEngine`. After an error it has given up the other requests.
+
+    Raises DataError for a row that does not fit the engine, GuardStop when vLLM ran other tokens than the learner's,
+    EngineError when vLLM failed.
+    """
 
     def __init__(self, engine: VLLMEngine) -> None:
         self.engine = engine
@@ -246,8 +235,7 @@ class VLLMStream(RequestStream):
         return self._add([request])[0]
 
     def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add requests of one prompt, which vLLM is given once where their seeds follow each other; they are then
-        answered together."""
+        """Add requests; neighbours of one prompt with consecutive seeds go as one, and are answered together."""
         return [number for group in request_groups(requests) for number in self._add(group)]
 
     def _add(self, group: Sequence[Request]) -> list[int]:
@@ -262,15 +250,15 @@ class VLLMStream(RequestStream):
         if not self.running:
             return []
         engine = self.engine
-        done: list[tuple[int, Completion]] = []
+        completions: list[tuple[int, Completion]] = []
         uids = [request.prompt.uid for group in self.running.values() for _, request in group]
         for name, answer in internals.step(engine._ready(), uids):
             group = self.running.pop(name)
-            completions = engine.requests.completions([request for _, request in group], answer)
-            done += zip([number for number, _ in group], completions, strict=True)
-        return done
+            numbers, requests = zip(*group, strict=True)
+            completions += zip(numbers, engine.requests.completions(requests, answer), strict=True)
+        return completions
 
     def close(self) -> None:
         if self.running:
             self.running = {}
-            internals.give_up(self.engine._handle)
+            internals.abort_all(self.engine._handle)

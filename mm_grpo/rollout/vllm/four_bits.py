@@ -1,11 +1,11 @@
 """The learner's base in four bits in vLLM's own layers, held once for both.
 
-vLLM is started without weights in these layers: what a file brings for them is dropped. They run the quantised weights
-of the learner in this process, with the product of bitsandbytes that its own layers call. A fused layer puts the
-products of its sources side by side. All else of the model, and the adapters, are vLLM's own.
+vLLM is started without weights in these layers, and what a file brings for them is dropped. They run the quantised
+weights of the learner in this process, with the product of bitsandbytes that its own layers call. A fused layer puts
+the products of its sources side by side. The rest of the model, and the adapters, are vLLM's own.
 
-Until the learner's layers are there, as while vLLM measures its memory, such a layer returns zeros. bitsandbytes in
-vLLM itself (a plugin since 0.28) quantises the file again, the tower too, and takes no weights after its start.
+bitsandbytes in vLLM itself (a plugin since 0.28) quantises the file again, with the tower, and takes no weights after
+its start.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.nn import Module, Parameter
 from mm_grpo.errors import ConfigError
 
 NAME = "nf4"
-"""The name of this quantisation in vLLM's arguments."""
+"""Name of this quantisation in vLLM's arguments."""
 
 
-def require_all(names: Set[str], taken: Set[str], what: str) -> None:
-    """Raise ConfigError when vLLM lacks a layer (`what`) for one of the learner's layers `names`."""
-    if missing := names - taken:
+def require_all(names: Set[str], supported: Set[str], kind: str) -> None:
+    """Raise ConfigError if vLLM has no layer of a `kind` for one of the learner's layers `names`."""
+    if missing := names - supported:
         raise ConfigError(
-            f"rollout.vllm.engine_kwargs = {{quantization: {NAME}}}: vLLM has no {what} for {min(missing)}; leave it "
+            f"rollout.vllm.engine_kwargs = {{quantization: {NAME}}}: vLLM has no {kind} for {min(missing)}; leave it "
             "out, and vLLM holds its own weights in model.dtype"
         )
 
@@ -35,7 +35,7 @@ def require_all(names: Set[str], taken: Set[str], what: str) -> None:
 def register(names: Sequence[str], layers: Mapping[str, Module]) -> set[str]:
     """Register the quantisation of the engine that is started next.
 
-    It runs the learner's `layers` of these `names`, which may come later. Returns a set, into which the start puts
+    It runs the learner's `layers` of these `names`, which may be put in later. Returns a set into which the start puts
     the names that vLLM has a layer for.
     """
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -44,10 +44,11 @@ def register(names: Sequence[str], layers: Mapping[str, Module]) -> set[str]:
 
     linear_method, started = _linear_method(layers), set[str]()
 
+    @register_quantization_config(NAME)
     class NF4Config(QuantizationConfig):
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
-            self.names = {name: name for name in names}  # by vLLM's
+            self.learner_names = {name: name for name in names}  # by vLLM's names
 
         def get_name(self) -> Any:
             return NAME
@@ -64,58 +65,45 @@ def register(names: Sequence[str], layers: Mapping[str, Module]) -> set[str]:
             return []
 
         @classmethod
-        def from_config(cls, config: dict[str, Any]) -> NF4Config:
+        def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
             return cls()
 
         def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-            self.names = hf_to_vllm_mapper.apply_dict(self.names)
+            self.learner_names = hf_to_vllm_mapper.apply_dict(self.learner_names)
 
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             if not isinstance(layer, LinearBase):
                 return None
             owner, _, leaf = prefix.rpartition(".")
             parts = [f"{owner}.{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
-            sources = [self.names[part] for part in parts if part in self.names]
+            sources = [self.learner_names[part] for part in parts if part in self.learner_names]
             started.update(sources)
             return linear_method(sources) if sources else UnquantizedLinearMethod()
 
-    register_quantization_config(NAME)(NF4Config)
     return started
 
 
 def _linear_method(layers: Mapping[str, Module]) -> Any:
     """Return the class of vLLM's methods for linear layers that run some of the learner's `layers`."""
+    from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
     from vllm.model_executor.layers.linear import LinearMethodBase
 
     class NF4Method(LinearMethodBase):
         def __init__(self, sources: Sequence[str]) -> None:
             self.sources = sources
 
-        # vLLM gives the sizes by position and by name
-        def create_weights(
-            self,
-            layer: Any,
-            input_size_per_partition: int,
-            output_partition_sizes: list[int],
-            *_: Any,
-            **__: Any,
-        ) -> None:
+        def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+            # vLLM passes the sizes by position for some layers, by name for others
+            layer.width = sum(kwargs.get("output_partition_sizes") or args[1])
             weight: Any = Parameter(torch.empty(0), requires_grad=False)  # adapters ask for its device
             weight.weight_loader = lambda *args, **kwargs: None
             layer.register_parameter("weight", weight)
-            layer.width = sum(output_partition_sizes)
 
         def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-            if not layers:
+            if not layers:  # vLLM measures its memory before the learner's layers are there
                 return x.new_zeros(*x.shape[:-1], layer.width)
-            product = torch.cat([_product(x, layers[name].weight) for name in self.sources], -1)
+            weights: list[Any] = [layers[name].weight for name in self.sources]
+            product = torch.cat([matmul_4bit(x, w, quant_state=w.quant_state) for w in weights], -1)
             return product if bias is None else product + bias
 
     return NF4Method
-
-
-def _product(x: Tensor, weight: Any) -> Tensor:
-    from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
-
-    product: Tensor = matmul_4bit(x, weight, quant_state=weight.quant_state)
-    return product

@@ -1,8 +1,7 @@
-"""Everything that knows how a running vLLM is worked: requests, weight reload, caches, sleep.
+"""Calls into a running vLLM: requests, weight reload, caches, sleep.
 
-The engine proper (`engine.py`) speaks of prompts, seeds and weights, and reaches vLLM through here
-and `launch.py` only. Features are tried for, versions never compared; `tests/engines` is what a new
-version must pass.
+`engine.py` knows prompts, seeds and weights, and reaches vLLM only through this file and `launch.py`. Features are
+probed for, versions never compared; a new version must pass `tests/engines`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,43 +27,46 @@ from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 def run(handle: Handle, item: EngineRequest) -> EngineAnswer:
     """Run a request alone."""
     add(handle, item)
-    while not (done := step(handle, [item.uid])):
+    while not (answers := step(handle, [item.uid])):
         pass
-    return done[0][1]
+    return answers[0][1]
 
 
 def add(handle: Handle, item: EngineRequest) -> str:
-    """Add a request to those that run; returns its name, under which all its generations are answered together."""
+    """Add a request. Return its name, under which all its generations are answered together."""
     from vllm import SamplingParams
 
-    with _given_up_on_failure(handle, [item.uid]), _eager():
+    prompt: dict[str, Any] = {"prompt_token_ids": list(item.token_ids)}
+    if item.images:
+        prompt["multi_modal_data"] = {"image": list(item.images)}
+    with _abort_on_failure(handle, [item.uid]), _eager():
         (name,) = handle.llm.enqueue(
-            [_prompt(item)], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False
+            [prompt], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False
         )
-        # newer versions run a request under names of their own, one for each of its generations, and answer under the
-        # one that it was given; its states are the latest
+        # newer versions run a request under internal names, one for each generation, and answer under the name that
+        # `enqueue` gave it; its states are the latest
         state = next(reversed(handle.llm.llm_engine.output_processor.request_states.values()))
         return str(getattr(state, "external_req_id", None) or name)
 
 
 def step(handle: Handle, uids: Sequence[str]) -> list[tuple[str, EngineAnswer]]:
-    """One step of the requests that were added, of the rows `uids`; the names and answers of those that are done."""
-    with _given_up_on_failure(handle, uids), _eager():
+    """Run one step of all requests, of the rows `uids`. Return names and answers of finished requests."""
+    with _abort_on_failure(handle, uids), _eager():
         outputs = handle.llm.llm_engine.step()
     return [(str(output.request_id), _answer(output)) for output in outputs if output.finished]
 
 
 @contextmanager
-def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
-    """Give all requests up where something is raised, an interrupt too: the next call would answer them."""
+def _abort_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
+    """Abort all requests if the block raises, an interrupt too: else the next call would answer them."""
     try:
         yield
     except BaseException as error:
-        give_up(handle)
+        abort_all(handle)
         if isinstance(error, EngineError) or not isinstance(error, Exception):
             raise
-        known = list(dict.fromkeys(uids))
-        rows = ", ".join(known[:3]) + (", ..." if known[3:] else "")
+        unique = list(dict.fromkeys(uids))
+        rows = ", ".join(unique[:3]) + (", ..." if unique[3:] else "")
         raise EngineError(
             f"vLLM failed while it sampled {len(uids)} request(s) ({rows}): "
             f"{type(error).__name__}: {first_line(error)}. Its requests were given up and nothing of this step "
@@ -72,33 +74,24 @@ def _given_up_on_failure(handle: Handle, uids: Sequence[str]) -> Iterator[None]:
         ) from error
 
 
-def _prompt(item: EngineRequest) -> dict[str, Any]:
-    prompt: dict[str, Any] = {"prompt_token_ids": list(item.token_ids)}
-    if item.images:
-        prompt["multi_modal_data"] = {"image": list(item.images)}
-    return prompt
-
-
-def give_up(handle: Handle) -> None:
-    """Give up whatever is queued or half done; an engine that cannot do so is not used again.
-
-    A step that died may leave the scheduler believing in cache entries that were never written.
-    """
+def abort_all(handle: Handle) -> None:
+    """Abort all requests; an engine that cannot do so is not used again."""
     engine = handle.llm.llm_engine
     try:
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        left = engine.has_unfinished_requests()
+        unfinished = engine.has_unfinished_requests()
+        # a step that failed may leave the scheduler believing in cache entries that were never written
         reset_prefix_cache(handle)
         reset_encoder_cache(handle)
     except Exception as error:
         handle.fault = f"after a failure it could not be brought back ({first_line(error)})"
         return
-    if left:
+    if unfinished:
         handle.fault = "its requests could not be given up after a failure"
 
 
 def _answer(output: Any) -> EngineAnswer:
-    """vLLM's answer, whose log-probs are flat records of the chosen tokens alone, and of a prompt's after its first."""
+    """Convert vLLM's answer: flat records of log-probs, of chosen tokens and of a prompt's tokens after its first."""
     sequences = sorted(output.outputs, key=lambda o: o.index)
     prompt = output.prompt_logprobs
     return EngineAnswer(
@@ -113,7 +106,7 @@ def _flat(record: Any) -> tuple[float, ...]:
 
 
 def _eager() -> Any:
-    """On a CPU, small helpers of vLLM's sampler would each start a C++ compiler on first use."""
+    # on a CPU, small helpers of vLLM's sampler would each start a C++ compiler on first use
     return nullcontext() if torch.cuda.is_available() else torch.compiler.set_stance("force_eager")
 
 
@@ -123,11 +116,10 @@ def _eager() -> Any:
 def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Load `tensors` into the worker as its weights.
 
-    When `tensors` itself fails, the worker is let finish with what came, for it cannot be left half-way; the
-    failure is raised after that, and the engine is whole again once every tensor has been sent. A failure
+    If `tensors` itself fails, that is raised, and the engine is whole again once every tensor has been sent. A failure
     of the worker, as by weights of another size, ends the engine.
     """
-    failures: list[Exception] = []
+    failures: list[Exception] = []  # raised after the worker is done, because it cannot stop half-way
 
     def until_failure() -> Iterator[tuple[str, Tensor]]:
         try:
@@ -142,39 +134,38 @@ def reload(handle: Handle, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def read_back(handle: Handle) -> dict[str, str]:
-    """Digests of the tensors that the worker was given last, of its own layers where those can be read."""
-    found: dict[str, str] = handle.llm.apply_model(handle.read_back.digests)[0]
-    return found
+    """Return digests of the last update's tensors, of the worker's own layers if they can be read."""
+    return cast(dict[str, str], handle.llm.apply_model(handle.read_back.digests)[0])
 
 
-def layers_taken(handle: Handle, layers: Sequence[str]) -> frozenset[str]:
-    """Those of the learner's `layers` that the worker has LoRA layers for."""
+def supported_layers(handle: Handle, layers: Sequence[str]) -> frozenset[str]:
+    """Return the learner's `layers` for which the worker has LoRA layers."""
     if not handle.adapters:
         return frozenset()
-    found: frozenset[str] = handle.llm.apply_model(partial(adapters.layers_taken, layers=layers))[0]
-    return found
+    supported = handle.llm.apply_model(partial(adapters.supported_layers, layers=layers))[0]
+    return cast(frozenset[str], supported)
 
 
 def put_adapter(handle: Handle, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Make `factors` the adapter that requests are answered with; returns digests of what the worker's layers hold."""
+    """Make `factors` the adapter of all requests. Return digests of what the worker's layers hold."""
 
     def put(model: Any) -> dict[str, str]:
         adapters.put(model, factors)
         return adapters.read_back(model, factors)
 
     with _lost_on_failure(handle, "took an adapter"):
-        found: dict[str, str] = handle.llm.apply_model(put)[0]
+        digests: dict[str, str] = handle.llm.apply_model(put)[0]
     handle.adapter = handle.adapter or adapters.request()
-    return found
+    return digests
 
 
 def lend(handle: Handle, parameters: Mapping[str, Parameter]) -> int:
-    """Make `parameters`, by the names in the last update, views of the worker's own tensors where those are the same to
-    the bit; returns the bytes that became free."""
-    own: dict[str, Tensor] = handle.llm.apply_model(handle.read_back.parts)[0]
+    """Make `parameters`, by their names in the last update, views of the worker's own tensors if they are equal to the
+    bit. Return the bytes that became free."""
+    parts: dict[str, Tensor] = handle.llm.apply_model(handle.read_back.parts)[0]
     free = 0
     for name, parameter in parameters.items():
-        part = own.get(name)
+        part = parts.get(name)
         if (
             part is not None
             and part.dtype == parameter.dtype
@@ -187,7 +178,7 @@ def lend(handle: Handle, parameters: Mapping[str, Parameter]) -> int:
 
 
 def give_back(handle: Handle) -> None:
-    """Give the parameters of an earlier learner, which is about to lose the worker's tensors, tensors of their own."""
+    """Copy the lent tensors for the earlier learner that uses them, because the worker is about to change them."""
     while handle.lent:
         parameter = handle.lent.pop()
         parameter.data = parameter.data.clone()
@@ -199,12 +190,12 @@ def reset_prefix_cache(handle: Handle) -> None:
 
 
 def reset_encoder_cache(handle: Handle) -> None:
-    """Both halves: the worker's features and the scheduler's record of them."""
+    """Reset the worker's features and the scheduler's record of them."""
     handle.llm.llm_engine.reset_encoder_cache()
 
 
 def sleep(handle: Handle, level: int) -> None:
-    """Give memory back: at level 1 weights go to the host, at level 2 they are gone; lent ones stay at any level."""
+    """Free memory. At level 1 weights move to the host, at level 2 they are gone; lent weights stay."""
     with _lost_on_failure(handle, "gave memory back"):
         handle.llm.sleep(level=0 if handle.lent else level)
         if handle.lent:
@@ -213,7 +204,7 @@ def sleep(handle: Handle, level: int) -> None:
 
 
 def wake(handle: Handle, *parts: str) -> None:
-    """Take the named parts back, or all that sleep."""
+    """Take back the memory of `parts`, or all that sleeps."""
     due = sorted(handle.asleep & set(parts or handle.asleep), reverse=True)
     if due and torch.cuda.is_available():
         torch.cuda.empty_cache()  # vLLM takes memory from the device, not from torch's cache of freed blocks
@@ -224,14 +215,14 @@ def wake(handle: Handle, *parts: str) -> None:
 
 
 @contextmanager
-def _lost_on_failure(handle: Handle, what: str) -> Iterator[None]:
-    """A call that may leave weights or allocations half-way: an engine that failed in it is not used again."""
+def _lost_on_failure(handle: Handle, activity: str) -> Iterator[None]:
+    """Mark the engine as lost if the block raises, because weights or allocations may be half-way."""
     try:
         yield
     except BaseException as error:
-        handle.fault = f"it failed while it {what} ({first_line(error)})"
+        handle.fault = f"it failed while it {activity} ({first_line(error)})"
         if not isinstance(error, Exception):
             raise
         raise EngineError(
-            f"vLLM failed while it {what}: {type(error).__name__}: {first_line(error)}"
+            f"vLLM failed while it {activity}: {type(error).__name__}: {first_line(error)}"
         ) from error

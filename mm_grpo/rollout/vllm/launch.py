@@ -1,8 +1,7 @@
 """Starting vLLM in this process, and leaving the process as it was.
 
-One vLLM engine lives in a process per `EngineSettings`, from its first use to the end of the process:
-its finalizer destroys the default process group, which the learner shares. `launch` therefore keeps a
-registry, and leaves the process as it found it: random states, environment, threads, precision.
+vLLM's finalizer destroys the default process group, which the learner shares. So an engine lives to the end of the
+process, and `launch` keeps a registry of one engine per `EngineSettings`.
 """
 
 from __future__ import annotations
@@ -41,76 +40,76 @@ OURS: Mapping[str, str] = {
     "generation_config": "rollout",
     "distributed_executor_backend": "the process group",
 }
-"""Arguments that mm_grpo sets itself, and where each comes from: `engine_kwargs` may not set them."""
+"""Arguments that mm_grpo sets itself, with their source: `engine_kwargs` may not set them."""
 
 BESIDE_A_LEARNER = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
-"""Limits of an engine that has a share of a GPU. vLLM's own on a large card, 1,024 and 16,384, take several GB of it
-for logits and images of a forward."""
+"""Limits of an engine that has a share of a GPU. vLLM's own on a large card, 1,024 and 16,384, take several GB for
+logits and images of a forward pass."""
 CPU_KV_BYTES = (64 << 20, 4 << 30)
-"""Least and most memory for keys and values that is taken on a CPU without being asked."""
+"""Least and most memory for keys and values on a CPU by default."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Arguments of one vLLM engine.
-
-    `max_model_len` bounds prompt and completion together, in tokens; `mm_processor_kwargs` tell vLLM's processor the
-    limits of one image, `max_images` bounds those of one prompt. On a GPU `gpu_memory_utilization` is the share of its
-    memory that vLLM may hold, and `sleep_level` what it frees while the learner works: 0 nothing, 1 keys and values
-    (weights move to host memory), 2 the weights too. `lora_rank` is that of adapters beside the language model, with
-    `lora_vision` beside the tower too; 0 for an engine without. `four_bits` are the learner's layers that run its own
-    weights in four bits (`four_bits.py`). `engine_kwargs` are further arguments of `vllm.LLM`; both kwargs are (name,
-    value) pairs.
-    """
+    """Arguments of one vLLM engine. Both kwargs are (name, value) pairs."""
 
     model: str
     dtype: str
     max_model_len: int
+    """Most tokens of prompt and completion together."""
     mm_processor_kwargs: tuple[tuple[str, Any], ...] = ()
+    """Limits of one image."""
     max_images: int = 1
+    """Most images of a prompt."""
     gpu_memory_utilization: float = 0.4
+    """Share of a GPU's memory that vLLM may hold."""
     sleep_level: int = 0
+    """Memory freed while the learner works: 0 none, 1 keys and values (weights move to the host), 2 the weights too."""
     trust_remote_code: bool = False
     lora_rank: int = 0
+    """Rank of the language model's adapters; 0 without."""
     lora_vision: bool = False
+    """The tower has adapters too."""
     four_bits: tuple[str, ...] = ()
+    """Layers that run the learner's own weights (`four_bits.py`)."""
     engine_kwargs: tuple[tuple[str, Any], ...] = ()
+    """Further arguments of `vllm.LLM`."""
 
 
 @dataclass
 class Handle:
-    """A running engine.
-
-    `owner` is the last trainer's engine that used it, `fault` says why it is unusable, and `asleep` names the
-    parts of its memory that are given back (`weights`, `kv_cache`). `lent` are parameters of a learner's whose tensors
-    are the engine's own, which then have to stay where they are; `four_bits` are its layers that the engine runs as
-    they are, by name. `read_back` finds the weights that it was given in its layers. `adapters` says whether it has
-    LoRA layers, and `adapter` is what requests carry once factors are in them.
-    """
+    """A running engine."""
 
     llm: Any
     settings: EngineSettings
     owner: object | None = None
+    """The last trainer's engine that used it."""
     fault: str | None = None
+    """Why it is unusable."""
     asleep: set[str] = field(default_factory=set)
+    """Freed parts of its memory: `weights`, `kv_cache`."""
     lent: list[Parameter] = field(default_factory=list)
+    """The learner's parameters that are views of the engine's tensors, which then have to stay in place."""
     four_bits: dict[str, Module] = field(default_factory=dict)
+    """The learner's layers that the engine runs, by name."""
     read_back: ReadBack = field(default_factory=ReadBack)
     adapters: bool = False
+    """It has LoRA layers."""
     adapter: Any = None
+    """Part of requests that names the adapter, once factors are in the LoRA layers."""
 
 
 _RUNNING: dict[str, Handle] = {}  # by the settings' repr: engine_kwargs may hold mappings
 
 
 def launch(settings: EngineSettings) -> Handle:
-    """The process's engine for these settings: started, or the one that is running already.
+    """Start the process's engine for these settings, or return the one that runs already. Collective.
 
-    Collective: every rank must call it together. Raises ConfigError for arguments that vLLM refuses.
+    Raises ConfigError for arguments that vLLM refuses.
     """
     handle = _RUNNING.get(repr(settings))
     if handle is not None:
-        if handle.fault is not None:  # its layers share parts with a new engine's, so none would be sound
+        if handle.fault is not None:  # a new engine's layers would share parts with its layers
             raise EngineError(f"the vLLM engine of this process is lost: {handle.fault}; start a new process")
         return handle
     if torch.cuda.is_available() and _RUNNING:
@@ -120,9 +119,15 @@ def launch(settings: EngineSettings) -> Handle:
             f"for {_name(settings)} does not fit beside it on the GPU (an engine lives to the end of its "
             "process); start a new process"
         )
-    with _process_kept():
+    with _restore_process():
         _prepare_environment()
-        _import_vllm()
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.engine = 'vllm': vLLM cannot be imported ({error}); install the extra 'vllm' on a GPU "
+                "machine or 'cpu' on a CPU, or use rollout.engine=transformers"
+            ) from error
         teach_names(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
         lora = lora_arguments(settings)
@@ -141,44 +146,25 @@ def _name(settings: EngineSettings) -> str:
     return f"'{settings.model}' ({settings.dtype}, max_model_len {settings.max_model_len})"
 
 
-def _import_vllm() -> None:
-    try:
-        import vllm  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"rollout.engine = 'vllm': vLLM cannot be imported ({error}); install the extra 'vllm' on a GPU machine "
-            "or 'cpu' on a CPU, or use rollout.engine=transformers"
-        ) from error
-
-
-def vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
-
-
 def can_free_cache_alone() -> bool:
-    """True for a vLLM that gives keys and values back and leaves its weights in place, as newer ones than 0.25 do.
-
-    Read from its source, which is imported in seconds; True where none is installed.
-    """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
+    """Return True if vLLM can free keys and values and keep its weights, as versions after 0.25 do, or is missing."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
         return True
-    source = Path(found.origin).parent / "v1" / "engine" / "llm_engine.py"
+    # its import takes seconds
+    source = Path(spec.origin).parent / "v1" / "engine" / "llm_engine.py"
     return "def release_kv_cache_memory(" in source.read_text(encoding="utf-8")
 
 
 def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`: the user's, then ours by device, then those that keep the laws.
+    """Return the arguments of `vllm.LLM`: defaults by device, then the user's, then what mm_grpo has to set.
 
-    An engine that is `alone` on its GPUs, a server, keeps vLLM's own limits there.
+    A server, which is `alone` on its GPUs, keeps vLLM's own limits.
     """
-    given = dict(settings.engine_kwargs)
-    for name in given:
+    for name, value in settings.engine_kwargs:
         if name in OURS:
             raise ConfigError(
-                f"rollout.vllm.engine_kwargs.{name} = {given[name]!r}: mm_grpo sets this argument itself, from "
+                f"rollout.vllm.engine_kwargs.{name} = {value!r}: mm_grpo sets this argument itself, from "
                 f"{OURS[name]}; remove it"
             )
     arguments: dict[str, Any] = {"disable_log_stats": True, "use_tqdm_on_load": False}
@@ -189,18 +175,17 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
             **({} if alone else BESIDE_A_LEARNER),
         }
     else:
-        # A request with a seed of its own that is prefilled in pieces stops the CPU sampler, so a prompt
-        # must fit in one step.
+        # a seeded request that is prefilled in pieces stops the CPU sampler, so a prompt must fit in one step
         arguments |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(settings.max_model_len, 8192),
             "max_num_seqs": 128,
         }
-        if _has_linear_layers(settings):  # their prefixes are cached by way of prefills in pieces
+        if _has_linear_layers(settings):  # caching their prefixes takes prefills in pieces
             arguments["enable_prefix_caching"] = False
-    arguments |= given
-    if settings.four_bits:  # whose weights come after the start, so that no graph may hold their places
+    arguments |= dict(settings.engine_kwargs)
+    if settings.four_bits:  # their weights come after the start, so no graph may hold their addresses
         arguments |= {"quantization": four_bits.NAME, "enforce_eager": True}
     if not torch.cuda.is_available() and "kv_cache_memory_bytes" not in arguments:
         arguments["kv_cache_memory_bytes"] = _cpu_kv_bytes(settings, arguments["max_num_seqs"])
@@ -221,22 +206,22 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
 
 
 def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
-    """Arguments for LoRA layers; none where there are no adapters, or vLLM or `engine_kwargs` have no such layers."""
-    given = dict(settings.engine_kwargs)
-    if not settings.lora_rank or not given.get("enable_lora", True):
+    """Return the arguments for LoRA layers; none without adapters, or if vLLM or `engine_kwargs` have no layers."""
+    engine_kwargs = dict(settings.engine_kwargs)
+    if not settings.lora_rank or not engine_kwargs.get("enable_lora", True):
         return {}
     config = read_config(settings.model, trust_remote_code=settings.trust_remote_code)
     size = next((size for size in adapters.RANKS if size >= settings.lora_rank), None)
     if size is None or not adapters.supports(config):
         return {}
     tower = settings.lora_vision and adapters.supports(config, tower=True)
-    wanted = {
+    arguments = {
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": size,
         "enable_tower_connector_lora": tower,
     }
-    return wanted | {name: given[name] for name in wanted if name in given}
+    return {name: engine_kwargs.get(name, value) for name, value in arguments.items()}
 
 
 def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
@@ -244,7 +229,7 @@ def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
 
     try:
         return LLM(**engine_arguments(settings), **lora)
-    except (TypeError, ValueError) as error:  # an argument that it does not know, or a value that it refuses
+    except (TypeError, ValueError) as error:  # an unknown argument, or a value that vLLM refuses
         raise ConfigError(
             f"rollout.vllm.engine_kwargs = {dict(settings.engine_kwargs)}: vLLM refuses to start {_name(settings)}: "
             f"{first_line(error)}; see vllm.EngineArgs"
@@ -252,7 +237,7 @@ def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
 
 
 def _has_linear_layers(settings: EngineSettings) -> bool:
-    """True when the model has layers of linear attention, which vLLM on a CPU runs in bfloat16: ConfigError else."""
+    """Return True if the model has linear attention. Raise ConfigError for a dtype in which no CPU runs it."""
     text: Any = read_config(settings.model, trust_remote_code=settings.trust_remote_code).get_text_config()
     linear = "linear_attention" in (getattr(text, "layer_types", None) or ())
     if linear and settings.dtype != "bfloat16":
@@ -264,19 +249,18 @@ def _has_linear_layers(settings: EngineSettings) -> bool:
 
 
 def _cpu_kv_bytes(settings: EngineSettings, sequences: int) -> int:
-    """Room for `sequences` of full length, within bounds, but always for one."""
+    """Return the bytes of keys and values of `sequences` of full length, within bounds, but always of one."""
     text: Any = read_config(settings.model, trust_remote_code=settings.trust_remote_code).get_text_config()
     heads: int = text.num_key_value_heads or text.num_attention_heads
     width: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    item: int = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
-    one = 2 * text.num_hidden_layers * heads * width * item * (settings.max_model_len + 256)
-    least, most = CPU_KV_BYTES
-    room: int = max(2 * one, min(max(least, one * sequences), most))
-    return room
+    item = torch.empty(0, dtype=getattr(torch, settings.dtype)).element_size()
+    sequence: int = 2 * text.num_hidden_layers * heads * width * item * (settings.max_model_len + 256)
+    low, high = CPU_KV_BYTES
+    return max(2 * sequence, min(max(low, sequence * sequences), high))
 
 
 def _prepare_environment() -> None:
-    """vLLM's own switches, each only where the user has not set it."""
+    """Set vLLM's own switches that the user has not set."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if torch.cuda.is_available() else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -284,7 +268,7 @@ def _prepare_environment() -> None:
 
 
 def _ensure_process_group() -> None:
-    """The default group, before vLLM makes one of another size; and the variables that it reads."""
+    """Make the default group, before vLLM makes one of another size, and set the variables that it reads."""
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -307,14 +291,12 @@ def _ensure_process_group() -> None:
 
 
 @contextmanager
-def _process_kept() -> Iterator[None]:
-    """Random states, environment, threads and precision as they were, whatever happens inside.
-
-    vLLM seeds Python, numpy and torch, writes variables that child processes would inherit (LD_PRELOAD,
-    LOCAL_WORLD_SIZE) and, on a CPU, replaces `torch.set_num_threads`.
-    """
+def _restore_process() -> Iterator[None]:
+    """Restore random states, environment, threads and precision after the block."""
     import numpy
 
+    # vLLM seeds Python, numpy and torch, writes variables that child processes would inherit (LD_PRELOAD,
+    # LOCAL_WORLD_SIZE), and on a CPU replaces `torch.set_num_threads`
     environment = dict(os.environ)
     states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -1,14 +1,14 @@
-"""Reads the tensors of an update back from the layers of a vLLM model.
+"""Digests of the tensors of an update, read back from the layers of a vLLM model.
 
-A digest of what was handed over says nothing of what was loaded. So, if the layout allows it, each tensor is looked
-up in the model's own layers: as a view of a parameter, or, if a kernel keeps a linear layer's weight in a layout of its
-own (packed on a CPU), as the layer's answer to the identity matrix. Fused layers hold their sources one after the
-other. A worker of a tensor-parallel group holds a part of most tensors, which is compared with that part of what came.
-What cannot be read either way keeps the digest of what came: quantised weights, packed experts, shards of sources that
-a checkpoint has fused. Where a tensor lies is a guess by names and shapes, which the first update, the one with all
-tensors, confirms by values.
+A digest of the tensors that were sent does not prove that they were loaded. So each tensor is looked up in the model's
+own layers if the layout allows it: as a view of a parameter, or, if a kernel keeps a linear layer's weight in a layout
+of its own (packed on a CPU), as the layer's answer to the identity matrix. Fused layers hold their sources one after
+the other. A worker of a tensor-parallel group holds a part of most tensors, which is compared with that part of what
+came. What cannot be read either way keeps the digest of what came: quantised weights, packed experts, shards of sources
+that a checkpoint has fused. The place of a tensor is guessed by names and shapes; the first update, which brings all
+tensors, confirms it by values.
 
-Works on the model alone, in the trainer's process and in a server's worker; vLLM need not be imported.
+Needs only the model, in the trainer's process and in a server's worker; vLLM need not be imported.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torch import Tensor
 from mm_grpo.rollout.weights import digest, digests
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""vLLM's fused layers and what they are made of, in order; a model's own `packed_modules_mapping` comes on top."""
+"""vLLM's fused layers and their sources, in order; a model's own `packed_modules_mapping` comes on top."""
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker")
-"""Loggers above those that warn of layers without new weights."""
+"""Parents of the loggers that warn of layers without new weights."""
 IDENTITY_ROWS = 1024
-"""Rows of the identity matrix that a layer is given at once, because all of a wide layer's need much memory."""
+"""Rows of the identity matrix that a layer is given at once, to save memory."""
 PADDED_TO = 64
 """Embeddings get rows up to a multiple of this in vLLM."""
 
 
 @dataclass(frozen=True)
 class Noted:
-    """A tensor as it came: digests of the whole and of parts by shape; none if a view is digested later."""
+    """A tensor as it came: digests of the whole and of parts by shape; empty if a view is digested later."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -99,7 +99,7 @@ class ReadBack:
             name: shape
             for name, (part, shape) in places.items()
             if values[name] == self._noted[name].digests.get(shape)
-            # a part of one value would fit anywhere
+            # a part with equal numbers would fit anywhere
             and (shape == self._noted[name].shape or (part.numel() and part.min() != part.max()))
         }
 
@@ -146,14 +146,14 @@ class ReadBack:
             rows, number = parameter.shape[:1].numel(), siblings.index(name)
             counts = [self._noted[sibling].shape[:1].numel() for sibling in siblings]
             if sum(counts) > rows:
-                # heads of keys and values may be fewer than workers: what queries leave is theirs
+                # there may be fewer heads of keys and values than workers: they fill the rows after the queries
                 first = rows if len(counts) == 1 else counts[0] // self.size
                 counts = [first, *((rows - first) * n // sum(counts[1:]) for n in counts[1:])]
             shape = torch.Size([counts[number], *parameter.shape[1:]][: parameter.ndim])
             part = parameter.detach()
             if shape:
-                start, whole = sum(counts[:number]), torch.empty(noted.shape, device="meta")
-                part = part[start : start + len(part_of(whole, shape, self.rank, self.size))]
+                start, on_meta = sum(counts[:number]), torch.empty(noted.shape, device="meta")
+                part = part[start : start + len(part_of(on_meta, shape, self.rank, self.size))]
             if self._views is None or self._views.get(name) == shape:
                 places[name] = part, shape
         return places
@@ -161,7 +161,7 @@ class ReadBack:
 
 @contextmanager
 def quiet_reload() -> Iterator[None]:
-    """No warning for each layer that got nothing: an update brings what changed, and digests say what arrived."""
+    """Hush vLLM's warnings of layers without new weights: an update brings what changed, and digests prove it."""
     loggers = [logging.getLogger(name) for name in RELOAD_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -199,8 +199,8 @@ def part_of(tensor: Tensor, shape: torch.Size, rank: int, size: int) -> Tensor:
     A part goes to several neighbours if there are fewer parts than workers.
     """
     starts = []
-    for whole, length in zip(tensor.shape, shape, strict=True):
-        copies = max(1, size * length // whole) if whole and size * length % whole == 0 else 1
+    for full, length in zip(tensor.shape, shape, strict=True):
+        copies = max(1, size * length // full) if full and size * length % full == 0 else 1
         starts.append(rank // copies * length)
     return tensor[tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))]
 

@@ -1,7 +1,7 @@
-"""Requests to vLLM and checks of its answers, the same for the engine in this process and for servers.
+"""Requests to vLLM and checks of its answers, for the engine in this process and for servers.
 
-`RequestFormat` makes an `EngineRequest` of a prompt and seeds, and completions and scores of its `EngineAnswer`:
-sampling parameters, the limits that a row has to fit, the ids that were run.
+`RequestFormat` makes an `EngineRequest` from a prompt and seeds, and completions and scores from its `EngineAnswer`. It
+sets sampling parameters, and checks the limits that a row has to fit and the ids that were run.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
     from mm_grpo.types import Prompt
 
 SEEDS = 1 << 32
-"""vLLM's worker fails on seeds past 64 bits and CPU generators ignore those past 32; ours end there."""
+"""vLLM's worker fails on seeds past 64 bits, and CPU generators ignore bits past 32."""
 TEMPERATURES = (0.01, 2.0)
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One request: collapsed ids and images, and vLLM's sampling parameters for its `n` generations.
-
-    `uid` names the row in messages.
-    """
+    """One request: collapsed ids and images, and vLLM's sampling parameters for its `n` generations."""
 
     uid: str
+    """Name of the row in messages."""
     token_ids: Sequence[int]
     images: Sequence[Image]
     params: Mapping[str, Any]
@@ -44,7 +42,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence as vLLM reports it."""
+    """One sampled sequence in vLLM's answer."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -53,23 +51,24 @@ class Sampled:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """vLLM's answer to one `EngineRequest`: the ids it ran, its sequences by generation, log-probs of the prompt.
-
-    `url` is that of the server that answered, `weights` what it calls those that it sampled under.
-    """
+    """vLLM's answer to one `EngineRequest`."""
 
     prompt_token_ids: tuple[int, ...]
+    """The ids that it ran."""
     sequences: tuple[Sampled, ...]
+    """By generation."""
     prompt_logprobs: Sequence[float | None] = ()
     url: str = ""
+    """The server that answered."""
     weights: str = ""
+    """The server's name of the weights that it sampled under."""
 
 
 class RequestFormat:
-    """Requests of a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
+    """Maker of requests for a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
 
-    `mask` is a logit bias that keeps media tokens from being sampled, and `params` are added to those of each request.
-    `version` gives the number of the weights that are sampled from.
+    `mask` is a logit bias that keeps media tokens from being sampled; `params` are added to those of each request;
+    `version` returns the number of the weights.
     """
 
     def __init__(
@@ -87,23 +86,22 @@ class RequestFormat:
         self.stops = sorted(processor.stop_token_ids)
 
     def sampled(self, group: Sequence[Request]) -> EngineRequest:
-        """A group of requests (`request_groups`)."""
+        """Make the request that samples a group (`request_groups`)."""
         prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
         params = sampling_params(prompt, sampling, seed, len(group), self.stops)
+        params |= {"logit_bias": self.mask, **self.params}
         check_size(prompt, sampling.max_tokens, self.max_model_len, self.max_images)
-        sent = prompt.engine_prompt
-        added = {"logit_bias": self.mask, **self.params}
-        return EngineRequest(prompt.uid, sent.token_ids, sent.images, params | added)
+        return EngineRequest(prompt.uid, prompt.engine_prompt.token_ids, prompt.engine_prompt.images, params)
 
     def scored(self, prompt: Prompt, token_ids: Sequence[int]) -> EngineRequest:
-        """A completion to be scored after its prompt: no mask, temperature 1."""
+        """Make the request that scores a completion after its prompt: no mask, temperature 1."""
         check_size(prompt, len(token_ids) + 1, self.max_model_len, self.max_images)
-        sent = prompt.engine_prompt
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, **self.params}
-        return EngineRequest(prompt.uid, (*sent.token_ids, *token_ids), sent.images, params)
+        ids = (*prompt.engine_prompt.token_ids, *token_ids)
+        return EngineRequest(prompt.uid, ids, prompt.engine_prompt.images, params)
 
     def completions(self, group: Sequence[Request], answer: EngineAnswer) -> list[Completion]:
-        """One completion per request of the group. GuardStop where vLLM ran other ids than the learner's."""
+        """Return one completion per request of the group. GuardStop if vLLM ran other ids than the learner's."""
         prompt = group[0].prompt
         check_ids(prompt, prompt.token_ids, answer.prompt_token_ids)
         if len(answer.sequences) != len(group):
@@ -115,24 +113,23 @@ class RequestFormat:
         return [completion_of(request, self.processor, sampled, self.version()) for request, sampled in pairs]
 
     def scores(self, prompt: Prompt, token_ids: Sequence[int], answer: EngineAnswer) -> list[float]:
-        """The log-probs [T] of the completion that was scored."""
+        """Return the log-probs [T] of a completion that was scored."""
         check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
         return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
 
 
 def request_groups(requests: Sequence[Request]) -> list[list[Request]]:
-    """Runs of requests that one vLLM request with n generations stands for."""
+    """Split requests into runs that one vLLM request with n generations can stand for."""
     groups: list[list[Request]] = []
     for request in requests:
         last = groups[-1][-1] if groups else None
-        joined = (
+        if (
             last is not None
             and last.prompt is request.prompt
             and last.sampling == request.sampling
             and last.seed + 1 == request.seed
             and request.sampling.temperature > 0
-        )
-        if joined:
+        ):
             groups[-1].append(request)
         else:
             groups.append([request])
@@ -142,14 +139,14 @@ def request_groups(requests: Sequence[Request]) -> list[list[Request]]:
 def sampling_params(
     prompt: Prompt, sampling: Sampling, seed: int, count: int, stops: Sequence[int]
 ) -> dict[str, Any]:
-    """vLLM's parameters for `count` generations from consecutive seeds; media tokens are not masked by these."""
+    """Return vLLM's parameters for `count` generations from consecutive seeds, without the mask of media tokens."""
     if not 0 <= seed <= SEEDS - count:
         raise ValueError(f"{prompt.uid}: seed {seed} is outside [0, 2^32 - {count}]")
     low, high = TEMPERATURES
     if sampling.temperature and not low <= sampling.temperature <= high:
         raise ConfigError(
-            f"temperature = {sampling.temperature:g}: vLLM samples at 0, or from {low} to {high} (it raises "
-            "smaller values without a word); set rollout.temperature or rollout.eval.temperature within that"
+            f"temperature = {sampling.temperature:g}: vLLM samples at 0, or from {low} to {high} (it silently raises "
+            "smaller values); set rollout.temperature or rollout.eval.temperature within that"
         )
     return {
         "n": count,  # generation i is seeded seed + i
@@ -167,7 +164,7 @@ def sampling_params(
 
 
 def check_size(prompt: Prompt, room: int, max_model_len: int, max_images: int) -> None:
-    """DataError for a prompt that leaves no `room`, in tokens, or has more images than an engine was started for."""
+    """Raise DataError if a prompt leaves no `room`, in tokens, or has more images than the engine takes."""
     length = len(prompt.token_ids)
     if length + room > max_model_len:
         raise DataError(
@@ -176,32 +173,37 @@ def check_size(prompt: Prompt, room: int, max_model_len: int, max_images: int) -
             "data.max_pixels or rollout.max_completion_length, or drop such rows with data.max_prompt_length and "
             "data.on_overlong=drop"
         )
-    images, most = len(prompt.engine_prompt.images), max(1, max_images)
-    if images > most:
+    images, limit = len(prompt.engine_prompt.images), max(1, max_images)
+    if images > limit:
         raise DataError(
-            f"{prompt.uid}: the row has {images} images, and the engine was started for at most {most} in a "
+            f"{prompt.uid}: the row has {images} images, and the engine was started for at most {limit} in a "
             "prompt; raise rollout.vllm.max_images, or leave the row out"
         )
 
 
-def check_ids(prompt: Prompt, expected: Sequence[int], got: Sequence[int]) -> None:
-    """GuardStop where vLLM ran other ids than were expected."""
-    if tuple(got) != tuple(expected):
-        place = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), None)
+def check_ids(prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) -> None:
+    """Raise GuardStop if vLLM ran other ids than expected."""
+    if tuple(actual) != tuple(expected):
+        place = next((i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a != b), None)
         where = "at the end" if place is None else f"first at place {place}"
         raise GuardStop(
-            f"{prompt.uid}: vLLM ran {len(got)} prompt tokens where the learner trains on {len(expected)}; they "
+            f"{prompt.uid}: vLLM ran {len(actual)} prompt tokens where the learner trains on {len(expected)}; they "
             f"differ {where}. Both must see the same image at the same size: check that nothing but mm_grpo "
             "resizes images, and that the engine's processor is the learner's"
         )
 
 
 def completion_of(request: Request, processor: Processor, sampled: Sampled, version: int) -> Completion:
-    """The completion of a request. EngineError where it did not end, GuardStop where log-probs are none."""
+    """Return the completion of a request.
+
+    Raises EngineError if it did not end, GuardStop if a log-probability is missing, not finite or positive.
+    """
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
-    if len(logprobs) != len(sampled.token_ids) or not all(x <= 1e-4 for x in logprobs):
+    if len(logprobs) != len(sampled.token_ids) or not all(
+        x <= 1e-4 for x in logprobs
+    ):  # NaN is not <= either
         raise GuardStop(
             f"{uid}: vLLM returned {len(logprobs)} log-probs for {len(sampled.token_ids)} tokens, or some that are "
             "not numbers below 0; its weights are damaged, or its version reports them otherwise"

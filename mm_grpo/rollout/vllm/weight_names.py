@@ -1,9 +1,9 @@
 """Names of weights that transformers has changed and vLLM does not know yet.
 
-SigLIP towers: transformers since 5.19 calls their parts `vision_tower.encoder...` in memory, and on disk where it wrote
-the model first; models published before have `vision_tower.vision_model.encoder...`, and keep that when they are saved.
-vLLM 0.32 takes the older names alone: it would refuse the learner's weights. Here its classes are taught the new names
-beside. Needless when: vLLM's own mapping has them, or its tower has no part `vision_model`.
+SigLIP towers: transformers since 5.19 calls their parts `vision_tower.encoder...` in memory, and on disk if it wrote
+the model first; older models have `vision_tower.vision_model.encoder...`, and keep that when they are saved. vLLM 0.32
+takes only the older names, and would refuse the learner's weights. Here its classes learn the new names too. Not needed
+once vLLM's own mapping has them, or its tower has no part `vision_model`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def teach_names(config: Any) -> None:
 
 
 def model_classes(config: Any) -> Iterator[Any]:
-    """vLLM's own classes for the model of this transformers config."""
+    """Yield vLLM's own classes for the model of this transformers config."""
     from vllm.model_executor.models import ModelRegistry
 
     for architecture in config.architectures or ():
-        if (known := ModelRegistry.models.get(architecture)) is not None:
-            yield known.load_model_cls()
+        if (registered := ModelRegistry.models.get(architecture)) is not None:
+            yield registered.load_model_cls()

@@ -1,6 +1,6 @@
 """Every recipe with every layer through `check --smoke` and `train --smoke`: writes benchmarks/results/recipes_runs.md.
 
-    PYTHONPATH=tests python benchmarks/recipe_runs.py [--layers lora,vllm] [RECIPE ...]     # some minutes
+    PYTHONPATH=tests python benchmarks/studies/recipe_runs.py [--layers lora,vllm] [RECIPE ...]     # some minutes
 
 A cell is the seconds that the two took, or what they ended in; one that was written before stays until it is run again.
 """
@@ -22,11 +22,11 @@ import conftest  # noqa: F401  # the settings of tests, before anything else is 
 from mm_grpo import cli
 from mm_grpo.cli.configs import find_layers, find_recipes
 
-PAGE = Path(__file__).parent / "results" / "recipes_runs.md"
+PAGE = Path(__file__).parents[1] / "results" / "recipes_runs.md"
 DEADLINE = 300
 HEAD = """# Every recipe with every layer
 
-Written by `PYTHONPATH=tests python benchmarks/recipe_runs.py`: `mm-grpo check RECIPE LAYER --smoke` and
+Written by `PYTHONPATH=tests python benchmarks/studies/recipe_runs.py`: `mm-grpo check RECIPE LAYER --smoke` and
 `mm-grpo train RECIPE LAYER --smoke` on a CPU, without a network. A cell is the seconds of the two on a machine whose
 two cores other programs used as well; those of `vllm` have a process and a start of vLLM of their own, all other layers
 sample with the embedded engine. Such a run shows that the parts go together, not that anything is learned, and a CPU

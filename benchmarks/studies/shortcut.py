@@ -1,6 +1,6 @@
 """Credit by sight where a text gives the answer away: in most training rows a hint is right, in held-out rows never.
 
-    python benchmarks/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo]
+    python benchmarks/studies/shortcut.py OUT [--seeds 3] [--steps 60] [--rules none pgpo vppo]
 
 The base is that of the shapes recipe, taught to answer in three ways: to copy the hint, to look at the image, and to
 guess. In training rows copying is right in AGREES of the cases, looking always. Prints what each run scores on held-out

@@ -9,13 +9,13 @@ import pytest
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.data.dataset import Dataset, fingerprint
+from mm_grpo.data import image_files
+from mm_grpo.data.base import Rows
+from mm_grpo.data.image_files import readable
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError
-from mm_grpo.health import image_files
-from mm_grpo.health.image_files import readable
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.prompts import PromptBuilder
 
@@ -38,11 +38,11 @@ def config(**data: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({"model": {"path": "m"}, "data": data})
 
 
-def dataset(given: Any) -> Dataset:
+def dataset(given: Any) -> Rows:
     return load_train(config(), given)
 
 
-def numbers(found: Dataset) -> list[int]:
+def numbers(found: Rows) -> list[int]:
     return [found.fields(i).columns["n"] for i in range(len(found))]
 
 
@@ -57,8 +57,8 @@ def test_a_file_that_is_no_picture_ends_the_run_or_is_left_out(tmp_path: Path, d
     shuffled = left.with_shuffled_images()
     sizes = [shuffled.sample(i).uid for i in range(11)]  # opens every image: none is that of the row left out
     assert sizes == [f"train:{n}" for n in numbers(left)] and len(left.head(3)) == 3
-    before = fingerprint(left)
-    assert before != fingerprint(dataset(rows(tmp_path)[:11]))  # writes the files again
+    before = left.fingerprint()
+    assert before != dataset(rows(tmp_path)[:11]).fingerprint()  # writes the files again
 
 
 def test_at_most_a_tenth_of_a_source_is_left_out(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_at_most_a_tenth_of_a_source_is_left_out(tmp_path: Path) -> None:
         readable(dataset(bad), "drop", Ranks())
     one = rows(tmp_path, 10, bad={3: None})
     both = readable(dataset(Mixture([{"path": good}, {"path": one}])), "drop", Ranks())
-    assert [len(part) for part in both.parts] == [9, 9] and len(both) == 18
+    assert [len(part) for part in both.sources] == [9, 9] and len(both) == 18
 
 
 def test_processes_share_the_files_and_leave_out_the_same_rows(
@@ -75,8 +75,10 @@ def test_processes_share_the_files_and_leave_out_the_same_rows(
 ) -> None:
     found = dataset(rows(tmp_path, 20, bad={3: None, 8: b"no"}))
     looked: list[list[int]] = []
-    bad_of = image_files._bad
-    monkeypatch.setattr(image_files, "_bad", lambda part, own: looked.append(list(own)) or bad_of(part, own))
+    faults = image_files._faults
+    monkeypatch.setattr(
+        image_files, "_faults", lambda rows, own: looked.append(list(own)) or faults(rows, own)
+    )
     of_ranks = [[(8, "b")], [(3, "a")]]
 
     class Two(Ranks):

@@ -15,7 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration as Model
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))
 import small_bases  # noqa: E402
 

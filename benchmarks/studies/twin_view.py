@@ -1,6 +1,6 @@
 """The twin view on images that the policy sees at too few pixels: held-out scores by steps, with and without it.
 
-    python benchmarks/twin_view.py OUT [--seeds 3] [--steps 80] [--coefs 0 0.1 1]
+    python benchmarks/studies/twin_view.py OUT [--seeds 3] [--steps 80] [--coefs 0 0.1 1]
 
 The base is that of the shapes recipe, taught to name colours and shapes at 84 x 84 pixels; the policy sees 28 x 28 of
 them (one token), the teacher all; a weight of 0 is plain GRPO. OUT/twin_view.json has the curves. results/sight.md has

@@ -19,13 +19,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from mm_grpo.config import GRPOConfig
+from mm_grpo.data.base import Rows
 from mm_grpo.errors import DataError
-from mm_grpo.learner.pack import Item
+from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
+from mm_grpo.learner.features.base import FeaturePack, LossFeature
+from mm_grpo.learner.forward_pass import states_on_host
+from mm_grpo.learner.minibatch import Minibatch
+from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rewards.builtins.boxes import Frame
 from mm_grpo.types import Group, Prompt, Sample
@@ -33,46 +40,77 @@ from mm_grpo.types import Group, Prompt, Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from mm_grpo.learner.learner import Learner
+
 log = logging.getLogger(__name__)
 BOX = "box"
 """Column of the gold box: [x0, y0, x1, y1] in pixels of the first image's file."""
 
 
+class TwinView(LossFeature):
+    """KL from the same weights with a better view of the image."""
+
+    def __init__(self, learner: Learner) -> None:
+        super().__init__(learner)
+        self.twins = TwinPrompts(learner.processor, learner.config)
+
+    @classmethod
+    def check_rows(cls, config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
+        twin_view = config.algorithm.twin_view
+        column = BOX if twin_view is not None and twin_view.view == "crop" else None
+        require_images(train, "twin_view", several_turns=several_turns, column=column)
+
+    def has_gradient(self, prompt: Prompt) -> bool:
+        return bool(prompt.vision)
+
+    def begin_step(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> None:
+        max_tokens = self.learner.config.optim.max_tokens_per_pack
+        self.prompts = AlternatePrompts(groups, self.twins.of_group, max_tokens)
+
+    def begin_update(self, minibatch: Minibatch) -> Minibatch:
+        """Run the completions after their twin prompts without gradients, for the states of the teacher."""
+        with self.learner.ranks.fail_together("twin views"):
+            items = self.prompts.items(minibatch.live)
+        self.teacher = self.learner.run_pass(items, states_on_host)
+        return minibatch.with_kl_states(self.teacher)
+
+    def loss(self, pack: FeaturePack, statistics: LossStatistics) -> Tensor | None:
+        assert self.algorithm.twin_view is not None
+        weights = pack.weights
+        taught = (weights > 0) & pack.mask(lambda item: item.index in self.teacher)
+        statistics.add(taught=taught)
+        if pack.kl is None:
+            return None
+        statistics.add(taught, twin_kl=pack.kl)
+        return self.algorithm.twin_view.coef * (weights * pack.kl * taught).sum()
+
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
+        del self.prompts
+        self.teacher = {}
+        if "taught" not in sums:
+            return {}
+        share = {"twin_view/share": sums["taught"] / max(sums["counted"], 1.0)}
+        return share | ({"twin_view/kl": sums["twin_kl"] / sums["taught"]} if sums["taught"] else {})
+
+
 class TwinPrompts:
-    """The twin prompts of a run, by group of the step that `begin` was told of; one is made when it is asked for."""
+    """Maker of twin prompts; `processor` makes them."""
 
     def __init__(self, processor: Processor, config: GRPOConfig) -> None:
         assert config.algorithm.twin_view is not None
         self.crops = config.algorithm.twin_view.view == "crop"
-        self.processor = processor if self.crops else _seeing_more(config)
-        self.max_tokens = config.optim.max_tokens_per_pack
-        self.begin(())
+        self.processor = processor if self.crops else _processor_with_more_pixels(config)
 
-    def begin(self, groups: Sequence[Group]) -> None:
-        """Begin a step with this process's groups; forgets the prompts of the last one."""
-        self._groups, self._made = groups, dict[int, Prompt | None]()
-
-    def items(self, items: Iterable[Item]) -> list[Item]:
-        """The items after their twin prompts, without those that have none."""
-        pairs = ((item, self._of(item.group)) for item in items)
-        return [replace(item, prompt=twin) for item, twin in pairs if twin is not None]
-
-    def _of(self, number: int) -> Prompt | None:
-        if number not in self._made:
-            self._made[number] = self._twin(self._groups[number])
-        return self._made[number]
-
-    def _twin(self, group: Group) -> Prompt | None:
+    def of_group(self, group: Group) -> Prompt | None:
+        """Return the twin of a group's prompt; None, with a warning, if it cannot be made."""
         try:
-            twin = self.twin(group.prompt)
+            return self.twin(group.prompt)
         except DataError as error:
             log.warning("%s; the row has no term of algorithm.twin_view", error)
             return None
-        longest = max(c.run_length for c in group.completions)
-        return None if twin is None or len(twin.token_ids) + longest > self.max_tokens else twin
 
     def twin(self, prompt: Prompt) -> Prompt | None:
-        """Make the twin of a prompt; None where it shows no more. DataError, naming the row, where it cannot be."""
+        """Return the twin of a prompt; None if it shows no more. Raise DataError if it cannot be made."""
         sample, seen = prompt.sample, prompt.engine_prompt.images
         if not seen or (self.crops and sample.columns.get(BOX) is None):
             return None
@@ -80,10 +118,10 @@ class TwinPrompts:
             twin = self.processor.prompt(sample)
             return None if [i.size for i in twin.engine_prompt.images] == [i.size for i in seen] else twin
         wider = 0
-        while True:
-            cut = gold_crop(sample, seen[0].width * seen[0].height, wider)
+        while True:  # until the box is wide enough for the model's resize rule
+            crop = gold_crop(sample, seen[0].width * seen[0].height, wider)
             try:
-                return self.processor.prompt(replace(sample, images=(cut, *sample.images[1:])))
+                return self.processor.prompt(replace(sample, images=(crop, *sample.images[1:])))
             except DataError:
                 if wider > max(sample.images[0].size):  # the whole image is refused too
                     raise
@@ -91,10 +129,10 @@ class TwinPrompts:
 
 
 def gold_crop(sample: Sample, area: int, wider: int = 0) -> Image:
-    """The gold box cut out of the first image, in whole pixels, and enlarged to `area` pixels where it has fewer.
+    """Return the gold box cut out of the first image, in whole pixels, enlarged to `area` pixels if it has fewer.
 
-    Its shorter side is longer by `wider` pixels at both ends, as far as the image goes. DataError where the box is
-    none, or does not lie in the image.
+    Its shorter side is longer by `wider` pixels at both ends, as far as the image goes. Raise DataError if the box is
+    not valid or lies outside the image.
     """
     image = sample.images[0]
     try:
@@ -114,12 +152,12 @@ def gold_crop(sample: Sample, area: int, wider: int = 0) -> Image:
     return cut if factor <= 1 else cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
 
 
-def _seeing_more(config: GRPOConfig) -> Processor:
-    """The processor of the run's model with the pixel limit of the twin view."""
+def _processor_with_more_pixels(config: GRPOConfig) -> Processor:
+    """Load the processor of the run's model with the pixel limit of the twin view."""
     assert config.algorithm.twin_view is not None
     return load_processor(
         config.model.path,
-        named=config.model.processor,
+        processor=config.model.processor,
         min_pixels=config.data.min_pixels,
         max_pixels=config.algorithm.twin_view.max_pixels,
         trust_remote_code=config.model.trust_remote_code,

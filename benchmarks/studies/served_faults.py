@@ -1,6 +1,6 @@
 """Runs faults against two real vLLM servers and prints tables for benchmarks/results/served_faults.md, in ten minutes.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=tests python benchmarks/served_faults.py [--staleness 1]
+    OMP_NUM_THREADS=1 PYTHONPATH=tests python benchmarks/studies/served_faults.py [--staleness 1]
 
 Without `--staleness` both runs are made: 0, and lockstep with 1. The runs are of the shapes recipe, float32, 8 prompts
 with 4 completions. Each fault has two steps: it comes in the first, at a random request of a random server, and no
@@ -41,7 +41,7 @@ from mm_grpo.rollout.served.transfer import FileTransfer
 GENERATE, UPDATE, FINISH = "/generate", "/update_weights", "/finish_weight_update"
 TIMEOUT = 12.0
 PROMPTS, JOINED = 8, 3
-RECIPE = Path(__file__).parents[1] / "examples" / "shapes" / "config.yaml"
+RECIPE = Path(__file__).parents[2] / "examples" / "shapes" / "config.yaml"
 DEADLINE, WHOLE_RUN = 180.0, 1800.0
 
 

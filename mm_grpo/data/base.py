@@ -1,0 +1,161 @@
+"""`Rows`, the interface of all rows: those of one source (dataset.py) and of several (mixture.py).
+
+Callers take `Rows` and never ask which of the two they have. A sample's uid is the source's name and the row's index,
+"train:7"; a column called `uid` stays a column for the rewards. Two equal rows thus have two uids.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from mm_grpo.data.order import PromptOrder
+from mm_grpo.data.rows import Fields
+from mm_grpo.errors import DataError
+from mm_grpo.types import Sample
+
+SAMPLED_ROWS = 1000
+"""Rows, evenly spaced, that stand for all of a large dataset."""
+TASK = "task"
+"""The column by which metrics are made, of training and of evaluation."""
+MAX_TASKS = 32
+MAX_TASK_LENGTH = 64
+"""Most characters of a value of `task`."""
+
+
+class Rows(ABC):
+    """Rows by index (from 0), read when they are asked for. IndexError for an index outside of [0, len)."""
+
+    name: str
+    """What uids and messages call them."""
+    weights: Sequence[int] = ()
+    """Weights by which a run draws from the sources, without a common factor; empty if all rows come equally often."""
+    text_only: bool
+    """True when rows may lack images."""
+    in_memory: bool
+    """True when the rows are lists, or as quick to read: all of them can be looked at."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {len(self)} rows)"
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """Names that rewards may ask for: of all rows, after `data.columns`, without prompt and images."""
+
+    @property
+    @abstractmethod
+    def sources(self) -> Sequence[Rows]:
+        """The sources, one after the other; a dataset is its own only source."""
+
+    @property
+    @abstractmethod
+    def conversational(self) -> bool:
+        """True when the first prompt of any source is a list of messages, as rewards written for TRL want to know."""
+
+    @cached_property
+    def by_task(self) -> bool:
+        """True when metrics are made by the column `task`: it holds at most MAX_TASKS short texts, in sampled rows."""
+        if TASK not in self.columns:
+            return False
+        tasks: set[str] = set()
+        for index in self.spaced(SAMPLED_ROWS):
+            with suppress(DataError):
+                task = self.fields(index).columns.get(TASK)
+                if task is not None and not (isinstance(task, str) and 0 < len(task) <= MAX_TASK_LENGTH):
+                    return False
+                tasks.update([] if task is None else [task])
+        return 0 < len(tasks) <= MAX_TASKS
+
+    def spaced(self, count: int) -> range:
+        """At most `count` indices, evenly spaced."""
+        return range(0, len(self), -(-len(self) // count))
+
+    @abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Identify the rows, for a resume: their number `rows`, and a `sha256`.
+
+        Up to SAMPLED_ROWS rows of a source, evenly spaced, are hashed: conversations, columns and image files, so an
+        image that was exchanged behind its path is noticed. A mixture adds its `sources`, each with its weight.
+        """
+
+    @abstractmethod
+    def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> PromptOrder:
+        """Return the order in which a run uses the rows."""
+
+    @abstractmethod
+    def uid(self, index: int) -> str:
+        """The uid of a row's sample: "train:11"."""
+
+    @abstractmethod
+    def row_name(self, index: int) -> str:
+        """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
+
+    def sample(self, index: int) -> Sample:
+        """Row `index` with its images decoded, upright and RGB. Nothing is kept for the next call.
+
+        Raises DataError, naming the row, when it or one of its images cannot be used.
+        """
+        return self.opener(index)()
+
+    @abstractmethod
+    def opener(self, index: int) -> Callable[[], Sample]:
+        """Read row `index` now; the function that is returned opens its images, in any thread. Raises as `sample`."""
+
+    @abstractmethod
+    def fields(self, index: int) -> Fields:
+        """Row `index` with its images closed, also those in other columns. DataError when it is wrong."""
+
+    @abstractmethod
+    def look_at_images(self, index: int) -> Callable[[], None]:
+        """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
+
+    @abstractmethod
+    def dataset_column(self, name: str) -> str:
+        """Return the dataset's own name for one of our columns."""
+
+    @abstractmethod
+    def verify(self) -> None:
+        """Read rows, not images: all of a list, the first of any other source. DataError when one is wrong."""
+
+    @abstractmethod
+    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
+        """The columns of every row that can be read: evenly spaced rows of all sources come first."""
+
+    @abstractmethod
+    def row_keys(self) -> Iterator[tuple[Hashable, str]]:
+        """Yield a key, equal for rows with the same messages, files and bytes, and the name of each row in memory.
+
+        No picture is opened, and rows with PIL images are left out.
+        """
+
+    @abstractmethod
+    def head(self, count: int) -> Rows:
+        """The first `count` rows, or all if there are fewer; of a mixture as many of every source, one at least."""
+
+    @abstractmethod
+    def without(self, rows: Collection[int]) -> Rows:
+        """All rows but those with the indices `rows`."""
+
+    @abstractmethod
+    def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
+        """The rows with `change` applied to every source."""
+
+    @abstractmethod
+    def with_shuffled_images(self, seed: int = 0) -> Rows:
+        """The same rows, each with the images of another row of its source, as a model without eyes would see them.
+
+        Images move among the rows that have equally many, so that no row gets its own images or equal ones
+        (`blind.exchange`). Rows without images stay as they are. Reads every row, but opens no image file. Raises
+        DataError if a row is the only one with its number of images, or most rows with it have the same ones.
+        """
+
+    @abstractmethod
+    def with_images_removed(self) -> Rows:
+        """The same rows without their images and without the parts of messages that stand for them."""

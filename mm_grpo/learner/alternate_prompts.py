@@ -1,0 +1,82 @@
+"""Prompts that stand in for the prompts of a step's groups: the same rows with other images.
+
+The G completions of a group share the alternate prompt as they share their own, and its images are encoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.errors import ConfigError
+from mm_grpo.learner.pack import Item
+from mm_grpo.types import Group, Prompt, Tail
+
+ROWS = 1000
+"""Most rows of the training set in which `require_images` looks for an image."""
+
+
+class AlternatePrompts:
+    """Alternate prompts of `groups`, by the group's place; `make` makes one, or returns None for a group without.
+
+    Each is made once, when it is first asked for. A prompt is left out if it and the group's longest completion are
+    longer than `max_tokens`.
+    """
+
+    def __init__(
+        self, groups: Sequence[Group], make: Callable[[Group], Prompt | None], max_tokens: int | None = None
+    ) -> None:
+        self.groups, self.make, self.max_tokens = groups, make, max_tokens
+        self._prompts: dict[int, Prompt | None] = {}
+
+    def of(self, number: int) -> Prompt | None:
+        """Return the alternate prompt of a group, or None."""
+        if number not in self._prompts:
+            prompt = self.make(self.groups[number])
+            longest = max(c.run_length for c in self.groups[number].completions)
+            if prompt is not None and self.max_tokens is not None:
+                prompt = None if len(prompt.token_ids) + longest > self.max_tokens else prompt
+            self._prompts[number] = prompt
+        return self._prompts[number]
+
+    def items(self, items: Iterable[Item]) -> list[Item]:
+        """Return the items after their alternate prompts; items without one are left out."""
+        pairs = ((item, self.of(item.group)) for item in items)
+        return [
+            replace(item, prompt=prompt, tail=moved_tail(item.tail, item.prompt, prompt))
+            for item, prompt in pairs
+            if prompt is not None
+        ]
+
+
+def moved_tail(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
+    """Return the tail of a conversation after another prompt: its positions go on from where that prompt ends."""
+    shift = new.next_position - old.next_position
+    return None if tail is None else replace(tail, position_ids=tail.position_ids + shift)
+
+
+def require_images(
+    train: Dataset, field: str, *, several_turns: bool = False, column: str | None = None
+) -> None:
+    """Raise ConfigError if the rows do not have what a field of `algorithm` that compares images needs.
+
+    At least one row needs an image, and one with images the `column`. Conversations of `several_turns` are refused.
+    """
+    if several_turns:
+        raise ConfigError(
+            f"algorithm.{field}: must be left out in conversations of several turns (rollout.tools, "
+            "rollout.environment), whose tools may show what the other view hides"
+        )
+    few = min(ROWS, len(train))
+    pictured = [row for i in range(few) if (row := train.fields(i * len(train) // few)).images]
+    if not pictured:
+        raise ConfigError(
+            f"algorithm.{field}: none of {few} rows of the training set has an image, and it compares answers with "
+            "those to another image; leave it out, or train on rows with images"
+        )
+    if column is not None and all(row.columns.get(column) is None for row in pictured):
+        raise ConfigError(
+            f"algorithm.{field}: none of {len(pictured)} rows with images has a {column!r}, which it needs; name "
+            f"yours in data.columns: {{{column}: ...}}"
+        )
