@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.base import Rows
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.pack import Item
 from mm_grpo.types import Group, Prompt, Tail
@@ -57,7 +57,7 @@ def moved_tail(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
 
 
 def require_images(
-    train: Dataset, field: str, *, several_turns: bool = False, column: str | None = None
+    train: Rows, field: str, *, several_turns: bool = False, column: str | None = None
 ) -> None:
     """Raise ConfigError if the rows do not have what a field of `algorithm` that compares images needs.
 
