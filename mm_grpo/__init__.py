@@ -25,7 +25,8 @@ The annexes hang on it, and nobody has to open them for that::
     import_path  files and modules that a config names       terminal   text of data made safe to print
     user_code    the user's functions, in processes that end migrate    names of other trainers, `mm-grpo convert`
     hub          whether the Hugging Face hub answers        background daemon threads, an event loop in one
-    numbers      numbers that a run can calculate with
+    numbers      numbers that a run can calculate with       open_run   what a run needs around its loop
+    exports      what a trainer saves, shows and publishes
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the

@@ -1,7 +1,7 @@
-"""What a run is made of, from its config: the plan of its steps, and processor, model, learner, engine and sync.
+"""Parts of a run from its config: the plan of its steps, and processor, model, learner, engine and sync.
 
-`mm-grpo train`, `check` and `doctor` all come through here, so what is found sound before a run is what the run
-uses. torch and the engines are imported when they are built, for `check` needs the plan alone.
+`mm-grpo train`, `check` and `doctor` all build here, so `check` and `doctor` check what a run uses. torch and the
+engines are imported when they are built, because `check` needs the plan alone.
 
 A new engine is one function here, in `ENGINES` under its name in `rollout.engine`. The function imports the
 engine itself, so that no run pays for one that it does not use.
@@ -47,23 +47,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How many steps and updates a run makes, the seeds of its generations, the order of its rows; and all in words."""
+    """Numbers of steps and of optimizer updates, seeds of the generations, and order of the rows."""
 
     max_steps: int
     updates: int
     seeds: SeedPlan
     order: PromptOrder
     sentences: tuple[str, ...]
+    """The plan in words, with settings that it cuts or ignores."""
 
 
 def plan_run(
     config: GRPOConfig, rows: Rows, *, at_least_an_epoch: bool = False, several_turns: bool = False
 ) -> RunPlan:
-    """The plan of a run over `rows`: `run.max_steps` steps, by default one epoch.
+    """Plan a run over `rows`: `run.max_steps` steps, by default one epoch.
 
-    `at_least_an_epoch` lengthens a shorter run to as many prompts as there are rows, so that each has its seeds
-    (`PromptBuilder.first`); those of the run stay the same. With `several_turns` conversations have up to
-    `rollout.max_turns`. Raises ConfigError when there are not seeds enough.
+    `at_least_an_epoch` gives every row its seeds, also in a shorter run (`PromptBuilder.first`); the seeds of the run
+    stay the same. With `several_turns` conversations have up to `rollout.max_turns`. Raises ConfigError when there are
+    not enough seeds.
     """
     rollout, run = config.rollout, config.run
     if rollout.max_staleness and not ENGINE_FACTS[rollout.engine].remote:
@@ -97,7 +98,7 @@ def plan_run(
 
 
 def _pass_rate_order(config: GRPOConfig, rows: Rows, steps: int) -> PassRateOrder:
-    """The order of `data.pass_rate`. ConfigError where it would change nothing, or where weights say what is drawn."""
+    """Return the order of `data.pass_rate`. ConfigError if it changes nothing, or contradicts a mixture's weights."""
     factor, rollout = config.data.pass_rate or 0.0, config.rollout
     how = (rollout.prompts_per_step, config.run.seed, factor, rollout.max_staleness)
     order, why = PassRateOrder(len(rows), *how), ""
@@ -112,21 +113,25 @@ def _pass_rate_order(config: GRPOConfig, rows: Rows, steps: int) -> PassRateOrde
 
 # the parts -----------------------------------------------------------------------------------
 
+UNSHARED = (
+    "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner runs "
+    "each completion after a prompt of its own; images are still encoded once"
+)
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What learns and what samples; `sync` has sent the learner's weights once.
-
-    `sentences` say which limits were chosen because the config sets none.
-    """
+    """Learner and engine of a run, with the parts that they share."""
 
     processor: Processor
     model: Any
     prompt_builder: PromptBuilder
     engine: RolloutEngine
     sentences: tuple[str, ...]
+    """Limits that were chosen because the config sets none, in words."""
     learner: Learner
     sync: VerifiedSync
+    """It has sent the learner's weights once."""
 
 
 def check_features(config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
@@ -148,30 +153,24 @@ def build_parts(
     toolbox: Toolbox | None = None,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Parts:
-    """Load what `config` names, in place of which a `model` and a `processor` can be given.
+    """Load what `config` names, or take the `model` and the `processor` that are passed in.
 
-    `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about,
-    `ranks` the processes that train together, `toolbox` what the model may call; `phase` is told what begins. Raises
-    ConfigError for what cannot be loaded and GuardStop when the weights did not reach the engine.
+    `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about, the
+    training set first, `ranks` the processes that train together, `toolbox` what the model may call; `phase` is called
+    with what begins. Raises ConfigError for what cannot be loaded and GuardStop when the weights did not reach the
+    engine.
     """
     from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
-    from mm_grpo.learner.model import (
-        adopt_model,
-        check_saveable,
-        load_model,
-        resolve_device,
-        resolve_dtype,
-    )
+    from mm_grpo.learner.model import adopt_model, check_saveable, resolve_device, resolve_dtype
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.rollout.weights import WeightLedger
 
-    for name, given in (("model", model), ("processor", processor)):
-        if isinstance(given, str | PathLike):
-            raise ConfigError(f"{name} = {str(given)!r}: must be a loaded one; a path is set in model.path")
+    for name, passed in (("model", model), ("processor", processor)):
+        if isinstance(passed, str | PathLike):
+            raise ConfigError(f"{name} = {str(passed)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
-    twin = config.algorithm.twin_view
-    if datasets:  # the training set comes first
+    if datasets:
         check_features(config, datasets[0], several_turns=toolbox is not None)
     device = resolve_device(config.model.device)
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
@@ -179,16 +178,7 @@ def build_parts(
     if processor is None:
         processor = processor_of(config)
     else:
-        asked, own = config.data.chat_template_kwargs, getattr(processor, "chat_template_kwargs", {})
-        if asked != own:
-            raise ConfigError(
-                f"data.chat_template_kwargs = {asked}: the processor that was passed in has {own}; give "
-                "load_processor(...) the same"
-            )
-        if twin is not None and twin.view == "high_resolution":
-            raise ConfigError(
-                "algorithm.twin_view: high_resolution makes a processor with other limits from model.path; pass none"
-            )
+        _check_processor(processor, config)
     # four bits are not what the engine has, which can then sleep whole, unless it runs the learner's
     may_lend = (
         ENGINE_FACTS[config.rollout.engine].colocated
@@ -196,10 +186,8 @@ def build_parts(
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
     if model is None:
-        phase(f"loading the weights of {config.model.path}")
         # a base that vLLM will lend is on the device once, and not twice until then
-        host = {"dtype": _dtype_name(config), "device": "cpu"} if may_lend else {}
-        model = load_model(config.model.model_copy(update=host), processor.family)
+        model = _load_model(config, processor, on_host=may_lend, phase=phase)
     else:
         several = ranks is not None and ranks.world > 1
         from_path = from_path if ENGINE_FACTS[config.rollout.engine].embedded else "engine"
@@ -216,15 +204,11 @@ def build_parts(
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
-    unshared = (
-        "layout: unshared: sharing a prompt between its completions is not exact for this model, so the learner runs "
-        "each completion after a prompt of its own; images are still encoded once"
-    )
     sentences = (
         pixels if config.data.max_pixels is None else "",
         limits,
         engine.sentence,
-        unshared if processor.layout == "unshared" else "",
+        UNSHARED if processor.layout == "unshared" else "",
         "" if ENGINE_FACTS[config.rollout.engine].embedded else adapters_sentence(learner, lent),
     )
     return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
@@ -240,23 +224,20 @@ def open_sampler(
     put_in: Callable[[Any], None] | None = None,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[PromptBuilder, Sampler]]:
-    """What `build_parts` makes without a learner, for answers as in evaluation: a prompt builder, and the engine, with
-    a `toolbox` a loop of turns over it. After the block all is closed, `scorer` and `toolbox` too.
+    """Make a prompt builder and an engine without a learner, for answers as in evaluation.
 
-    `put_in` may replace the weights of the model once it is loaded. An engine with weights of its own reads those at
-    `model.path`; it is sent the others where they were replaced or quantised, and servers always, and what arrived is
+    With a `toolbox` the engine is a loop of turns over it. After the block all is closed, `scorer` and `toolbox` too.
+    `put_in` may replace the weights of the model once it is loaded. An engine with weights of its own reads the ones at
+    `model.path`. It is sent the model's if they were replaced or quantised, and servers always; what arrived is
     compared with what was sent. The model is then held in the host's memory.
     """
     from mm_grpo.learner.lora import merged_tensors
-    from mm_grpo.learner.model import load_model
     from mm_grpo.rollout.turns import sampler_of
     from mm_grpo.rollout.weights import WeightLedger
 
     embedded = ENGINE_FACTS[config.rollout.engine].embedded
-    held = {"dtype": _dtype_name(config)} | ({} if embedded else {"device": "cpu"})
     processor = processor_of(config)
-    phase(f"loading the weights of {config.model.path}")
-    model = load_model(config.model.model_copy(update=held), processor.family)
+    model = _load_model(config, processor, on_host=not embedded, phase=phase)
     if put_in is not None:
         put_in(model)
     model.requires_grad_(False)
@@ -280,17 +261,37 @@ def open_sampler(
         engine.close()
 
 
-def _dtype_name(config: GRPOConfig) -> str:
-    """The dtype of weights on the run's device, wherever they are held."""
-    from mm_grpo.learner.model import resolve_device, resolve_dtype
+def _check_processor(processor: Processor, config: GRPOConfig) -> None:
+    """Raise ConfigError if a processor that was passed in contradicts the config."""
+    arguments, own = config.data.chat_template_kwargs, getattr(processor, "chat_template_kwargs", {})
+    if arguments != own:
+        raise ConfigError(
+            f"data.chat_template_kwargs = {arguments}: the processor that was passed in has {own}; give "
+            "load_processor(...) the same"
+        )
+    twin = config.algorithm.twin_view
+    if twin is not None and twin.view == "high_resolution":
+        raise ConfigError(
+            "algorithm.twin_view: high_resolution makes a processor with other limits from model.path; pass none"
+        )
 
-    return str(resolve_dtype(config.model.dtype, resolve_device(config.model.device))).removeprefix("torch.")
+
+def _load_model(
+    config: GRPOConfig, processor: Processor, *, on_host: bool, phase: Callable[[str], None]
+) -> Any:
+    """Load the weights at `model.path`; with `on_host` into the host's memory, at the dtype of the run's device."""
+    from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
+
+    phase(f"loading the weights of {config.model.path}")
+    dtype = resolve_dtype(config.model.dtype, resolve_device(config.model.device))
+    changes = {"dtype": str(dtype).removeprefix("torch."), "device": "cpu"} if on_host else {}
+    return load_model(config.model.model_copy(update=changes), processor.family)
 
 
 def _share_base(engine: RolloutEngine, model: Any, ledger: WeightLedger) -> int:
-    """Let the engine, which is sent the model's weights for it, lend its own in place of a base that nothing changes.
+    """Send the engine the model's weights and put its frozen base in the place of the model's; return the bytes freed.
 
-    Returns the bytes that became free: none where the engine runs not all adapters as factors.
+    0 if the engine does not apply all adapters as factors: their layers' base would be sent merged.
     """
     from mm_grpo.learner.lora import adapted_layers, frozen_base, merged_tensors, sent_factors
 
@@ -302,8 +303,10 @@ def _share_base(engine: RolloutEngine, model: Any, ledger: WeightLedger) -> int:
 
 
 def adapters_sentence(learner: Learner, lent: int | None) -> str:
-    """How an engine of its own is given the learner's adapters, and how many bytes of the base it lends the learner
-    (None where it cannot); "" without adapters."""
+    """Say how the engine gets the learner's adapters; "" without adapters.
+
+    `lent` are the bytes of the base that the engine lends the learner, None if it cannot.
+    """
     layers = learner.adapted_layers
     merged = [layer for layer in layers if layer not in learner.factored]
     if merged:
@@ -318,7 +321,7 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
 def _prompts(
     config: GRPOConfig, model: Any, processor: Processor, datasets: Iterable[Rows], toolbox: Toolbox | None
 ) -> tuple[PromptBuilder, GRPOConfig, str]:
-    """The prompt builder, the config with the limits of an engine that has its own, and what is to be said of them."""
+    """Return the prompt builder, the config with the engine's limits, and those limits in words."""
     context = context_of(model.config)
     if ENGINE_FACTS[config.rollout.engine].embedded:
         return PromptBuilder(processor, config, context, None, preparer=toolbox), config, ""
@@ -328,7 +331,7 @@ def _prompts(
 
 
 def processor_of(config: GRPOConfig) -> Processor:
-    """The processor that a config names, with its pixel limits and template arguments."""
+    """Load the processor that a config names, with its pixel limits and template arguments."""
     from mm_grpo.processors.base import load_processor
 
     return load_processor(
@@ -342,7 +345,7 @@ def processor_of(config: GRPOConfig) -> Processor:
 
 
 def pipeline_of(collector: Collector, engine: RolloutEngine, ranks: Ranks) -> Synchronous:
-    """What `rollout.max_staleness` asks for. `ranks` are those of the main thread."""
+    """Return the pipeline of `rollout.max_staleness`. `ranks` are the main thread's."""
     from mm_grpo.rollout.pipeline import Lockstep, Synchronous
 
     if collector.config.rollout.max_staleness == 0:
@@ -356,10 +359,10 @@ def pipeline_of(collector: Collector, engine: RolloutEngine, ranks: Ranks) -> Sy
 def build_engine(
     config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None = None
 ) -> RolloutEngine:
-    """The engine of `rollout.engine`. `model` is the learner's, which an embedded engine samples from.
+    """Make the engine of `rollout.engine`. `model` is the learner's; an embedded engine samples from it.
 
-    An engine with weights of its own has to be sent the learner's before it samples. `ranks` are the processes that
-    train together, of which each makes its own.
+    An engine with weights of its own has to be sent the learner's before it samples. Each process of `ranks` makes its
+    own engine.
     """
     name: str = config.rollout.engine
     if name not in ENGINES:
@@ -376,24 +379,28 @@ def _transformers(config: GRPOConfig, model: Any, processor: Processor, ranks: R
 def vllm_settings(
     config: GRPOConfig, processor: Processor, dtype: str, context: int | None
 ) -> EngineSettings:
-    """What vLLM is started with for `model.path`, in this process or as a server; limits that are null in the config
-    are those of a model of this `context`."""
+    """Return the settings to start vLLM with for `model.path`, in this process or as a server.
+
+    Limits that are null in the config are derived from `context`, the model's longest sequence in tokens.
+    """
     from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
-    given, lora = config.rollout.vllm, config.model.lora
-    kwargs = dict(given.engine_kwargs)
-    if given.in_four_bits:
-        del kwargs["quantization"]  # which the learner's layers bring
-    limits = engine_limits(config, processor, (), context)  # those of rows stand in the config
+    options, lora = config.rollout.vllm, config.model.lora
+    kwargs = dict(options.engine_kwargs)
+    if options.in_four_bits:
+        del kwargs["quantization"]  # the learner's layers bring it
+    limits = engine_limits(
+        config, processor, (), context
+    )  # the limits that follow from rows are in the config
     return EngineSettings(
         model=config.model.path,
         dtype=dtype,
         max_model_len=limits.max_model_len,
         mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
-        gpu_memory_utilization=given.gpu_memory_utilization,
-        sleep_level=given.sleep_level,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        sleep_level=options.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
         lora_rank=0 if lora is None else lora.rank,
         lora_vision=lora is not None and lora.vision,
@@ -423,8 +430,8 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
-    given = config.rollout.server
-    if not given.urls:
+    options = config.rollout.server
+    if not options.urls:
         raise ConfigError(
             "rollout.server.urls = []: rollout.engine=vllm_server needs servers; start them with `mm-grpo serve` and "
             "write their urls here, or let `mm-grpo train --serve 1` start one"
@@ -433,22 +440,22 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     transfer = None
     if ranks is None or ranks.first:
         transfer = transfer_of(
-            given.transfer,
+            options.transfer,
             device=str(model.device),
-            folder=given.folder,
-            host=own_address(urlsplit(given.urls[0]).hostname),
-            timeout=min(300.0, given.timeout),
+            folder=options.folder,
+            host=own_address(urlsplit(options.urls[0]).hostname),
+            timeout=min(300.0, options.timeout),
         )
     key = os.environ.get(VARIABLE)
-    clients = [ServerClient(url, key=key, timeout=given.timeout) for url in given.urls]
+    clients = [ServerClient(url, key=key, timeout=options.timeout) for url in options.urls]
     return ServedEngine(
         clients,
         transfer,
         processor,
         limits=ServerLimits(
-            timeout=given.timeout,
-            probe_timeout=min(30.0, given.timeout / 3),
-            wait_timeout=given.wait_timeout,
+            timeout=options.timeout,
+            probe_timeout=min(30.0, options.timeout / 3),
+            wait_timeout=options.wait_timeout,
             max_model_len=limits.max_model_len,
             lora_rank=config.model.lora.rank if config.model.lora is not None else 0,
             sizes=model_sizes(model.config),

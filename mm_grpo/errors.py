@@ -1,11 +1,11 @@
 """The errors that mm_grpo raises on purpose, and the exit code of each.
 
-A `UserError` is a mistake in a config, a dataset, a reward or a command: the command line prints its
-message alone and exits with 2. A `GuardStop` is a run that stopped itself (exit 3). Every message
-names the field or the row, the value, what is legal and what to do. Anything else that escapes exits with 1
+A `UserError` is a mistake in a config, a dataset, a reward or a command: the command line prints only its
+message and exits with 2. A `GuardStop` is a run that stopped itself (exit 3). Every message
+names the field or the row, the value, what is legal and what to do. Any other exception exits with 1
 and one line (cli/unexpected.py).
 
-`did_you_mean` is the hint that a message about an unknown name gives; `by_cause` makes one message of many, `shorten`
+`did_you_mean` is the hint in a message about an unknown name; `by_cause` makes one message of many, `shorten`
 cuts a value or another library's message.
 """
 
@@ -15,11 +15,11 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. Exit code 2."""
+    """A mistake that the user can correct. Exit code 2."""
 
 
 class ConfigError(UserError):
-    """A field of the config is unknown, missing, out of range or at odds with another."""
+    """A field of the config is unknown, missing, out of range or contradicts another."""
 
 
 class DataError(UserError):
@@ -31,11 +31,11 @@ class RewardError(UserError):
 
 
 class ToolError(UserError):
-    """A tool or an environment cannot be used, or raised where nobody answers for it."""
+    """A tool or an environment cannot be used, or raised outside the calls whose errors are answered."""
 
 
 class EngineError(RuntimeError):
-    """The rollout engine failed where neither config nor row is to blame; the cause is chained. Exit code 1."""
+    """The rollout engine failed, and neither config nor row is the cause; the exception is chained. Exit code 1."""
 
 
 class GuardStop(Exception):
@@ -43,17 +43,17 @@ class GuardStop(Exception):
 
 
 def shorten(text: object, limit: int = 80) -> str:
-    """A text on one line, cut at `limit` characters.
+    """Put a text on one line, cut at `limit` characters.
 
     >>> shorten("a \n b"), shorten("9" * 400, 10)
     ('a b', '9999999...')
     """
-    whole = " ".join(str(text).split())
-    return whole if len(whole) <= limit else f"{whole[: limit - 3]}..."
+    line = " ".join(str(text).split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def half_character(text: str) -> str:
-    """Words about half a character (a lone surrogate) in a text, which no tokenizer and no file takes; "" without.
+    """Say that a text holds half a character (a lone surrogate), which no tokenizer and no file takes; "" if not.
 
     >>> half_character("a\\ud800")
     'holds half a character (\\\\ud800); write the whole one, as UTF-8'
@@ -63,26 +63,26 @@ def half_character(text: str) -> str:
 
 
 def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
-    """The known name that `name` most looks like, at least `alike` of 1; case and `-` for `_` make no difference."""
-    folded = {each.casefold().replace("-", "_"): each for each in known}
+    """Return the known name most similar to `name`, by at least `alike` of 1; case and `-` for `_` do not count."""
+    folded = {candidate.casefold().replace("-", "_"): candidate for candidate in known}
     matches = difflib.get_close_matches(name.casefold().replace("-", "_"), list(folded), n=1, cutoff=alike)
     return folded[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question that a message about an unknown name asks, with a space behind it, or an empty text.
+    """Return the question of a message about an unknown name, with a space behind it, or an empty text.
 
     >>> f"unknown reward 'iuo'; {did_you_mean('iuo', ['iou', 'length'])}known names: iou, length"
     "unknown reward 'iuo'; did you mean 'iou'? known names: iou, length"
     """
-    found = nearest(name, known)
-    return f"did you mean {found!r}? " if found else ""
+    match = nearest(name, known)
+    return f"did you mean {match!r}? " if match else ""
 
 
 def by_cause(messages: Iterable[str], rows: int) -> list[str]:
-    """One message for each cause among messages about some of `rows` rows: the first one, and how many there are.
+    """Return for each cause among messages about some of `rows` rows its first message, and how many there are.
 
-    Messages have one cause when they differ in numbers and in what stands in quotes alone.
+    Messages have one cause when they differ only in numbers and in quoted text.
 
     >>> by_cause(["r:1: 'a' is null", "r:2: 'b' is null", "r:3: is empty"], 9)
     ["2 of 9 rows, the first r:1: 'a' is null", 'r:3: is empty']

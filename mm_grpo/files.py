@@ -1,8 +1,7 @@
 """Paths as users write them, atomic writes, and temporary folders.
 
-`expand_home` is the one place that knows what `~` means; `read_regular_file` reads no pipe and no device. A file or a
-folder that is written is filled under a temporary name, then renamed; it is never half there. A file that a user names
-is an `OutputFile`.
+Only `expand_home` knows what `~` means; `read_regular_file` reads no pipe and no device. A file or a folder is filled
+under a temporary name, then renamed, so it is never half written. A file that a user names is an `OutputFile`.
 """
 
 from __future__ import annotations
@@ -25,42 +24,43 @@ from typing import Any
 from mm_grpo.errors import ConfigError
 
 LARGEST_JSON = 2**30
-"""Bytes of a file of JSON, or of a server's answer, in which a token with its log-prob takes some 100."""
+"""Most bytes of a JSON file or of a server's answer; a token with its log-prob takes some 100."""
 RUN_MARK = "mm_grpo_run.json"
-"""The file by which a run's folder is known (run/lock.py)."""
+"""File that marks a folder as a run's (run/lock.py)."""
 TEMPORARY = "mm_grpo_tmp_"
 _DEEP = re.compile(r"(?:^|(?<=/))\*\*(?:/+|$)")
-LEFT_AFTER = 60.0
-"""Seconds after which a temporary folder that nobody holds was left by a killed process."""
+STALE_AFTER = 60.0
+"""Seconds after which a temporary folder that nobody locks counts as a killed process's."""
 
 
 def expand_home(path: str) -> str:
-    """A path with `~` or `~user` at its start replaced by that home folder.
+    """Return a path with `~` or `~user` at its start replaced by that home folder.
 
-    Raises ValueError, whose text follows the path in a message, for a user that there is not.
+    Raises ValueError for an unknown user; its text follows the path in a message.
     """
-    found = os.path.expanduser(path)
-    if path.startswith("~") and found == path:
+    expanded = os.path.expanduser(path)
+    if path.startswith("~") and expanded == path:
         raise ValueError(f"there is no user {path.split('/')[0][1:]!r} here; write the path in full")
-    return found
+    return expanded
 
 
 def short_path(path: object, limit: int = 300) -> str:
-    """A path as a message shows it; of one that no file can have, the beginning."""
+    """Return a path as a message shows it; only its beginning if it is too long for a file."""
     text = str(path)
     return text if len(text) <= limit else f"{text[:60]}... ({len(text)} characters)"
 
 
 def expand_glob(pattern: str) -> list[str]:
-    """The paths that match, sorted, each file once; a `**` follows links too."""
-    found: dict[str, str] = {}
+    """Return the paths that match, sorted, each file once; a `**` follows links too."""
+    paths: dict[str, str] = {}
     for path in sorted(_matches(pattern), key=len):
-        found.setdefault(os.path.realpath(path), path)
-    return sorted(found.values())
+        paths.setdefault(os.path.realpath(path), path)
+    return sorted(paths.values())
 
 
 def _matches(pattern: str) -> list[str]:
-    """Return the paths that match. glob's own `**` goes round and round where links lead up."""
+    """Return the paths that match."""
+    # not glob's own `**`, which goes in circles when links lead up
     top, *rest = _DEEP.split(pattern, maxsplit=1)
     if not rest:
         return glob.glob(pattern)
@@ -71,20 +71,20 @@ def _matches(pattern: str) -> list[str]:
 
 def _folders(top: str) -> Iterator[str]:
     """Yield a folder and all below it that are not hidden, nearest first, each real folder once."""
-    waiting, seen = [top], set[str]()
-    for folder in waiting:
-        if (real := os.path.realpath(folder)) not in seen:
-            seen.add(real)
+    folders, real_folders = [top], set[str]()
+    for folder in folders:
+        if (real := os.path.realpath(folder)) not in real_folders:
+            real_folders.add(real)
             yield folder
-            waiting += sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")), key=len)
+            folders += sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")), key=len)
 
 
 def read_regular_file(path: str | Path, limit: int = -1) -> bytes:
-    """The bytes of a file, at most `limit` of them; a pipe, a socket or a device is not waited for.
+    """Read at most `limit` bytes of a file, without waiting for a pipe, a socket or a device.
 
-    Raises OSError, whose `strerror` says what is there, for all that is no regular file.
+    Raises OSError for anything but a regular file; its `strerror` says what is there.
     """
-    # Not a look at the path first: it may change, and open waits for the writer of a pipe.
+    # the path is not checked first: it may change, and open waits for the writer of a pipe
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
@@ -92,21 +92,21 @@ def read_regular_file(path: str | Path, limit: int = -1) -> bytes:
 
 
 def parse_json(data: str | bytes, kind: type = object) -> Any:
-    """The value of JSON that somebody else wrote, which has to be a `kind` such as dict.
+    """Parse JSON that somebody else wrote, and return its value, a `kind` such as dict.
 
-    Raises ValueError, whose text is one short line, for any other kind and for what is no JSON.
+    Raises ValueError with one short line for any other kind and for invalid JSON.
     """
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except RecursionError:
         raise ValueError("holds lists or mappings too deep within one another") from None
-    if not isinstance(found, kind):
-        raise ValueError(f"holds a {type(found).__name__} where a {kind.__name__} is expected")
-    return found
+    if not isinstance(value, kind):
+        raise ValueError(f"holds a {type(value).__name__} where a {kind.__name__} is expected")
+    return value
 
 
 def read_json(path: Path, kind: type = object) -> Any:
-    """As `parse_json`, of a regular file of at most LARGEST_JSON bytes. Raises OSError too."""
+    """Parse a regular file of at most LARGEST_JSON bytes as `parse_json` does. Raises OSError too."""
     data = read_regular_file(path, LARGEST_JSON + 1)
     if len(data) > LARGEST_JSON:
         raise ValueError(f"has more than {LARGEST_JSON} bytes")
@@ -116,11 +116,10 @@ def read_json(path: Path, kind: type = object) -> Any:
 def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None:
     """Put `data` at `path`; the file is either the old one or the new one, never a mixture.
 
-    Text is written as UTF-8, with ? for what UTF-8 cannot hold. `durable` waits until the disk has
-    it, so that the file also survives a power cut; without it only a killed process is survived. A
-    failure leaves nothing behind.
+    Text is written as UTF-8, with ? for what UTF-8 cannot hold. With `durable` the file is on the disk on return, so
+    it also survives a power cut. A failure leaves nothing behind.
     """
-    # Not tempfile: its files can be read by their owner only, and a rename keeps that.
+    # not tempfile: only their owner can read its files, and a rename keeps that
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with tmp.open("wb") as file:
@@ -135,10 +134,10 @@ def atomic_write(path: Path, data: str | bytes, *, durable: bool = True) -> None
 
 
 class OutputFile:
-    """A file that a user names by `option`: looked at when this is made, before the work that makes its content.
+    """File that a user names by `option`, checked when this is made, before its content is computed.
 
-    A regular file is replaced where `mark` stands near its start, and with None never. Raises ConfigError for any other
-    file, for what is no regular file, and for a folder that is missing or takes no file.
+    A regular file is replaced if `mark` stands near its start, and with None never. Raises ConfigError for any other
+    file, for a link or a device, and for a folder that is missing or not writable.
     """
 
     def __init__(self, option: str, named: str | Path, mark: bytes | None = b"") -> None:
@@ -154,7 +153,7 @@ class OutputFile:
             raise self._refused(f"{getattr(error, 'strerror', None) or error}; name another file") from None
 
     def write(self, text: str) -> None:
-        """Put the text there, in one piece. Raises ConfigError where it cannot be."""
+        """Write the text in one piece. Raises ConfigError if it cannot be written."""
         try:
             self._check()
             atomic_write(self.path, text)
@@ -176,16 +175,16 @@ class OutputFile:
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a new folder, and put it at `path` in place of what is there.
+    """Let `write` fill a new folder, and put it at `path` in place of the old one.
 
-    A failure of `write` leaves what was there as it was. A process killed between the two renames
-    leaves the old folder next to it, as .NAME.old, and the next call starts by putting it back.
+    A failure of `write` leaves the old folder as it was. A process killed between the two renames leaves it beside
+    the path, as .NAME.old, and the next call starts by putting it back.
     """
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
     if old.exists() and not path.exists():
         os.replace(old, path)
-    for left in (new, old):
-        remove(left)
+    for leftover in (new, old):
+        remove(leftover)
     new.mkdir(parents=True)
     try:
         write(new)
@@ -201,27 +200,27 @@ def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def temporary_folder(purpose: str, parent: Path | None = None) -> Iterator[Path]:
-    """A new folder in `parent`, or the system's folder for temporary files, `mm_grpo_PURPOSE_...`; removed at the end.
+    """Make a folder `mm_grpo_PURPOSE_...` in `parent` (default: the system's temporary folder), removed at the end.
 
-    Those that a killed process left are removed too: a process holds a lock on its own while it lives. One that is
-    younger than a minute may not be locked yet, and stays.
+    Folders of killed processes are removed too: a process locks its folder while it lives. A folder younger than
+    STALE_AFTER may not be locked yet, and stays.
     """
-    _remove_left(parent or Path(tempfile.gettempdir()))
+    _remove_stale(parent or Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{purpose}_", dir=parent) as name:
         handle = os.open(name, os.O_RDONLY)
         try:
-            with suppress(OSError):  # a file system without locks: then nothing is removed there either
+            with suppress(OSError):  # on a file system without locks nothing is removed either
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield Path(name)
         finally:
             os.close(handle)
 
 
-def _remove_left(parent: Path) -> None:
+def _remove_stale(parent: Path) -> None:
     for folder in parent.glob(f"{TEMPORARY}*"):
-        with suppress(OSError):  # another user's, or one that another process removes just now
+        with suppress(OSError):  # another user's folder, or another process is removing it
             state = folder.lstat()
-            old = time.time() - state.st_mtime > LEFT_AFTER  # the clock of the file system
+            old = time.time() - state.st_mtime > STALE_AFTER
             if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid() or not old:
                 continue
             handle = os.open(folder, os.O_RDONLY)
@@ -233,7 +232,7 @@ def _remove_left(parent: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, or a file or a link and not what it leads to, if there is one. OSError when it stays."""
+    """Remove a folder, a file, or a link without its target, if there is one. OSError when it stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,8 +1,7 @@
-"""Python files and modules that a config names, imported: reward functions, processors.
+"""Import of Python files and modules that a config names: reward functions, processors.
 
 An address is `path/to/file.py:name` or `package.module:name`. A file is imported by its path, without its
-neighbours, and again when its text has changed. Messages begin with what the caller names: the field and its
-value.
+neighbours, and again when its text has changed. Messages begin with the field and its value.
 """
 
 from __future__ import annotations
@@ -24,46 +23,47 @@ from mm_grpo.errors import UserError, did_you_mean
 from mm_grpo.files import expand_home, read_regular_file
 
 FILE_MODULE = "mm_grpo_file_"
-"""How the names of modules begin that were imported from a file."""
+"""Prefix of the names of modules that were imported from a file."""
 
 _LOADED: dict[Path, tuple[str, ModuleType]] = {}
 
 
 def library_first(path: Sequence[str], folder: str) -> list[str]:
-    """`sys.path` with `folder`, if it is there, behind the standard library, before which a json.py there would come.
+    """Return `sys.path` with `folder`, if it holds it, behind the standard library.
 
-    It stays where it is when PYTHONPATH names it.
+    It stays first when PYTHONPATH names it.
     """
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [place for place in path if place not in ("", folder)]
-    if len(others) == len(path) or folder in (os.path.abspath(place) for place in named if place):
+    # a json.py in the folder would otherwise replace the library's
+    user_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = [entry for entry in path if entry not in ("", folder)]
+    if len(entries) == len(path) or folder in (os.path.abspath(entry) for entry in user_paths if entry):
         return list(path)
     library = sysconfig.get_path("stdlib")
     libraries = (library, os.path.join(library, "lib-dynload"))
-    end = max((n for n, place in enumerate(others, 1) if place in libraries), default=len(others))
-    return [*others[:end], folder, *others[end:]]
+    end = max((n for n, entry in enumerate(entries, 1) if entry in libraries), default=len(entries))
+    return [*entries[:end], folder, *entries[end:]]
 
 
 def load_named(address: str, field: str, error: type[UserError]) -> Any:
-    """What an address leads to. `error`, naming the `field`, when the file, the module or the name is not there."""
+    """Return the object at an address. Raises `error`, naming the `field`, if file, module or name does not exist."""
     place, _, name = address.rpartition(":")
     if not place or not name:
         raise error(f"{field} = {address!r}: must be path/to/file.py:Name or package.module:Name")
     what = f"{field} = {address!r}"
     module = load_file(what, place, error) if place.endswith(".py") else load_module(what, place, error)
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        target = getattr(target, part, None)
+    if target is None:
         public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
         raise error(
             f"{what}: {place} has no {name!r}; {did_you_mean(name, public)}it has {', '.join(public)}"
         )
-    return found
+    return target
 
 
 def load_file(what: str, place: str, error: type[UserError]) -> ModuleType:
-    """The module of a file."""
+    """Import a file; `what` begins the message of `error`."""
     try:
         path = Path(expand_home(place)).resolve()
         source = read_regular_file(path)
@@ -82,8 +82,8 @@ def load_file(what: str, place: str, error: type[UserError]) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up here
     try:
-        # Not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
-        # the old code of a file that was edited within one second.
+        # not loader.exec_module: its bytecode cache goes by the file's second and size, and would run
+        # the old code of a file that was edited within one second
         exec(compile(source, str(path), "exec"), module.__dict__)
     except (Exception, SystemExit) as cause:
         del sys.modules[name]
@@ -93,7 +93,7 @@ def load_file(what: str, place: str, error: type[UserError]) -> ModuleType:
 
 
 def load_module(what: str, place: str, error: type[UserError]) -> ModuleType:
-    """The module named `place`."""
+    """Import the module named `place`; `what` begins the message of `error`."""
     try:
         return importlib.import_module(place)
     except (Exception, SystemExit) as cause:
@@ -101,29 +101,29 @@ def load_module(what: str, place: str, error: type[UserError]) -> ModuleType:
 
 
 def digest_of(address: str) -> str | None:
-    """The SHA-256 of the file that an address names, as it was loaded; None for a module."""
+    """Return the SHA-256 of the file that an address names, as it was loaded; None for a module."""
     return _LOADED.get(Path(address.rsplit(":", 1)[0]), (None, None))[0]
 
 
 def address_in_module(what: Any) -> str | None:
-    """The address at which exactly this function or class is found; None when it has none."""
+    """Return the address that leads to exactly this function or class; None when there is none."""
     module, attribute = getattr(what, "__module__", None), getattr(what, "__qualname__", "<")
-    found: Any = sys.modules.get(module or "")
-    place = getattr(found, "__file__", None) if str(module).startswith(FILE_MODULE) else module
+    target: Any = sys.modules.get(module or "")
+    place = getattr(target, "__file__", None) if str(module).startswith(FILE_MODULE) else module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    return f"{place}:{attribute}" if place and found is what else None
+        target = getattr(target, part, None)
+    return f"{place}:{attribute}" if place and target is what else None
 
 
 def in_this_process_alone(address: str) -> bool:
-    """Whether an address is one of a notebook or of the script that runs, which another process would run again."""
+    """Return True if an address is in a notebook or in the running script: another process would run it again."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     place = address.rpartition(":")[0]
     return place == "__main__" or bool(script and os.path.realpath(place) == os.path.realpath(script))
 
 
 def import_failed(what: str, cause: BaseException) -> str:
-    """The message for an import that raised: what was imported, the cause and its line."""
+    """Return the message for an import that raised: `what` was imported, the cause and its line."""
     if isinstance(cause, UserError):
         return f"{what} cannot be imported: {cause}"
     frames = [

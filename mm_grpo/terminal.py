@@ -2,9 +2,9 @@
 
 A control character in such a text can recolour the terminal, move its cursor, or hide what follows; a
 bidirectional override shows text in another order than it has. `printable` writes them as escapes. Everything that
-goes to the terminal passes it: messages of errors, tables, progress, and what the logger "mm_grpo" is given.
+goes to the terminal passes it: messages of errors, tables, progress, and records of the logger "mm_grpo".
 
-`redact` takes keys and passwords out of what is printed, saved, sent or put on a page.
+`redact` takes keys and passwords out of texts that are printed, saved, sent or put on a page.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-KEPT = "\u200c\u200d"
-"""Joiners, which some scripts and emoji need."""
+JOINERS = "\u200c\u200d"
+"""Invisible characters that some scripts and emoji need."""
 
 REDACTED = "<redacted>"
-"""Stands where a key, a password or the query of a url was."""
+"""Text in the place of a key, a password or the query of a url."""
 _NAME = (
     r"(?:[\w.-]{0,40}[_.-])?(?:(?:api|access|auth|client|hub|hf|private|secret)[_-]?(?:key|token)|passw(?:or)?d|secret"
     r"|authorization)"
@@ -42,17 +42,17 @@ _SECRETS = (
 
 
 def redact(value: Any, *secrets: str | None) -> Any:
-    """A text, or a mapping or list of them, without `secrets` and without what looks like one, the rest as it was.
+    """Return a text, or a mapping or list of texts, with `secrets` and everything that looks like one replaced.
 
     That is user and query of a url, the value of a name such as api_key or password, and a key of a known form. In a
-    mapping or a list, a text of several words (a prompt) is kept.
+    mapping or a list, a text of several words (a prompt) stays as it is.
     """
     if isinstance(value, Mapping):
         inner = dict(zip(value, redact([*value.values()]), strict=True))
-        named = [key for key in value if value[key] and re.fullmatch(_NAME, str(key), re.IGNORECASE)]
-        return inner | dict.fromkeys(named, REDACTED)
+        secret_keys = [key for key in value if value[key] and re.fullmatch(_NAME, str(key), re.IGNORECASE)]
+        return inner | dict.fromkeys(secret_keys, REDACTED)
     if isinstance(value, list | tuple):
-        return [each if isinstance(each, str) and re.search(r"\s", each) else redact(each) for each in value]
+        return [item if isinstance(item, str) and re.search(r"\s", item) else redact(item) for item in value]
     if isinstance(value, str):
         for secret in filter(None, secrets):
             value = value.replace(secret, REDACTED)
@@ -62,49 +62,49 @@ def redact(value: Any, *secrets: str | None) -> Any:
 
 
 def printable(text: object, *, lines: bool = True) -> str:
-    r"""`text` with control characters, line separators, bidirectional marks and lone surrogates as escapes.
+    r"""Return `text` with control characters, line separators, bidirectional marks and lone surrogates as escapes.
 
     Line feeds and tabs stay with `lines`; without, they are escaped too, so that the text is one line.
 
     >>> printable("a\x1b[31mb\u202ec\nd", lines=False)
     'a\\x1b[31mb\\u202ec\\nd'
     """
-    whole = str(text)
-    if (whole.replace("\n", "").replace("\t", "") if lines else whole).isprintable():
-        return whole  # printable by Python's rule leaves out all categories that are escaped, and some more
-    return "".join(_escaped(c, lines) for c in whole)
+    string = str(text)
+    if (string.replace("\n", "").replace("\t", "") if lines else string).isprintable():
+        return string  # Python's rule excludes every category that is escaped here
+    return "".join(_escaped(c, lines) for c in string)
 
 
 def _escaped(character: str, lines: bool) -> str:
-    if character in KEPT or (lines and character in "\n\t"):
+    if character in JOINERS or (lines and character in "\n\t"):
         return character
     hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
     return character.encode("unicode_escape").decode() if hidden else character
 
 
 def cell(text: object) -> Text:
-    """One line of a table of rich: printable, and never read as markup."""
+    """Make a line of one of rich's tables: printable, and never read as markup."""
     from rich.text import Text
 
     return Text(printable(text, lines=False))
 
 
 def print_line(text: object, console: Console, *, style: str | None = None) -> None:
-    """A printable line of a report of rich, which is not cut in two and never read as markup."""
+    """Print a line of a report with rich, not wrapped and never read as markup."""
     console.print(printable(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def print_phase(text: str) -> None:
-    """A plain line that says what begins, at once. A terminal or a pipe that was closed ends no run."""
+    """Print at once a line that says what begins. A closed terminal or pipe ends no run."""
     with suppress(OSError, ValueError):
         print(printable(text, lines=False), flush=True)
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Load or save a model within it: transformers draws no bars, bitsandbytes does not ask for another kernel.
+    """Silence transformers' bars and bitsandbytes' advice while a model is loaded or saved in the block.
 
-    What the caller set is put back. The Hub's bars of what it downloads stay.
+    The caller's settings are put back. The Hub's bars of its downloads stay.
     """
     from transformers.utils.logging import set_tqdm_hook
 
@@ -120,7 +120,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _LastingFile(io.FileIO):
-    """A file whose writes go nowhere once the reader of its pipe has ended."""
+    """File that drops its writes once the reader of its pipe has ended."""
 
     def write(self, data: Any) -> int:
         try:
@@ -131,14 +131,14 @@ class _LastingFile(io.FileIO):
 
 
 def outlive_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The standard `stream` of this process, whose reader may end (`| head`) without ending what writes to it."""
+    """Wrap a standard `stream` so that the process goes on when the stream's reader ends (`| head`)."""
     raw: Any = _LastingFile(stream.fileno(), "wb", closefd=False)
-    own = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
-    return io.TextIOWrapper(raw if stream.write_through else io.BufferedWriter(raw), **own)
+    options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
+    return io.TextIOWrapper(raw if stream.write_through else io.BufferedWriter(raw), **options)
 
 
 class PrintableFilter(logging.Filter):
-    """Makes the whole message of a record printable, without keys; never drops one."""
+    """Filter that makes the message of a record printable and redacts keys; it drops no record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = printable(redact(record.getMessage())), None
@@ -146,7 +146,7 @@ class PrintableFilter(logging.Filter):
 
 
 def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A hook for sys.excepthook: the traceback as Python prints it, and printable."""
+    """Print a traceback as Python does, but printable and redacted; for sys.excepthook."""
     import sys
 
     print(

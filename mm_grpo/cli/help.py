@@ -109,7 +109,7 @@ def field_advice(option: str | None) -> str | None:
     if option is None or not option.startswith("--"):
         return None
     from mm_grpo.config.grpo_config import GRPOConfig
-    from mm_grpo.config.messages import leaves
+    from mm_grpo.config.section import leaves
     from mm_grpo.migrate.keys import advice_on
 
     known = [path for path, _ in leaves(GRPOConfig)]

@@ -8,9 +8,10 @@ engine_facts    facts about the engines of `rollout.engine`
 shipped         recipes and layers by name
 yaml_file       YAML files, overrides, and paths that are relative to a config file
 yaml_dialect    the YAML of these files
-messages        the base of every section, and what is raised about a wrong value
+section         the base of every section, its fields by path, and its errors as ConfigError
+messages        words of messages: values, defaults and types
 
-The names below load on first use: a reward's options are a section too, and need no more than `messages` and `values`.
+The names below load on first use: a reward's options are a section too, and need no more than `section` and `values`.
 """
 
 from __future__ import annotations

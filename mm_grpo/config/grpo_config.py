@@ -19,16 +19,8 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import Field, model_validator
 
 from mm_grpo.config.engine_facts import ENGINE_FACTS
-from mm_grpo.config.messages import (
-    Accepts,
-    CheckError,
-    RelativeToFile,
-    Section,
-    describe_type,
-    help_text,
-    leaves,
-    yaml_repr,
-)
+from mm_grpo.config.messages import Accepts, CheckError, describe_type, yaml_repr
+from mm_grpo.config.section import Essential, RelativeToFile, Section, help_text, leaves
 from mm_grpo.config.sections import (
     AlgorithmConfig,
     DataConfig,
@@ -44,22 +36,12 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_write
 from mm_grpo.terminal import REDACTED, redact
 
-MATTER = (
-    "model.path model.lora model.freeze_vision data.train data.eval data.columns data.image_dir data.max_pixels "
-    "data.system_prompt data.max_prompt_length data.on_overlong rollout.engine rollout.prompts_per_step "
-    "rollout.num_generations rollout.max_completion_length rollout.vllm.gpu_memory_utilization "
-    "rollout.vllm.sleep_level rewards algorithm.beta algorithm.loss_type optim.learning_rate "
-    "optim.max_tokens_per_pack run.dir run.max_steps run.eval_every run.trackers"
-)
-"""The fields that most runs set; `mm-grpo config`, docs/config.md and the config of `mm-grpo init` show them first."""
-
-
 WITHOUT_KEYS = f"# without keys and passwords: {REDACTED} stands for them\n"
 """First line of a saved config that keys were taken out of."""
 
 
 class FieldHelp(NamedTuple):
-    """One leaf of the tree, as the help shows it; `matters` where it is in MATTER."""
+    """Leaf of the tree as the help shows it; `matters` for an essential field."""
 
     path: str
     type: str
@@ -81,7 +63,10 @@ class GRPOConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     """How many completions a step samples, and how."""
     rewards: Annotated[
-        list[RewardEntry], Accepts("a list of names or mappings with a name, such as [iou]"), RelativeToFile()
+        list[RewardEntry],
+        Accepts("a list of names or mappings with a name, such as [iou]"),
+        RelativeToFile(),
+        Essential(),
     ] = Field(default_factory=list)
     """Registered names, path/to/file.py:function, package.module:function, or mappings {name: ..., weight: 1.0}, whose
     other keys are the reward's arguments. Default: []."""
@@ -110,13 +95,13 @@ class GRPOConfig(Section):
         overrides: Iterable[str] = (),
         layers: Iterable[str | os.PathLike[str]] = (),
     ) -> Self:
-        """The config in a YAML file, with the YAML files `layers` and then `a.b=value` overrides laid over it. Shipped
-        recipes and layers may be named (`mm-grpo recipes`): `GRPOConfig.from_yaml("shapes", layers=["lora"])`.
+        """Read a YAML file, lay the YAML files `layers` and then `a.b=value` overrides over it, and validate it all.
 
+        Shipped recipes and layers may be named (`mm-grpo recipes`): `GRPOConfig.from_yaml("shapes", layers=["lora"])`.
         Layers are merged in their order, sections key by key; lists and plain values are replaced. Relative paths in a
-        file are looked for beside that file first, then from the working folder; those in overrides start from the
-        working folder. So do those in the copy that a run keeps in its folder: it holds paths as they were found when
-        the run started, and beside it lies what the run wrote.
+        file are looked for beside that file first, then from the working folder. Paths in overrides start from the
+        working folder, and so do paths in the copy that a run keeps in its folder: they are as they were found when
+        the run started.
         """
         path = find_config(path)
         values = cls._read(path)
@@ -135,9 +120,10 @@ class GRPOConfig(Section):
         values, folder = read_yaml(path), path.parent
         if path.name == "config.yaml" and (folder / RUN_MARK).exists():
             return values
-        marked = [n for n, f in leaves(cls) if any(isinstance(m, RelativeToFile) for m in f.metadata)]
-        sections = {leaf.rpartition(".")[0] for leaf in cls.all_paths} - {"", *cls.all_paths}
-        for name in (*sections, *marked):
+        fields = dict(leaves(cls))
+        paths = [n for n, f in fields.items() if any(isinstance(m, RelativeToFile) for m in f.metadata)]
+        sections = {leaf.rpartition(".")[0] for leaf in fields} - {"", *fields}
+        for name in (*sections, *paths):
             section, _, key = name.rpartition(".")
             holder = values.get(section) if section else values
             if isinstance(holder, dict) and key in holder:
@@ -149,28 +135,28 @@ class GRPOConfig(Section):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The config in a nested mapping, which is left as it is."""
+        """Validate a nested mapping, which is left as it is."""
         return cls.model_validate(dict(values) if isinstance(values, Mapping) else values)
 
     def to_yaml(self) -> str:
-        """Every field as YAML, keys redacted; `from_yaml` reads it back as an equal config, if it has none."""
+        """Write every field as YAML, keys redacted; without keys `from_yaml` reads it back as an equal config."""
         values = self.model_dump()
         saved: dict[str, Any] = redact(values)
         return ("" if saved == values else WITHOUT_KEYS) + write_yaml(saved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_yaml` to a file, whole or not at all. Makes its folder."""
+        """Write `to_yaml` to a file, whole or not at all, and make its folder."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         atomic_write(Path(path), self.to_yaml())
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate of the run: `optim.learning_rate`, or the default for what is trained."""
+        """Peak learning rate of the run: `optim.learning_rate`, or the default for what is trained."""
         return self.optim.peak_rate(adapters=self.model.lora is not None)
 
     @property
     def importance_sampling_mode(self) -> str:
-        """The mismatch correction of the run: `algorithm.importance_sampling_mode`, or what auto stands for."""
+        """Mismatch correction of the run: `algorithm.importance_sampling_mode`, with auto resolved."""
         mode = self.algorithm.importance_sampling_mode
         resolved = "token_truncate" if self.rollout.max_staleness > 0 else "none"
         return resolved if mode == "auto" else mode
@@ -183,35 +169,35 @@ class GRPOConfig(Section):
 
     @property
     def resolved_fields(self) -> dict[str, Any]:
-        """The fields whose null or auto stands for a value that other fields decide, with that value."""
+        """Fields whose null or auto other fields decide, with the value decided."""
         return {
             "optim.learning_rate": self.learning_rate,
             "algorithm.importance_sampling_mode": self.importance_sampling_mode,
         }
 
     def with_correction(self) -> Self:
-        """A copy in which `algorithm.importance_sampling_mode` is not auto."""
+        """Return a copy in which `algorithm.importance_sampling_mode` is not auto."""
         update = {"importance_sampling_mode": self.importance_sampling_mode}
         return self.model_copy(update={"algorithm": self.algorithm.model_copy(update=update)})
 
     def check(self) -> None:
-        """Check everything again: after changes inside lists and mappings, or `model_copy`."""
+        """Check everything again, after changes inside lists and mappings, or `model_copy`."""
         self.with_values({})
 
-    def require_rewards(self, given: bool = False) -> None:
-        """Refuse a config without rewards, unless some are `given` in Python."""
-        if not self.rewards and not given:
-            named = "name one, such as rewards: [iou] (`mm-grpo rewards` lists them)"
+    def require_rewards(self, passed: bool = False) -> None:
+        """Raise ConfigError for a config without rewards, unless some are `passed` in Python."""
+        if not self.rewards and not passed:
             raise ConfigError(
-                f"rewards = []: {named}, or pass functions to GRPOTrainer(config, rewards=[...])"
+                "rewards = []: name one, such as rewards: [iou] (`mm-grpo rewards` lists them), or pass functions to "
+                "GRPOTrainer(config, rewards=[...])"
             )
 
     def updates_in(self, steps: int) -> int:
-        """Optimizer updates of so many steps."""
+        """Return the number of optimizer updates in `steps` steps."""
         return steps * self.optim.updates_per_step * self.algorithm.num_iterations
 
     def batch_sentence(self, processes: int = 1) -> str:
-        """The arithmetic of one step: prompts x generations -> updates."""
+        """Say the arithmetic of one step: prompts x generations -> updates."""
         prompts, generations = self.rollout.prompts_per_step, self.rollout.num_generations
         iterations, (few, rest) = self.algorithm.num_iterations, divmod(prompts, self.optim.updates_per_step)
         share = f"{few:,} or {few + 1:,} prompts each" if rest else f"{_counted(few, 'prompt')} each"
@@ -226,34 +212,35 @@ class GRPOConfig(Section):
 
     @classmethod
     def field_help(cls) -> list[FieldHelp]:
-        """Path, type, default and description of every field, in the order of the file."""
-        found = []
+        """Return the help of every field, in the order of the file."""
+        fields = []
         for path, field in leaves(cls):
             kind = describe_type(field.annotation, field.metadata)
             default = field.get_default(call_default_factory=True)
             shown_default = "required" if field.is_required() else yaml_repr(default)
-            found.append(FieldHelp(path, kind, shown_default, help_text(field), path in MATTER.split()))
-        return found
+            matters = any(isinstance(marker, Essential) for marker in field.metadata)
+            fields.append(FieldHelp(path, kind, shown_default, help_text(field), matters))
+        return fields
 
 
 # Checks between sections: each a field, and why its value does not go together with others
 
 
 def _steps(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Updates have prompts."""
+    """Refuse more updates in a step than it has prompts."""
     prompts = config.rollout.prompts_per_step
     if config.optim.updates_per_step > prompts:
         yield "optim.updates_per_step", f"must be <= rollout.prompts_per_step, {prompts}"
 
 
-def _advantages(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """What scales and joins rewards: options that another one would ignore, or that have no meaning beside it."""
+def _scaling_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse options that scale and join rewards when another one would ignore or contradict them."""
     algorithm = config.algorithm
     estimator = algorithm.advantage_estimator
     each_by_itself = algorithm.multi_objective_aggregation == "normalize_then_sum"
     if each_by_itself:
         owner, own = "algorithm.multi_objective_aggregation = normalize_then_sum", None
-    else:  # `own` is what the estimator divides by, where that is one of the scales
+    else:  # `own` is the estimator's divisor, if it is one of the scales
         owner = f"algorithm.advantage_estimator = {estimator}"
         scales = {"rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}
         own = scales.get(estimator, algorithm.scale_rewards)
@@ -266,7 +253,7 @@ def _advantages(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 def _turns(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Advantages of turns and of tokens go with what treats each token by itself."""
+    """Refuse advantages of turns or tokens beside options that take whole completions."""
     algorithm = config.algorithm
     for owner, names in (
         ("turn_gamma", "importance_sampling_level loss_type multi_objective_aggregation kl_in_reward"),
@@ -289,7 +276,7 @@ OF_COMPLETIONS: dict[str, tuple[Any, str]] = {
 
 
 def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Bounds act, and weights lie between theirs."""
+    """Refuse bounds and weights that the loss has not, or that are out of order."""
     algorithm, loss = config.algorithm, config.algorithm.loss_type
     chosen = f"algorithm.loss_type = {loss}"
     high = "epsilon" if algorithm.epsilon_high is None else "epsilon_high"
@@ -313,7 +300,7 @@ def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 def _kl(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """The KL term has a weight and a gradient."""
+    """Refuse a KL term without a weight or a gradient."""
     algorithm = config.algorithm
     for name in ("kl_in_reward", "reference_path"):
         if getattr(algorithm, name) and algorithm.beta == 0:
@@ -323,19 +310,23 @@ def _kl(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_estimator", why
 
 
-def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """What is frozen has no adapters, and what tools and samples ahead of time cannot have."""
-    rollout, lora, ahead = config.rollout, config.model.lora, config.rollout.max_staleness
-    tools = rollout.tools or rollout.environment is not None
+def _frozen_part_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse adapters on frozen parts, and weights in four bits that something would train or cannot get."""
+    rollout, lora = config.rollout, config.model.lora
     if lora is not None and lora.vision and config.model.freeze_vision:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
     if lora is None and config.model.quantization is not None:
-        yield "model.quantization", "needs model.lora, for weights in four bits are not trained"
+        yield "model.quantization", "needs model.lora, because weights in four bits are not trained"
     remote = ENGINE_FACTS[rollout.engine].remote
     if rollout.vllm.in_four_bits and (remote or config.model.quantization is None):
         why = "quantization: nf4 needs model.quantization = nf4, whose weights vLLM runs in the learner's process"
         yield "rollout.vllm.engine_kwargs", why
-    twin = config.algorithm.twin_view
+
+
+def _multi_turn_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse options that tools or sampling ahead rule out, and a twin view that shows no more than the policy's."""
+    rollout, twin, ahead = config.rollout, config.algorithm.twin_view, config.rollout.max_staleness
+    tools = rollout.tools or rollout.environment is not None
     if tools and twin is not None:
         yield "algorithm.twin_view", "must be null with rollout.tools and rollout.environment"
     if twin is not None and twin.view == "high_resolution":
@@ -352,18 +343,15 @@ def _parts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 
 def _pass_rate(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Rows that are drawn by their pass rates are drawn."""
+    """Refuse pass rates when rows are taken in order."""
     if config.data.pass_rate is not None and not config.data.shuffle:
         yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
 
 
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
-    _steps, _advantages, _turns, _loss, _kl, _parts, _pass_rate,
+    _steps, _scaling_conflicts, _turns, _loss, _kl, _frozen_part_conflicts, _multi_turn_conflicts, _pass_rate,
 )  # fmt: skip
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
-
-
-Section.all_paths = tuple(path for path, _ in leaves(GRPOConfig))

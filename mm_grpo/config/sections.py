@@ -17,7 +17,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from mm_grpo.config.messages import Accepts, CheckError, FieldError, RelativeToFile, Section
+from mm_grpo.config.messages import Accepts, CheckError, FieldError
+from mm_grpo.config.section import Essential, RelativeToFile, Section
 from mm_grpo.config.source_entries import Source, Sources
 from mm_grpo.config.values import (
     Device,
@@ -29,9 +30,9 @@ from mm_grpo.config.values import (
     PromptText,
     ScaleRewards,
     Template,
+    is_source,
     plain_mapping,
 )
-from mm_grpo.config.yaml_file import is_source
 from mm_grpo.errors import ConfigError
 
 
@@ -57,7 +58,7 @@ class ModelConfig(Section):
     """The policy, and how it is held."""
 
     where: ClassVar[str] = "model"
-    path: Annotated[PathText, RelativeToFile()]
+    path: Annotated[PathText, RelativeToFile(), Essential()]
     """Model folder or hub name, such as Qwen/Qwen2.5-VL-3B-Instruct. Required."""
     processor: Annotated[PathText | None, RelativeToFile()] = None
     """A processor of your own for a model family that does not ship: path/to/file.py:Class; null is the shipped one of
@@ -70,14 +71,14 @@ class ModelConfig(Section):
     """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 where it proves
     right, else sdpa. Default: auto."""
     lora: Annotated[
-        LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision")
+        LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision"), Essential()
     ] = None
     """Train low-rank adapters (fp32) and freeze every weight; null trains the weights themselves. The saved model
     has the sum, rounded to model.dtype (the metric lora/merge_lost); adapter/ has them whole. Default: null."""
     quantization: Literal["nf4"] | None = None
     """Hold the frozen weights of the language model's linear layers in four bits: nf4 (QLoRA, with double quantisation;
     needs model.lora and the extra qlora); engines and saved models get them dequantised. Default: null."""
-    freeze_vision: bool = False
+    freeze_vision: Annotated[bool, Essential()] = False
     """Leave the weights of the vision tower as they are. Default: false."""
     device: Device = "auto"
     """Where the model is held: cpu or cuda; auto is a GPU if there is one, else cpu. cuda:N has to be the process's own
@@ -88,15 +89,15 @@ class DataConfig(Section):
     """The rows, and the limits on their images and prompts."""
 
     where: ClassVar[str] = "data"
-    train: Annotated[Source | None, RelativeToFile()] = None
+    train: Annotated[Source | None, RelativeToFile(), Essential()] = None
     """Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a folder of them, a saved dataset, a glob, a list
     of these or owner/name[[:config]:split] of the hub (docs/data.md); a mapping such as {task: shapes, split: train,
     size: 2000}; or a mixture, a list of entries such as {path: rows.jsonl, weight: 3, task: count}; null when the rows
     are passed in Python. Default: null."""
-    eval: Annotated[Sources | None, RelativeToFile()] = None
+    eval: Annotated[Sources | None, RelativeToFile(), Essential()] = None
     """Evaluation rows: as data.train, but without weights, or a mapping of set names to such sources, the headline
     first; null when there are none, or they are passed in Python. Default: null."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: Annotated[dict[str, str], Essential()] = Field(default_factory=dict)
     """The dataset's name for each of our columns, as {ours: theirs}; dots reach into mappings, as in {answer:
     reward_model.ground_truth}. Default: {}."""
     prompt_template: Template | None = None
@@ -105,16 +106,16 @@ class DataConfig(Section):
     text_only: bool = False
     """Use rows without images; false refuses a set that has none, and images in columns that are not read. Default:
     false."""
-    image_dir: Annotated[PathText | None, RelativeToFile()] = None
+    image_dir: Annotated[PathText | None, RelativeToFile(), Essential()] = None
     """Folder that relative image paths start from; null is the dataset file's own folder. Default: null."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Fewest pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
-    max_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Most pixels of an image after resizing, >= 1; null is the model processor's own limit, and no more than makes
     1,280 tokens (1,003,520 pixels in Qwen2.5-VL). Default: null."""
-    max_prompt_length: int | None = Field(default=None, ge=1)
+    max_prompt_length: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
-    on_overlong: Literal["stop", "drop"] = "stop"
+    on_overlong: Annotated[Literal["stop", "drop"], Essential()] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also where prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
     on_bad_image: Literal["stop", "drop"] = "stop"
@@ -125,7 +126,7 @@ class DataConfig(Section):
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
     """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
     group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
-    system_prompt: PromptText | None = None
+    system_prompt: Annotated[PromptText | None, Essential()] = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
         default_factory=dict
@@ -185,9 +186,9 @@ class VLLMConfig(Section):
     """Longest prompt and completion together, in tokens, >= 2; null is what the rows need. Default: null."""
     max_images: int | None = Field(default=None, ge=1)
     """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
-    gpu_memory_utilization: Number = Field(default=0.3, gt=0, le=1)
+    gpu_memory_utilization: Annotated[Number, Essential()] = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
-    sleep_level: Literal[0, 1, 2] = 2
+    sleep_level: Annotated[Literal[0, 1, 2], Essential()] = 2
     """What a GPU engine frees while the learner works: 0 nothing; 1 its caches are dropped, and its weights wait in the
     host's memory; 2 its weights are dropped too, and sent again. Default: 2."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -239,14 +240,14 @@ class RolloutConfig(Section):
     """How many completions a step samples, and how."""
 
     where: ClassVar[str] = "rollout"
-    engine: Literal["transformers", "vllm", "vllm_server"] = "transformers"
+    engine: Annotated[Literal["transformers", "vllm", "vllm_server"], Essential()] = "transformers"
     """Rollout engine: transformers (embedded), vllm (in the trainer's process) or vllm_server (servers of
     rollout.server, docs/served.md). Default: transformers."""
-    prompts_per_step: int = Field(default=32, ge=1)
+    prompts_per_step: Annotated[int, Essential()] = Field(default=32, ge=1)
     """P: prompts in a step, over all processes, >= 1. Default: 32."""
-    num_generations: int = Field(default=8, ge=2)
+    num_generations: Annotated[int, Essential()] = Field(default=8, ge=2)
     """G: completions per prompt, >= 2. Default: 8."""
-    max_completion_length: int = Field(default=512, ge=1)
+    max_completion_length: Annotated[int, Essential()] = Field(default=512, ge=1)
     """Longest completion, in tokens, >= 1. Default: 512."""
     temperature: Number = Field(default=1.0, gt=0)
     """Softmax temperature of training, > 0; the learner uses the same one. Default: 1.0."""
@@ -371,8 +372,11 @@ class AlgorithmConfig(Section):
     turn_gamma: Number | None = Field(default=None, ge=0, le=1)
     """Discount, a turn, of later rewards in the advantages of the turns of a conversation, >= 0 and <= 1; null gives a
     conversation one advantage (docs/turns.md). Default: null."""
-    loss_type: Literal[
-        "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo"
+    loss_type: Annotated[
+        Literal[
+            "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "dppo_tv", "dppo_kl", "gmpo"
+        ],
+        Essential(),
     ] = "dapo"
     """What a token contributes to the loss, and how tokens are averaged (docs/algorithms.md); grpo, bnpo, dr_grpo,
     dapo, cispo, sapo, luspo, vespo, dppo_tv, dppo_kl or gmpo. Default: dapo."""
@@ -390,7 +394,7 @@ class AlgorithmConfig(Section):
     """Rate lambda for others, >= 0. Default: 2.0."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
-    beta: Number = Field(default=0.0, ge=0)
+    beta: Annotated[Number, Essential()] = Field(default=0.0, ge=0)
     """Weight of the KL term, >= 0; 0 is none, and no reference model. Default: 0.0."""
     epsilon: Number = Field(default=0.2, ge=0)
     """Lower clip: the probability ratio counts from 1 - epsilon, >= 0; in gmpo from exp(-epsilon), in dppo_tv and
@@ -482,7 +486,7 @@ class OptimConfig(Section):
     """The optimizer (AdamW), and how the completions of a step are laid out for it."""
 
     where: ClassVar[str] = "optim"
-    learning_rate: Number | None = Field(default=None, ge=0)
+    learning_rate: Annotated[Number | None, Essential()] = Field(default=None, ge=0)
     """Peak learning rate, >= 0; null is 1e-6, and 1e-4 for the adapters of model.lora. Default: null."""
     weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled weight decay, >= 0. Default: 0.0."""
@@ -501,7 +505,7 @@ class OptimConfig(Section):
     Default: 0."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
-    max_tokens_per_pack: int = Field(default=16384, ge=1)
+    max_tokens_per_pack: Annotated[int, Essential()] = Field(default=16384, ge=1)
     """Tokens in one forward and backward pass, >= 1; bounds the memory; changes no update, but for rows that
     data.on_overlong drops. Default: 16384."""
     gradient_checkpointing: bool | None = None
@@ -527,14 +531,14 @@ class RunConfig(Section):
     """The run folder, the length of the run, and what watches it."""
 
     where: ClassVar[str] = "run"
-    dir: PathText = "runs/mm_grpo"
+    dir: Annotated[PathText, Essential()] = "runs/mm_grpo"
     """Folder of the run; {time} in it, as in runs/{time}, stands for date and time of the start, and with --resume for
     those of the newest run there. Default: runs/mm_grpo."""
     seed: int = Field(default=42, ge=0)
     """Seed of the order of the data and of every sample, >= 0. Default: 42."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Steps of the run, >= 1; null is one pass over the data. Default: null."""
-    eval_every: int | None = Field(default=None, ge=0)
+    eval_every: Annotated[int | None, Essential()] = Field(default=None, ge=0)
     """Steps from one evaluation to the next, >= 0; 0 is before and after only; null is a tenth of the run, at least 1.
     Without data.eval nothing is evaluated. Default: null."""
     headline: HeadlineText = None
@@ -576,6 +580,8 @@ class RunConfig(Section):
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,
     phantom_advantage. Default: {}."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(default_factory=list)
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "trackio"]], Essential()] = Field(
+        default_factory=list
+    )
     """Where metrics go as well: tensorboard, wandb, trackio; the last two also get tables of completions with images.
     Default: []."""

@@ -13,16 +13,16 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator
 
-from mm_grpo.config.messages import Accepts, FieldError, Section
-from mm_grpo.config.values import Number, PathText, PromptText, Template, path_text, plain_mapping
-from mm_grpo.config.yaml_file import is_source, shown
+from mm_grpo.config.messages import Accepts, FieldError, shown
+from mm_grpo.config.section import Section
+from mm_grpo.config.values import Number, PathText, PromptText, Template, is_source, path_text, plain_mapping
 from mm_grpo.errors import ConfigError
 
 _Text = Annotated[str, Field(pattern=r"\S")]
 
 
 class SourceEntry(Section):
-    """One source of a mixture, and what it is read with in place of `data`'s own fields, which say what each is."""
+    """Source of a mixture, with fields that replace `data`'s for its rows; help on them is in `data`."""
 
     where: ClassVar[str] = "source"
     path: Any
@@ -38,13 +38,12 @@ class SourceEntry(Section):
     text_only: bool = False
 
 
-SourceEntry.all_paths = tuple(f"{SourceEntry.where}.{name}" for name in SourceEntry.model_fields)
 OWN = tuple(name for name in SourceEntry.model_fields if name not in ("path", "weight", "task"))
 """Fields of `data` that an entry may set for its own rows."""
 
 
 def read_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The entry with checked values, but for what holds the rows. FieldError says what is wrong."""
+    """Return the entry with checked values; its rows are not checked. FieldError says what is wrong."""
     try:
         checked = SourceEntry.model_validate(dict(entry))
     except ConfigError as error:
@@ -53,8 +52,10 @@ def read_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(value: Any) -> str | list[Any] | dict[str, Any]:
-    """One source, a list of paths, whose rows come one after the other, or a mixture: entries, of which one is a
-    mapping at least."""
+    """Read one source, a list of paths, whose rows come one after the other, or a mixture.
+
+    A mixture is a list of entries with at least one mapping.
+    """
     if not isinstance(value, list | tuple) or not any(isinstance(each, Mapping) for each in value):
         return _entry(value)
     return [_named(f"entry {number}", each, _entry) for number, each in enumerate(value, start=1)]
@@ -68,7 +69,7 @@ def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
 
 
 def _rows(value: Any) -> str | list[str] | dict[str, Any]:
-    """A path, glob or dataset name, a list of those, or a mapping whose `task` names a built-in task."""
+    """Read a path, glob or dataset name, a list of them, or a mapping whose `task` names a built-in task."""
     if isinstance(value, list | tuple) and value:
         return [path_text(each) for each in value]
     if not isinstance(value, Mapping):
@@ -80,7 +81,7 @@ def _rows(value: Any) -> str | list[str] | dict[str, Any]:
 
 
 def _set(value: Any) -> str | list[Any] | dict[str, Any]:
-    """The source of an evaluation set."""
+    """Read the source of an evaluation set; FieldError if it has a weight."""
     source = _source(value)
     if any(
         isinstance(each, dict) and "weight" in each
@@ -91,7 +92,7 @@ def _set(value: Any) -> str | list[Any] | dict[str, Any]:
 
 
 def _sources(value: Any) -> str | list[Any] | dict[str, Any]:
-    """One source, or a mapping of set names to sources; the first set is the headline."""
+    """Read one source, or a mapping of set names to sources; the first set is the headline."""
     if not isinstance(value, Mapping) or is_source(value):
         return _set(value)
     if not value:
@@ -102,7 +103,7 @@ def _sources(value: Any) -> str | list[Any] | dict[str, Any]:
 
 
 def _named(what: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    """`read(value)`, whose error says which value it is about."""
+    """Call `read(value)`; a FieldError begins with the name of the value."""
     try:
         return read(value)
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Kinds of value that the config's fields hold: annotated types, each with what it reads and how it is described.
 
-A kind that pydantic cannot check by its type alone has a function here that takes what was written and returns
-what is held, or raises FieldError with the words that follow the field's name. `Accepts` are the words for what a
-field accepts. The fields themselves are in `sections`, sources of rows in `source_entries`.
+A kind that pydantic cannot check by its type alone has a function here that takes the value of a file and returns the
+config's, or raises FieldError with the words that follow the field's name. `Accepts` are the words for what a field
+accepts. The fields themselves are in `sections`, sources of rows in `source_entries`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints
 
-from mm_grpo.config.messages import Accepts, FieldError
-from mm_grpo.config.yaml_file import plain, shown
+from mm_grpo.config.messages import Accepts, FieldError, shown
 from mm_grpo.files import expand_home
 from mm_grpo.numbers import is_number
 
 
 def _path(value: Any) -> Any:
-    """A path as text, with the home folder in place of `~`."""
+    """Return a path as text, with the home folder in place of `~`; other values as they are."""
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     try:
         return expand_home(value) if isinstance(value, str) else value
@@ -32,7 +31,7 @@ def _path(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """PyYAML reads `1e-6` as a text; a mapping that it loaded may still hold one."""
+    """Return the number in a text such as `1e-6`, which PyYAML reads as a text; other values as they are."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
         return float(value)
     return value
@@ -56,15 +55,15 @@ def _template(value: str) -> str:
 
 
 def path_text(value: Any) -> str:
-    """A path that is one."""
-    found = _path(value)
-    if not isinstance(found, str) or not found:
+    """Return a non-empty path string; raise ValueError otherwise."""
+    path = _path(value)
+    if not isinstance(path, str) or not path:
         raise ValueError
-    return found
+    return path
 
 
 def _reward(value: Any) -> str | dict[str, Any]:
-    """The name of a reward, or a mapping with a name, maybe a weight, and arguments."""
+    """Return a reward's name, or a mapping with a name, maybe a weight, and arguments."""
     if isinstance(value, str) and value:
         return str(_path(value) if ".py:" in value else value)
     if callable(value):
@@ -81,8 +80,31 @@ def _reward(value: Any) -> str | dict[str, Any]:
     return entry
 
 
+def is_source(value: Mapping[str, Any]) -> bool:
+    """Return True if a mapping is one source of rows (an entry or a task), and not several sets by name."""
+    return "path" in value or "task" in value
+
+
+def plain(value: Any) -> Any:
+    """Return a copy made of dict, list, str, int, float, bool and None only; TypeError for anything else."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    for kind in (str, int, float):  # subclasses too, such as numbers of numpy
+        if isinstance(value, kind) and value == value:
+            return kind(value)
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise TypeError(f"{shown(odd[0])} as a key, which must be text")
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    raise TypeError(f"{shown(value)}, which a config file cannot hold")
+
+
 def plain_mapping(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy that a config file can hold."""
+    """Return a copy that a config file can hold; FieldError if there is none."""
     try:
         return dict(plain(value))
     except TypeError as error:

@@ -1,12 +1,10 @@
 """Config files and command-line overrides as plain mappings, and back. No field is known here.
 
 `read_yaml` and `write_yaml` go between a file and a mapping, `merge` lays one mapping over another,
-`apply_overrides` lays `a.b=value` texts over one, `resolve_relative_path` finds what lies beside a config
-file, and `plain` makes any value fit for a file. What the fields mean is in `sections`; errors about their
-values are in `messages`.
+`apply_overrides` lays `a.b=value` texts over one, and `resolve_relative_path` finds what lies beside a config
+file. What the fields mean is in `sections`; errors about their values are in `section`.
 
-The YAML is that of yaml_dialect.py, which is imported where a text is parsed or written: whoever names a field alone
-does without.
+The YAML is yaml_dialect.py's. It is imported only when a text is parsed or written, because that takes a while.
 """
 
 from __future__ import annotations
@@ -19,7 +17,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.errors import ConfigError, shorten
+from mm_grpo.config.messages import shown
+from mm_grpo.config.values import is_source, plain
+from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob, read_regular_file
 
 MOST = 200_000
@@ -85,11 +85,6 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     if glob.has_magic(value) and expand_glob(f"{glob.escape(str(folder))}/{value}"):
         return f"{glob.escape(str(folder))}/{value}"
     return value
-
-
-def is_source(value: Mapping[str, Any]) -> bool:
-    """Whether a mapping is one source of rows, an entry of a mixture or a task, and not several sets by name."""
-    return "path" in value or "task" in value
 
 
 def _resolve_named(entry: Any, folder: Path) -> Any:
@@ -173,32 +168,6 @@ def set_value(tree: dict[str, Any], parts: Sequence[str], value: Any, what: str)
         elif (node[slot] if isinstance(node, list) else node.get(slot)) is None:
             node[slot] = {}
         node = node[slot]
-
-
-def plain(value: Any) -> Any:
-    """A copy made of dict, list, str, int, float, bool and None only; TypeError for anything else."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    for kind in (str, int, float):  # subclasses too, such as numbers of numpy
-        if isinstance(value, kind) and value == value:
-            return kind(value)
-    if isinstance(value, Mapping):
-        if odd := [key for key in value if not isinstance(key, str)]:
-            raise TypeError(f"{shown(odd[0])} as a key, which must be text")
-        return {str(key): plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
-    raise TypeError(f"{shown(value)}, which a config file cannot hold")
-
-
-def shown(value: object, limit: int = 80) -> str:
-    """A value as an error message shows it: short, on one line."""
-    try:
-        return shorten("null" if value is None else repr(value), limit)
-    except ValueError:  # Python writes no number of more than 4300 digits
-        return f"a {type(value).__name__} of too many digits"
 
 
 def refuse_long(text: str, origin: str) -> None:

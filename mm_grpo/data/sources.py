@@ -25,7 +25,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.config.source_entries import OWN
-from mm_grpo.config.yaml_file import is_source
+from mm_grpo.config.values import is_source
 from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import quoted
 from mm_grpo.data.dataset import Dataset

@@ -229,7 +229,7 @@ def reward_entries(config: GRPOConfig, given: Sequence[Any] | None, toolbox: Too
     """The rewards that are given or the config's, and the environment's own. ConfigError where there are none."""
     own = [] if toolbox is None else toolbox.rewards
     if given is None:
-        config.require_rewards(given=bool(own))
+        config.require_rewards(passed=bool(own))
         return [*config.rewards, *own]
     if not given and not own:
         raise ConfigError("rewards=[] has no reward; give at least one name, mapping or function")

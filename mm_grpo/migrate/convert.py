@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config.grpo_config import WITHOUT_KEYS, GRPOConfig
-from mm_grpo.config.messages import leaves
-from mm_grpo.config.yaml_file import set_value, shown, write_yaml
+from mm_grpo.config.messages import shown
+from mm_grpo.config.section import leaves
+from mm_grpo.config.yaml_file import set_value, write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
 from mm_grpo.numbers import is_number

@@ -76,7 +76,7 @@ def check_config(  # noqa: PLR0915
         console = Console(width=max(console.width, WIDTH))
     toolbox = toolbox_of(config, None, None)
     several_turns, own = toolbox is not None, [] if toolbox is None else toolbox.rewards
-    config.require_rewards(given=bool(own))
+    config.require_rewards(passed=bool(own))
     scorer = Scorer([*config.rewards, *own], several_turns=several_turns)
     headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.values import GuardName
-from mm_grpo.config.yaml_file import is_source
+from mm_grpo.config.values import GuardName, is_source
 from mm_grpo.data.base import Rows
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.testing.tiny_models import build, family_of

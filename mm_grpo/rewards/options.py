@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
 
-from mm_grpo.config.messages import Accepts, Section
+from mm_grpo.config.messages import Accepts
+from mm_grpo.config.section import Section
 from mm_grpo.config.values import Number
 from mm_grpo.errors import ConfigError, RewardError
 from mm_grpo.numbers import is_number
@@ -152,7 +153,7 @@ class RewardOptions(Section):
         raise RewardError(f"reward {name!r}: {wrong}")
 
 
-KEYS = RewardOptions.all_paths = tuple(RewardOptions.model_fields)
+KEYS = tuple(RewardOptions.model_fields)
 
 
 def read_options(name: str, given: Mapping[str, Any], base: RewardOptions | None = None) -> RewardOptions:

@@ -11,6 +11,7 @@
     json_records records as JSON values, and back by their type hints
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
+    resume       what a run has to have loaded to go on, and saves: checkpoints and all beside the learner's state
     checkpoint_writer  its files: written beside, renamed, older ones removed
     progress     the bar on the terminal, the table in a notebook
     callbacks    objects of the user's that are called during a run

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
@@ -39,25 +40,16 @@ logger = logging.getLogger("mm_grpo")
 
 
 class Checkpoints:
-    """The checkpoints of one run, written and read by all processes of `learner.ranks` together.
+    """Checkpoints of one run, written and read by all processes of `learner.ranks` together."""
 
-    `call` is called with the event `on_save`, its `step` and its `path` after each.
-    """
-
-    def __init__(
-        self,
-        paths: RunPaths,
-        learner: Learner,
-        config: GRPOConfig,
-        call: Callable[..., None] = lambda event, **values: None,
-    ) -> None:
+    def __init__(self, paths: RunPaths, learner: Learner, config: GRPOConfig) -> None:
         self.folder, self.log, self.learner, self.config = paths.checkpoints, paths.metrics, learner, config
-        self.ranks, self._call = learner.ranks, call
+        self.ranks = learner.ranks
 
-    def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> None:
-        """Write the checkpoint of `step`; it is on the disk when this returns. Collective.
+    def save(self, step: int, extra: Mapping[str, Any], *, spared: int | None = None) -> Path:
+        """Write the checkpoint of `step`; return its path when it is on the disk. Collective.
 
-        Older ones are removed (`write_checkpoint`), but for that of step `spared`. ConfigError when it cannot be
+        Older ones are removed (`write_checkpoint`), except that of step `spared`. ConfigError when it cannot be
         written.
         """
         identity = self._identity  # every process takes part in it
@@ -79,8 +71,7 @@ class Checkpoints:
                 self.config.run.keep_checkpoints,
                 spared,
             )
-        path = write_checkpoint(self.folder, contents, self.ranks)
-        self._call("on_save", step=step, path=path)
+        return write_checkpoint(self.folder, contents, self.ranks)
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole; None when there is none at all.

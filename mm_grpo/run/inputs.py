@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.yaml_file import is_source
+from mm_grpo.config.values import is_source
 from mm_grpo.data.mixture import Mixture, mixture_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from mm_grpo.config.yaml_file import shown
+from mm_grpo.config.messages import shown
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import LARGEST_JSON, parse_json, read_regular_file
 from mm_grpo.learner.state import has_mark

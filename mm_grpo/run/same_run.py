@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.messages import Section, section_of
+from mm_grpo.config.section import Section, section_of
 from mm_grpo.data.base import Rows
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import FILE_MODULE
 from mm_grpo.rewards.resolve import describe, describe_code
@@ -107,6 +108,18 @@ def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
 def tool_sources_of(named: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
     """The identity of each tool and environment: its name, `describe_code`, and the SHA-256 of its file."""
     return [{"name": name, **describe_code(what), "file_sha256": _file_digest(what)} for name, what in named]
+
+
+def identity_of(
+    train: Rows, eval_sets: Mapping[str, Rows], specs: Sequence[RewardSpec], toolbox: Toolbox | None
+) -> dict[str, Any]:
+    """The rows, rewards and tools that a run is resumed with, as `refuse_another_run` takes them."""
+    return {
+        "rows": rows_of(train, eval_sets),
+        "rewards": rewards_of(specs),
+        "tools": [] if toolbox is None else list(toolbox.schemas),
+        "tool_sources": [] if toolbox is None else tool_sources_of(toolbox.sources),
+    }
 
 
 def _file_digest(fn: Callable[..., Any]) -> str | None:

@@ -51,6 +51,23 @@ class StopSignals:
             signal.signal(number, handler)
         self._before.clear()
 
+    @staticmethod
+    def interruption(number: int, step: int, saved: int | None, run_dir: Path) -> RunInterrupted:
+        """Return the error of a run that signal `number` ends after `step`; `saved` is the newest checkpoint's step."""
+        name = signal.Signals(number).name
+        if not step:
+            text = f"stopped by {name} before the first step ended; start again with the same command"
+        elif saved is None:
+            text = (
+                f"stopped by {name} after step {step}; run.save_every is 0, so nothing of it can be resumed"
+            )
+        else:
+            text = (
+                f"stopped by {name} after step {step}; the checkpoint of step {saved} is in '{run_dir}': go on with "
+                "the same command and --resume"
+            )
+        return RunInterrupted(text, number)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -60,18 +77,3 @@ class StopSignals:
             text = f"\n{name}: the run ends after this step; Ctrl-C once more ends it at once"
             with suppress(OSError, RuntimeError):  # the terminal is gone, or it was just being written to
                 print(text, file=sys.stderr, flush=True)
-
-
-def interrupted(number: int, step: int, saved: int | None, run_dir: Path) -> RunInterrupted:
-    """The error of a run that signal `number` ended after `step`; `saved` is the step of the newest checkpoint."""
-    name = signal.Signals(number).name
-    if not step:
-        text = f"stopped by {name} before the first step ended; start again with the same command"
-    elif saved is None:
-        text = f"stopped by {name} after step {step}; run.save_every is 0, so nothing of it can be resumed"
-    else:
-        text = (
-            f"stopped by {name} after step {step}; the checkpoint of step {saved} is in '{run_dir}': go on with the "
-            "same command and --resume"
-        )
-    return RunInterrupted(text, number)

@@ -14,8 +14,6 @@ import mm_grpo
 from mm_grpo.cli.help import EXAMPLES, GROUPS
 from mm_grpo.cli.main import app
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.grpo_config import MATTER
-from mm_grpo.config.messages import Section
 
 
 def commands() -> list[str]:
@@ -63,10 +61,10 @@ def test_the_help_shows_every_command_in_a_group_with_its_whole_sentence(
 
 def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
     marked = [line.split(":")[0] for line in command("config").out.splitlines() if line.startswith("* ")]
-    assert marked == [f"* {path}" for path in Section.all_paths if path in MATTER.split()]
+    assert marked == [f"* {field.path}" for field in GRPOConfig.field_help() if field.matters]
     assert len(marked) == 26
     inner = re.findall(r"(?m)^[* ] (\S+):", command("config", "rollout.vllm").out)
-    assert inner == [path for path in Section.all_paths if path.startswith("rollout.vllm.")]
+    assert inner == [path for path in GRPOConfig.all_paths() if path.startswith("rollout.vllm.")]
     found = command("config", "learning_rate").out
     assert found.startswith("* optim.learning_rate: a number >= 0 or null; default null\n")
     assert "docs/" not in found
@@ -81,10 +79,10 @@ def test_the_config_of_init_names_every_field_that_matters() -> None:
     whole = re.sub(r"(?m)^( *)# (\w+:)", r"\1\2", text)
     values = yaml.safe_load(whole)
     GRPOConfig.from_dict(values)
-    for path in MATTER.split():
-        held: Any = values
+    for path in (field.path for field in GRPOConfig.field_help() if field.matters):
+        value: Any = values
         for part in path.split("."):
-            held = held[part]
+            value = value[part]
 
 
 @pytest.mark.parametrize(

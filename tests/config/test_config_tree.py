@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from mm_grpo.config import EvalSampling, GRPOConfig, OptimConfig
-from mm_grpo.config.messages import leaves
+from mm_grpo.config.section import leaves
 from mm_grpo.errors import ConfigError
 
 MODEL = {"path": "a/model"}

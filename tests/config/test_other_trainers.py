@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.messages import leaves
+from mm_grpo.config.section import leaves
 from mm_grpo.config.yaml_file import set_value
 from mm_grpo.errors import ConfigError, RewardError
 from mm_grpo.migrate.keys import FIELDS, PREFIXES, REASONS, REWARDS, VALUES

@@ -123,7 +123,7 @@ def test_a_step_with_a_reward_of_the_environment_and_one_that_looks_at_it(
     with pytest.raises(ConfigError, match="reward 'pages' asks for the environment itself"):
         made("refused", 2)
     trainer = made("run", None)
-    assert isinstance(trainer.toolbox.host, LocalHost)  # where the reward sees the environment
+    assert isinstance(trainer.parts.toolbox.host, LocalHost)  # where the reward sees the environment
     trainer.sampler.engine = ScriptedEngine(
         trainer.sampler.engine,
         lambda seed, turn: "done" if turn else call("turn", forward=bool(seed % 2)),

@@ -35,6 +35,8 @@ LAYERS = tuple(
         "parity pages",
         "build testing",
         "preflight trained",
+        "open_run",
+        "exports",
         "trainer",
         "cli",
     )

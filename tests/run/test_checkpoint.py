@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.messages import leaves
+from mm_grpo.config.section import leaves
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner

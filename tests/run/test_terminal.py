@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mm_grpo.run.progress import Progress
-from mm_grpo.terminal import KEPT, REDACTED, PrintableFilter, print_traceback, printable, redact
+from mm_grpo.terminal import JOINERS, REDACTED, PrintableFilter, print_traceback, printable, redact
 
 HOSTILE = "\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
 SHOWN = r"\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\ud800\x00"
@@ -22,7 +22,7 @@ def hidden(text: str) -> list[str]:
     return [
         c
         for c in text
-        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + KEPT
+        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + JOINERS
     ]
 
 
