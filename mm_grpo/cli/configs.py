@@ -104,17 +104,17 @@ def _paths(source: Any) -> Iterator[str]:
 def to_smoke(
     loaded: GRPOConfig, config: str, overrides: Sequence[str], work: Path, run_dir: str
 ) -> GRPOConfig:
-    """The smoke version of a config; prints a line about what it replaces."""
+    """Return the smoke version of a config; print what it replaces."""
     from mm_grpo.config.yaml_file import read_yaml
     from mm_grpo.preflight.smoke import smoke_config
 
     files = config_files(config, overrides)
-    kept = {field.partition("=")[0].strip() for field in files.fields}
+    fixed = {field.partition("=")[0].strip() for field in files.fields}
     for layer in files.layers:
-        sections = [(name, held) for name, held in read_yaml(layer).items() if isinstance(held, dict)]
-        kept |= {f"{name}.{key}" for name, held in sections for key in held}
-    made = smoke_config(loaded, work, run_dir, beside=files.config.parent, kept=kept)
-    rows = made.data.train if isinstance(made.data.train, str) else "the same task"
-    what = f"a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU"
-    typer.echo(printable(f"smoke: {what}; this shows that the config works, not that it learns"))
-    return made
+        sections = [(name, fields) for name, fields in read_yaml(layer).items() if isinstance(fields, dict)]
+        fixed |= {f"{name}.{key}" for name, fields in sections for key in fields}
+    smoke = smoke_config(loaded, work, run_dir, folder=files.config.parent, fixed=fixed)
+    rows = smoke.data.train if isinstance(smoke.data.train, str) else "the same task"
+    changes = f"a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU"
+    typer.echo(printable(f"smoke: {changes}; this shows that the config works, not that it learns"))
+    return smoke

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Prompt
 
 TITLE = "What the model sees – mm_grpo check"
-ROWS = 20
+MAX_ROWS = 20
 MOST_BYTES = 24_000_000
 """Of the images and texts of a page's rows; those after that are not shown."""
 LARGEST_PNG = 600_000
@@ -66,7 +66,7 @@ class CheckPage:
         processor: Processor,
         specs: Sequence[RewardSpec],
         *,
-        rows: int = ROWS,
+        rows: int = MAX_ROWS,
         answer: Answer = lambda spec, prompt: None,
     ) -> None:
         self.file = None if path is None else OutputFile("--page", path, GENERATOR)
