@@ -228,7 +228,7 @@ def check_ids(prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) ->
 
 
 def completion_of(request: Request, processor: Processor, sampled: Sampled, version: int) -> Completion:
-    """Return a completion. EngineError if it did not end, GuardStop if a log-prob is missing, not finite or positive."""
+    """Return a completion. EngineError if it did not end, GuardStop if a log-prob is missing, NaN or positive."""
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
