@@ -252,7 +252,7 @@ class Dataset(Rows):
 
     def fingerprint(self) -> dict[str, Any]:
         left_out = sorted(set(range(len(self._rows))) - set(self._indices))
-        # nothing is hashed for a dataset with all its rows: its fingerprint is the same as of a plain one
+        # row numbers count only if some are left out: all other datasets hash their rows alone
         state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
         for index in self.spaced(SAMPLED_ROWS):
             state.update(self._row_text(index).encode() + b"\0")
