@@ -168,9 +168,7 @@ class Dataset(Rows):
             (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
         ):  # fmt: skip
             if number > limit:
-                raise DataError(
-                    f"{row_name}: the prompt has {number:,} {noun}, and {limit:,} at most; shorten it"
-                )
+                raise DataError(f"{row_name}: {number:,} {noun} in the prompt, {limit:,} at most; shorten it")
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
