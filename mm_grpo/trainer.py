@@ -214,7 +214,7 @@ class GRPOTrainer(Exports):
             self.evaluations.restore(self.state.extra)
         elif metrics := self._evaluate(0):
             self._call("on_log", step=0, metrics=metrics)
-        signal = self.ranks.max(self.signals.asked, "stopping")
+        signal = self.ranks.max(self.signals.number, "stopping")
         if signal and self.resumed_at < self.plan.max_steps:
             raise self.signals.interruption(signal, self.resumed_at, self.resumed_at, self.folder.paths.root)
         self.progress.begin()
@@ -224,7 +224,7 @@ class GRPOTrainer(Exports):
 
     def _save_checkpoint(self, step: int, *, last: bool) -> None:
         """Write a checkpoint when one is due. Raises RunInterrupted after a signal, unless the run is over anyway."""
-        signal = self.ranks.max(self.signals.asked, "stopping")
+        signal = self.ranks.max(self.signals.number, "stopping")
         path = self.state.save(step, self.tokens_seen, self.pipeline.finished, due=last or bool(signal))
         if path is not None:
             self._call("on_save", step=step, path=path)

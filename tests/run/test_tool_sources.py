@@ -66,4 +66,4 @@ def test_changed_tools_are_refused_unless_they_are_allowed(
         resume(then, now)
     with caplog.at_level(logging.WARNING, "mm_grpo"):
         resume(then, now, allow_changed_code=True)
-    assert "those of now are used, for run.allow_changed_code is true" in caplog.text
+    assert "the new ones are used, because run.allow_changed_code is true" in caplog.text
