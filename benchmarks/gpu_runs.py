@@ -237,7 +237,7 @@ def _of_canary(reports: list[Any]) -> Row:
     """What the syncs sent, and of the canary: how far the learner moved and how far the engine is from it, in nats."""
     return {
         "sync_bytes": max(r.bytes for r in reports),
-        "canary_moved": min(r.moved for r in reports),
+        "canary_moved": min(r.move for r in reports),
         "canary_gap_mean": max(r.score.mean for r in reports),
         "canary_gap_max": max(r.score.max for r in reports),
         "canary_problems": [r.problem for r in reports if r.problem],

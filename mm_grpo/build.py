@@ -324,9 +324,9 @@ def _prompts(
     """Return the prompt builder, the config with the engine's limits, and those limits in words."""
     context = context_of(model.config)
     if ENGINE_FACTS[config.rollout.engine].embedded:
-        return PromptBuilder(processor, config, context, None, toolbox=toolbox), config, ""
+        return PromptBuilder(processor, config, context, None, preparer=toolbox), config, ""
     limits = engine_limits(config, processor, datasets, context, toolbox)
-    builder = PromptBuilder(processor, config, context, limits.max_model_len, toolbox=toolbox)
+    builder = PromptBuilder(processor, config, context, limits.max_model_len, preparer=toolbox)
     return builder, limits.in_config(config), limits.sentence
 
 
@@ -426,7 +426,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     from mm_grpo.rollout.served.broadcast import own_address
     from mm_grpo.rollout.served.client import ServerClient
     from mm_grpo.rollout.served.engine import ServedEngine
-    from mm_grpo.rollout.served.protocol import Limits, model_sizes
+    from mm_grpo.rollout.served.protocol import ServerLimits, model_sizes
     from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
@@ -452,7 +452,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
         clients,
         transfer,
         processor,
-        limits=Limits(
+        limits=ServerLimits(
             timeout=options.timeout,
             probe_timeout=min(30.0, options.timeout / 3),
             wait_timeout=options.wait_timeout,

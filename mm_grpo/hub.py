@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers: huggingface_hub would ask for minutes, once for each file."""
+"""A quick check that the Hugging Face hub answers: huggingface_hub would retry for minutes, once for each file."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from mm_grpo.errors import shorten
 
 
 def hub_fault(name: str, *, dataset: bool = False) -> str:
-    """Why the hub cannot be reached for a repository; "" where it answers, be it that it has no such one.
+    """Return why the hub cannot be reached for a repository; "" if it answers, even with 404.
 
-    Raises HFValidationError for what is no name of the hub.
+    Raises HFValidationError if the name is not legal on the hub.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
 

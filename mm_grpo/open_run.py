@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from typing import Any
@@ -18,7 +19,6 @@ from mm_grpo.build import Parts, build_parts, pipeline_of, plan_run
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
-from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import Ranks, start
 from mm_grpo.environments.toolbox import Toolbox, reward_entries, toolbox_of
@@ -38,6 +38,7 @@ from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.pipeline import scheduled_version
+from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.checkpoint import steps_between
@@ -89,13 +90,13 @@ class OpenRun:
         self.scorer = scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=several_turns)
         self.train_set, eval_sets = _read_rows(config, train, eval, scorer, toolbox, ranks)
         self.plan = plan = plan_run(config, self.train_set, several_turns=several_turns)
-        scorer.conversational, scorer.max_steps = self.train_set.conversational, plan.max_steps
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         eval_every = steps_between(config.run.eval_every, plan.max_steps, None) if eval_sets else 0
         self.config = config = config.with_values({"run.eval_every": eval_every})
         self.evaluations = Evaluations(config, eval_sets, headline, several_turns=several_turns)
         if ranks.first:
-            scorer.start()  # its worker processes import the rewards while the model loads
+            # its worker processes import the rewards while the model loads
+            scorer.start(conversational=self.train_set.conversational, max_steps=plan.max_steps)
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
@@ -106,16 +107,16 @@ class OpenRun:
         self.sampler = sampler_of(
             config, self.processor, self.engine, toolbox, plan.seeds, lambda: self.sync.version
         )
+        self.runner = RolloutRunner(self.prompt_builder, self.sampler, scorer, ranks)
         staleness = config.rollout.max_staleness
         self.collector = Collector(
-            config, self.train_set, plan.order, plan.seeds, self.prompt_builder, self.sampler, scorer,
+            config, self.train_set, plan.order, plan.seeds,
             # steps ahead are sampled in another thread, whose collectives need a group of their own
-            ranks.second() if staleness else ranks,
+            replace(self.runner, ranks=ranks.second()) if staleness else self.runner,
             version=partial(scheduled_version, staleness=staleness),
             reference_logprobs=self.learner.reference_logprobs,
         )  # fmt: skip
         self.pipeline = pipeline_of(self.collector, self.engine, ranks)
-        self.runner = (self.prompt_builder, self.sampler, scorer, ranks)
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
         self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
         self.resume = resume
@@ -136,12 +137,6 @@ class OpenRun:
         """Step, slot and prompt of the first row with an image among the first P rows, else of the first row."""
         prompts = self.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_image(islice(prompts, self.config.rollout.prompts_per_step))
-
-    def after_sampling(self, step: int, rollout: Rollout) -> None:
-        """Give the order of rows the success of the step's groups, if it depends on it. Collective."""
-        if isinstance(self.plan.order, PassRateOrder):
-            shares = self.ranks.broadcast(self.collector.pass_rates(rollout), "pass rates")
-            self.plan.order.observe(step, shares)
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
         """Return measures of a step that are taken while the engine is awake. Every process calls it."""

@@ -119,6 +119,7 @@ class GRPOTrainer(Exports):
             # prompts, completions, rewards, advantages: `collect_step`, or its result if it was sampled ahead
             rollout = self.pipeline.take(step)
             groups = rollout.groups
+            self.collector.observe(rollout, self.ranks)
             self._log_rollout(step, rollout)
             with timed(times, "time/sync"), self.ranks.fail_together("weight sync"):
                 # before the update: the engine's scores under the old weights prove later that new ones arrived
@@ -154,7 +155,6 @@ class GRPOTrainer(Exports):
 
     def _log_rollout(self, step: int, rollout: Rollout) -> None:
         """Write the step's rollout file and call `on_rollouts`."""
-        self.parts.after_sampling(step, rollout)
         with self.ranks.fail_together("guards"):
             # before any guard: a run that a guard stops here keeps the groups that show why
             if self.ranks.first:
@@ -200,7 +200,7 @@ class GRPOTrainer(Exports):
             with self.ranks.fail_together("weight sync"):
                 self.guards.apply("logp_gap", self.sync.update(step, None).problem, step)
         self.parts.start_folder(step)
-        self.state.restore_order()
+        self.plan.order.restore(self.state.extra)
 
     def _before_steps(self) -> None:
         """Compare engine and learner, evaluate or restore the evaluations, and start the pipeline."""

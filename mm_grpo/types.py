@@ -8,7 +8,7 @@ P prompts per step, G generations per prompt, L prompt tokens, T completion toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Sample:
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields of the row, for rewards."""
+    """All other fields of the row; rewards get them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
@@ -52,6 +52,7 @@ class Prompt:
     sample: Sample
     token_ids: tuple[int, ...]
     """[L], expanded: one image token per visual feature. The learner trains on these."""
+    # not the same ids: an engine expands placeholders itself, and a second time if it gets expanded ids
     engine_prompt: EnginePrompt
     position_ids: Tensor
     """[*A, L], the model's own positions. A are the axes of its family: [3, L] for M-RoPE, [L] for a plain count."""
@@ -151,7 +152,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     """Messages after the prompt; empty in a conversation of one turn."""
     final_state: Any = None
-    """The object whose methods the model called, for rewards; None if it lives in another process."""
+    """The object whose methods the model called; rewards get it. None if it lives in another process."""
     final_reward: float | None = None
     """What `final_state` says that the whole conversation earned."""
     masked: str | None = None
@@ -170,7 +171,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Group:
-    """One prompt and its completions, then their rewards, then their advantages.
+    """A prompt and its completions, then their rewards, then their advantages.
 
     Each stage fills its own fields by `dataclasses.replace`. Fields are [G], and empty before their stage.
     """
@@ -196,6 +197,11 @@ class Group:
     turn_advantages: tuple[tuple[float, ...], ...] = ()
     """[G][K] with `algorithm.turn_gamma`, else empty."""
 
+    def without_local_state(self) -> Group:
+        """Return a copy for another process: without vision tensors, observations and live objects."""
+        completions = tuple(replace(c, tail=None, final_state=None) for c in self.completions)
+        return replace(self, prompt=replace(self.prompt, vision={}), completions=completions)
+
     @property
     def has_advantage(self) -> list[bool]:
         """True for each completion with an advantage that is not 0 at some token."""
@@ -206,7 +212,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateRecord:
-    """Figures of one optimizer update, for metrics and guards."""
+    """Figures of one optimizer update; metrics and guards read them."""
 
     learning_rate: float
     grad_norm: float

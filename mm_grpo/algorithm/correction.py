@@ -9,21 +9,19 @@ arXiv:2512.02556). Axes: [M] completion tokens, all tokens of a completion among
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mm_grpo.algorithm.losses import sequence_mean, sequence_sum
-
-Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+from mm_grpo.config.sections import CorrectionMode
 
 
 def mismatch_weights(
     old_logp: Tensor,
     sampling_logp: Tensor,
     completion_index: Tensor,
-    mode: Mode,
+    mode: CorrectionMode,
     clip_min: float | None = None,
     clip_max: float | None = 3.0,
 ) -> Tensor:

@@ -31,6 +31,6 @@ def convert(
         typer.echo(printable(text), nl=False)
     else:
         written.write(text)
-    left = f" but {len(found.left)}, with their reasons as comments at the end" if found.left else ""
+    left = f" but {len(found.omitted)}, with their reasons as comments at the end" if found.omitted else ""
     where = f" into {output}" if output is not None else ""
     typer.echo(printable(f"all keys taken over{where}{left}"), err=True)

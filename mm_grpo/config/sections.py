@@ -298,27 +298,10 @@ class RolloutConfig(Section):
         return value
 
 
-class PerceptionConfig(Section):
-    """The masks and the entropy part of the perception term (`algorithm.perception: {mask_ratio: 0.6}`)."""
-
-    where: ClassVar[str] = "algorithm.perception"
-    mask_ratio: Number = Field(default=0.6, gt=0, le=1)
-    """Chance that a square of an image is made black, > 0 and <= 1. Default: 0.6."""
-    entropy_coef: Number = Field(default=0.0, ge=0)
-    """Weight of the entropies after both images, >= 0; 0.03 is common. Default: 0.0."""
-
-
-class CreditConfig(Section):
-    """Credit by sight; a rule adds its own options (`algorithm.credit: {rule: pgpo, tau: 0.4}`)."""
+class PgpoConfig(Section):
+    """The rule pgpo of credit by sight (`algorithm.credit: {rule: pgpo, tau: 0.4}`)."""
 
     where: ClassVar[str] = "algorithm.credit"
-    mask_ratio: Number = Field(default=0.6, gt=0, le=1)
-    """Chance that a square of an image is made black for the control, > 0 and <= 1. Default: 0.6."""
-
-
-class PgpoConfig(CreditConfig):
-    """The rule pgpo."""
-
     rule: Literal["pgpo"]
     tau: Number = Field(default=0.4, gt=0, le=1)
     """Threshold τ of pgpo, > 0 and <= 1. Default: 0.4."""
@@ -326,9 +309,10 @@ class PgpoConfig(CreditConfig):
     """Slope β of pgpo above it, >= 0. Default: 2.0."""
 
 
-class VppoConfig(CreditConfig):
-    """The rule vppo."""
+class VppoConfig(Section):
+    """The rule vppo of credit by sight (`algorithm.credit: {rule: vppo, top_share: 0.4}`)."""
 
+    where: ClassVar[str] = "algorithm.credit"
     rule: Literal["vppo"]
     top_share: Number = Field(default=0.4, gt=0, le=1)
     """Share of tokens that vppo weighs, > 0 and <= 1. Default: 0.4."""
@@ -341,11 +325,11 @@ def _credit(value: Any) -> Any:
     values = {"rule": value} if isinstance(value, str) else value
     if not isinstance(values, Mapping):
         return values
-    rules: dict[Any, type[CreditConfig]] = {"pgpo": PgpoConfig, "vppo": VppoConfig}
+    rules: dict[Any, type[Section]] = {"pgpo": PgpoConfig, "vppo": VppoConfig}
     if (section := rules.get(str(values.get("rule")))) is None:
         raise ValueError
     if {*values} - {*section.model_fields}:
-        raise FieldError(f"has a key that the rule does not have; it has {', '.join(section.model_fields)}")
+        raise FieldError(f"must have no keys but {', '.join(section.model_fields)}")
     try:
         return section.model_validate(values)
     except ConfigError as error:  # pydantic would name the section's class in the place of the field
@@ -370,6 +354,9 @@ class TwinViewConfig(Section):
                 f"algorithm.twin_view.max_pixels = {self.max_pixels}: is for view = high_resolution; leave it out"
             )
         return self
+
+
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 class AlgorithmConfig(Section):
@@ -425,9 +412,7 @@ class AlgorithmConfig(Section):
     reference_path: Annotated[PathText | None, RelativeToFile()] = None
     """Folder or hub name of the reference model, a teacher say, of the policy's type and with its tokens; needs
     beta > 0; null is the model as it was at the start. Default: null."""
-    importance_sampling_mode: Literal[
-        "auto", "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-    ] = "auto"
+    importance_sampling_mode: Literal["auto", "none", CorrectionMode] = "auto"
     """How tokens are weighed by learner over engine probability; none, token_truncate, token_mask, sequence_truncate or
     sequence_mask; auto is token_truncate where rollout.max_staleness is above 0, else none. Default: auto."""
     importance_sampling_clip_max: Number | None = Field(default=3.0, gt=0)
@@ -452,8 +437,10 @@ class AlgorithmConfig(Section):
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
-    perception: PerceptionConfig = PerceptionConfig()
-    """The masks and the entropy part of that term."""
+    perception_mask_ratio: Number = Field(default=0.6, gt=0, le=1)
+    """Chance that a square of an image is made black, for that term and for credit, > 0 and <= 1. Default: 0.6."""
+    perception_entropy_coef: Number = Field(default=0.0, ge=0)
+    """Weight of that term's entropies, >= 0; 0 is none; 0.03 is common. Default: 0.0."""
     credit: Annotated[
         PgpoConfig | VppoConfig | None,
         BeforeValidator(_credit),
@@ -475,18 +462,21 @@ class AlgorithmConfig(Section):
     def _options_without_effect(self) -> Self:
         if self.twin_view is not None and self.perception_coef > 0:
             raise CheckError("algorithm.twin_view: must be null with algorithm.perception_coef > 0")
-        for name, field in type(self).model_fields.items():
-            loss, value = name.partition("_")[0], getattr(self, name)
-            if loss in ("sapo", "vespo") and loss != self.loss_type and value != field.default:
-                raise CheckError(f"algorithm.{name} = {value:g}: is for loss_type = {loss}; leave it out")
-        if self.perception_coef == 0 and self.perception != PerceptionConfig():
-            raise CheckError("algorithm.perception: is for perception_coef > 0; leave it out")
+        perceives, has_credit = self.perception_coef > 0, self.credit is not None
+        for prefix, acts, owner in (
+            ("sapo_", self.loss_type == "sapo", "loss_type = sapo"),
+            ("vespo_", self.loss_type == "vespo", "loss_type = vespo"),
+            ("perception_mask_ratio", perceives or has_credit, "perception_coef > 0 and for credit"),
+            ("perception_entropy_coef", perceives, "perception_coef > 0"),
+        ):
+            for name, field in type(self).model_fields.items():
+                if not acts and name.startswith(prefix) and getattr(self, name) != field.default:
+                    value = getattr(self, name)
+                    raise CheckError(f"algorithm.{name} = {value:g}: is for {owner}; leave it out")
         return self
 
     @property
-    def correction(
-        self,
-    ) -> Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None:
+    def correction(self) -> CorrectionMode | None:
         """The mode of the mismatch correction, if any; `GRPOConfig.with_correction` puts in what auto means."""
         mode = self.importance_sampling_mode
         return None if mode == "none" or mode == "auto" else mode

@@ -1,6 +1,6 @@
 """Data: from whatever holds the rows to samples, in an order that a seed decides.
 
-    sources   paths, a list, a datasets.Dataset or a mapping → a dataset (`load`); those of a config
+    sources   paths, a list, a datasets.Dataset or a mapping → `Rows` (`load`); the rows of a config
     paths     what a string names: files, folders of shards, globs, a hub's dataset
     readers   the rows of what was found, one source after the other; CSV
     jsonl     rows in JSON files: read, and written with their images in a folder
@@ -9,7 +9,7 @@
     dataset   the rows of one source
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
-    layouts   where a row of one ecosystem or another holds its prompt and its answer
+    layouts   the columns of prompt and answer in the rows of several ecosystems
     rows      one row → messages, image sources and columns
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
@@ -22,7 +22,7 @@
     pass_rate_order   the same, where those near a pass rate of one half come more often
     lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
-    recipe_prepare   a dataset of the hub on disk, for a recipe's prepare.py
+    recipe_prepare   a dataset of the hub written to disk by a recipe's prepare.py
 
 Not here: what a sample becomes for a model (processors/). Importing this loads neither torch nor the
 datasets library.

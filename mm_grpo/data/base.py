@@ -1,4 +1,4 @@
-"""`Rows`, the interface of all rows: those of one source (dataset.py) and of several (mixture.py).
+"""`Rows`, the interface of all rows: of one source (dataset.py) and of several (mixture.py).
 
 Callers take `Rows` and never ask which of the two they have. A sample's uid is the source's name and the row's index,
 "train:7"; a column called `uid` stays a column for the rewards. Two equal rows thus have two uids.
@@ -6,11 +6,10 @@ Callers take `Rows` and never ask which of the two they have. A sample's uid is 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.rows import Fields
@@ -26,7 +25,7 @@ MAX_TASK_LENGTH = 64
 """Most characters of a value of `task`."""
 
 
-class Rows(ABC):
+class Rows(Protocol):
     """Rows by index (from 0), read when they are asked for. IndexError for an index outside of [0, len)."""
 
     name: str
@@ -38,24 +37,20 @@ class Rows(ABC):
     in_memory: bool
     """True when the rows are lists, or as quick to read: all of them can be looked at."""
 
-    @abstractmethod
     def __len__(self) -> int: ...
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {len(self)} rows)"
 
     @property
-    @abstractmethod
     def columns(self) -> tuple[str, ...]:
         """Names that rewards may ask for: of all rows, after `data.columns`, without prompt and images."""
 
     @property
-    @abstractmethod
     def sources(self) -> Sequence[Rows]:
         """The sources, one after the other; a dataset is its own only source."""
 
     @property
-    @abstractmethod
     def conversational(self) -> bool:
         """True when the first prompt of any source is a list of messages, as rewards written for TRL want to know."""
 
@@ -77,23 +72,19 @@ class Rows(ABC):
         """At most `count` indices, evenly spaced."""
         return range(0, len(self), -(-len(self) // count))
 
-    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the rows, for a resume: their number `rows`, and a `sha256`.
+        """Identify the rows in a resumed run: their number `rows`, and a `sha256`.
 
         Up to SAMPLED_ROWS rows of a source, evenly spaced, are hashed: conversations, columns and image files, so an
         image that was exchanged behind its path is noticed. A mixture adds its `sources`, each with its weight.
         """
 
-    @abstractmethod
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> PromptOrder:
         """Return the order in which a run uses the rows."""
 
-    @abstractmethod
     def uid(self, index: int) -> str:
         """The uid of a row's sample: "train:11"."""
 
-    @abstractmethod
     def row_name(self, index: int) -> str:
         """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
 
@@ -104,50 +95,39 @@ class Rows(ABC):
         """
         return self.opener(index)()
 
-    @abstractmethod
     def opener(self, index: int) -> Callable[[], Sample]:
         """Read row `index` now; the function that is returned opens its images, in any thread. Raises as `sample`."""
 
-    @abstractmethod
     def fields(self, index: int) -> Fields:
         """Row `index` with its images closed, also those in other columns. DataError when it is wrong."""
 
-    @abstractmethod
     def look_at_images(self, index: int) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
 
-    @abstractmethod
     def dataset_column(self, name: str) -> str:
         """Return the dataset's own name for one of our columns."""
 
-    @abstractmethod
     def verify(self) -> None:
         """Read rows, not images: all of a list, the first of any other source. DataError when one is wrong."""
 
-    @abstractmethod
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
         """The columns of every row that can be read: evenly spaced rows of all sources come first."""
 
-    @abstractmethod
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
         """Yield a key, equal for rows with the same messages, files and bytes, and the name of each row in memory.
 
         No picture is opened, and rows with PIL images are left out.
         """
 
-    @abstractmethod
     def head(self, count: int) -> Rows:
         """The first `count` rows, or all if there are fewer; of a mixture as many of every source, one at least."""
 
-    @abstractmethod
     def without(self, rows: Collection[int]) -> Rows:
         """All rows but those with the indices `rows`."""
 
-    @abstractmethod
     def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         """The rows with `change` applied to every source."""
 
-    @abstractmethod
     def with_shuffled_images(self, seed: int = 0) -> Rows:
         """The same rows, each with the images of another row of its source, as a model without eyes would see them.
 
@@ -156,6 +136,5 @@ class Rows(ABC):
         DataError if a row is the only one with its number of images, or most rows with it have the same ones.
         """
 
-    @abstractmethod
     def with_images_removed(self) -> Rows:
         """The same rows without their images and without the parts of messages that stand for them."""

@@ -25,21 +25,21 @@ _short.maxlist = _short.maxtuple = _short.maxdict = 3
 
 
 def check_columns(columns: Mapping[str, str], available: Collection[str], dataset: str) -> None:
-    """Refuse a mapping to a column that the dataset lacks, and a misspelt `prompt` or `images`. DataError.
+    """Raise DataError for a column that the dataset lacks, and for a misspelt `prompt` or `images`.
 
-    `available` are the dataset's columns, and what lies in them under dotted names.
+    `available` are the dataset's columns and the dotted names in them.
     """
-    for ours, theirs in columns.items():
-        near = difflib.get_close_matches(ours.strip().casefold(), PROMPT_FIELDS, n=1, cutoff=0.8)
-        if near and ours not in PROMPT_FIELDS and not ours.startswith(f"{near[0]}_"):
+    for name, column in columns.items():
+        near = difflib.get_close_matches(name.strip().casefold(), PROMPT_FIELDS, n=1, cutoff=0.8)
+        if near and name not in PROMPT_FIELDS and not name.startswith(f"{near[0]}_"):
             raise DataError(
-                f"data.columns.{ours} = {theirs!r}: nothing reads {ours!r}; did you mean {near[0]!r}? Legal keys are "
+                f"data.columns.{name} = {column!r}: nothing reads {name!r}; did you mean {near[0]!r}? Legal keys are "
                 f"{quoted(PROMPT_FIELDS)} and the columns that rewards ask for"
             )
-        if theirs not in available:
+        if column not in available:
             raise DataError(
-                f"data.columns.{ours} is {theirs!r}, and {dataset} has no such column; "
-                f"{did_you_mean(theirs, available)}it has: {quoted(available)}. A source with other names than the "
+                f"data.columns.{name} is {column!r}, and {dataset} has no such column; "
+                f"{did_you_mean(column, available)}it has: {quoted(available)}. A source with other names than the "
                 "rest is written {path: ..., columns: {...}}"
             )
 
@@ -47,8 +47,7 @@ def check_columns(columns: Mapping[str, str], available: Collection[str], datase
 def rename(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
     """Map each of our names to the dataset's column, nested ones by their dotted path.
 
-    A mapped column is known by our name alone; a column that already bears that name gives way to it. The column that a
-    nested one lies in stays.
+    A mapped column has our name alone, and hides another column of that name. The column around a nested one stays.
 
     >>> rename(["problem", "answer", "solution"], {"prompt": "problem", "answer": "solution"})
     {'prompt': 'problem', 'answer': 'solution'}
@@ -56,13 +55,13 @@ def rename(names: Iterable[str], columns: Mapping[str, str]) -> dict[str, str]:
     {'answer': 'meta.gold', 'problem': 'problem', 'meta': 'meta'}
     """
     present = list(names)
-    ours = {our: their for our, their in columns.items() if locate(their, present)}
-    mapped = set(ours.values())
-    return ours | {name: name for name in present if name not in mapped and name not in columns}
+    renamed = {name: path for name, path in columns.items() if locate(path, present)}
+    mapped = set(renamed.values())
+    return renamed | {name: name for name in present if name not in mapped and name not in columns}
 
 
 def locate(path: str, present: Collection[Any]) -> tuple[str, list[str]] | None:
-    """The column that a name of `data.columns` lies in, and the keys on the way into it; None where there is none.
+    """Return the column of a path of `data.columns`, and the remaining keys; None if the column is missing.
 
     >>> locate("reward_model.ground_truth", ["prompt", "reward_model"])
     ('reward_model', ['ground_truth'])
@@ -76,14 +75,14 @@ def locate(path: str, present: Collection[Any]) -> tuple[str, list[str]] | None:
 
 
 def value_at(row: Mapping[str, Any], path: str, what: str) -> Any:
-    """The value of a column or of what lies in it; ABSENT where the row lacks it, None below a null.
+    """Return the value of a column or a value inside it; ABSENT if the row lacks it, None below a null.
 
-    DataError, which begins with `what`, where something on the way has no keys.
+    DataError, which begins with `what`, if a value on the path has no keys.
     """
-    found = locate(path, row)
-    if found is None:
+    location = locate(path, row)
+    if location is None:
         return ABSENT
-    column, keys = found
+    column, keys = location
     value: Any = row[column]
     for depth, key in enumerate(keys):
         if value is None:
@@ -103,7 +102,7 @@ def value_at(row: Mapping[str, Any], path: str, what: str) -> Any:
 
 
 def template_names(template: str) -> list[str]:
-    """The columns that a `data.prompt_template` names.
+    """Return the columns that a `data.prompt_template` names.
 
     >>> template_names("{{x}} where is the {category} of {objects.0.name}?")
     ['category', 'objects.0.name']
@@ -112,7 +111,7 @@ def template_names(template: str) -> list[str]:
 
 
 def fill_template(template: str, values: Mapping[str, Any], row_name: str) -> str:
-    """The template with the values of a row: texts as they are, others as JSON. DataError for one that is null."""
+    """Fill the template with the values of a row: texts as they are, others as JSON. DataError for a null."""
     texts: list[str] = []
     for literal, name, _, _ in Formatter().parse(template):
         texts.append(literal)
@@ -130,7 +129,7 @@ def fill_template(template: str, values: Mapping[str, Any], row_name: str) -> st
 
 
 def nested_names(column: str, value: Any, depth: int = 3) -> list[str]:
-    """The dotted names of what lies in the mappings of a value.
+    """Return the dotted names of the values in nested mappings.
 
     >>> nested_names("a", {"b": {"c": 1}, "d": 2})
     ['a.b', 'a.b.c', 'a.d']
@@ -145,10 +144,10 @@ def nested_names(column: str, value: Any, depth: int = 3) -> list[str]:
 
 
 def quoted(names: Iterable[Any]) -> str:
-    """Names as a message lists them."""
+    """Format names for a message."""
     return ", ".join(repr(name) for name in names) or "nothing"
 
 
 def brief(value: object) -> str:
-    """A value of a row as a message shows it: of long texts and of base64 both ends."""
+    """Format a value of a row for a message: of a long text both ends."""
     return _short.repr(value)

@@ -63,7 +63,7 @@ class Dataset(Rows):
         settings: the config's section `data`.
         name: what the dataset is called, in uids and in messages.
         row_name: what messages call row i; "<name> row i" if not given.
-        folder: where relative image paths start when `settings.image_dir` is not set.
+        folder: start of relative image paths when `settings.image_dir` is not set.
         verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
 
@@ -163,6 +163,7 @@ class Dataset(Rows):
             fields = replace(fields, images=self._read(self._rows[image_row], image_row).images)
         folder = self._image_folder(image_row)
         characters = sum(map(_characters, fields.messages))
+        # before an image is opened: a huge row would take minutes
         for number, limit, noun in (
             (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
         ):  # fmt: skip
@@ -240,6 +241,7 @@ class Dataset(Rows):
         return self._changed(_blank=True)
 
     def _changed(self, **attributes: Any) -> Dataset:
+        # a copy shares the rows and `_image_files`, and keeps `columns` and `by_task` if they are known by now
         changed = copy.copy(self)
         vars(changed).update(attributes)
         return changed
@@ -250,6 +252,7 @@ class Dataset(Rows):
 
     def fingerprint(self) -> dict[str, Any]:
         left_out = sorted(set(range(len(self._rows))) - set(self._indices))
+        # nothing is hashed for a dataset with all its rows: its fingerprint is the same as of a plain one
         state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
         for index in self.spaced(SAMPLED_ROWS):
             state.update(self._row_text(index).encode() + b"\0")

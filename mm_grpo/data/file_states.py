@@ -1,5 +1,5 @@
-"""Files that must stay as they are while a run reads them: mapped rows, whose cut file would end a process with SIGBUS,
-and images. Each process compares the size and the time of what it opens with what it saw first, never the content."""
+"""Files that must not change while a run reads them: images, and mapped rows, which end a process with SIGBUS if their
+file is cut. Each process compares size and time of a file with its first look, never the content."""
 
 import os
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from mm_grpo.errors import DataError
 
 
 class FileStates:
-    """Sizes and times of change of files by path, as they first were; `paths` are looked at now."""
+    """Sizes and times of change of files by path, at the first look; `paths` are looked at now."""
 
     def __init__(self, paths: Iterable[str] = ()) -> None:
         self._first: dict[str, tuple[int, int]] = {}
@@ -16,7 +16,7 @@ class FileStates:
             self.look(path, path)
 
     def look(self, path: str, where: str) -> None:
-        """Raise DataError, which begins with `where`, for a file that changed or went since the first look."""
+        """Raise DataError, beginning with `where`, if a file changed or vanished since the first look."""
         try:
             status = os.stat(path)
             now = status.st_size, status.st_mtime_ns
@@ -26,13 +26,13 @@ class FileStates:
             raise changed(where)
 
     def look_again(self) -> None:
-        """Raise DataError when any of the files changed."""
+        """Raise DataError if any of the files changed."""
         for path in self._first:
             self.look(path, path)
 
 
 def changed(where: str) -> DataError:
-    """Return the error about a file that is no longer what the run began with."""
+    """Return the error about a file that changed."""
     return DataError(
         f"{where} changed since the run began; put it back as it was and --resume, or start anew"
     )

@@ -1,8 +1,8 @@
 """Rows that the datasets library holds or reads: Parquet, Arrow, what save_to_disk wrote, datasets of the hub.
 
-The image columns of a `datasets.Dataset` are read as they are stored: plain indexing would decode every image,
-whatever its size, and past the limits of images.py. The library is imported only where one of these is read, and its
-faults, which share no base, become a DataError in `_reading` alone.
+The image columns of a `datasets.Dataset` are read as they are stored: plain indexing would decode every image, past the
+limits of images.py. The library is imported on first use. Its errors, which share no base class, become a DataError in
+`_reading` alone.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from mm_grpo.hub import hub_fault
 
 
 def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: str = "dataset[split]") -> Any:
-    """The rows of a dataset, or of the only one in a DatasetDict. DataError for several splits, and for a stream.
+    """Return the rows of a dataset, or of the only one in a DatasetDict. DataError for several splits or a stream.
 
-    `columns` (our name → the dataset's column) says which columns belong to the prompt, `what` what messages call the
-    dataset, and `remedy` how one split of several is named.
+    `columns` (our name → the dataset's column) says which columns belong to the prompt. Messages call the dataset
+    `what`, and `remedy` shows how to name one split of several.
     """
     if isinstance(dataset, Mapping):
         if len(dataset) != 1:
@@ -38,12 +38,12 @@ def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: st
             "of all rows, so load it with streaming=False"
         )
     if not hasattr(dataset, "features") or dataset.format["type"] == "custom":
-        return dataset  # not of the library, or with_transform makes its rows: they are as they are
+        return dataset  # rows of another library, or made by with_transform: nothing to decode
     return _EncodedRows(dataset, columns)
 
 
 def open_file(path: Path, columns: Mapping[str, str]) -> Any:
-    """The rows of a Parquet or Arrow file, mapped from the copy that the library makes in its cache."""
+    """Open a Parquet or Arrow file, mapped from the copy that the library makes in its cache."""
     import datasets
     import pyarrow
 
@@ -55,7 +55,7 @@ def open_file(path: Path, columns: Mapping[str, str]) -> Any:
 
 
 def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any:
-    """The rows of what save_to_disk wrote: of a datasets.Dataset, or of one split of a DatasetDict."""
+    """Open a folder that save_to_disk wrote: a datasets.Dataset, or one split of a DatasetDict."""
     import datasets
 
     with _reading(str(path)):
@@ -68,36 +68,36 @@ def open_saved(path: Path, split: str | None, columns: Mapping[str, str]) -> Any
     return library_rows(dataset, columns, str(path), f"{path}:SPLIT, or dataset[split] in Python")
 
 
-def open_hub(given: str, columns: Mapping[str, str], remedy: str) -> Any:
-    """A dataset of the hub, by `owner/name[[:config]:split]`; without a network, what the library's cache holds of it.
+def open_hub(source: str, columns: Mapping[str, str], remedy: str) -> Any:
+    """Open a dataset of the hub, `owner/name[[:config]:split]`; without a network from the library's cache.
 
-    `remedy` is what to do if no dataset was meant. DataError: the hub cannot be reached or has no such dataset.
+    `remedy` is the advice if a path was meant. DataError if the hub cannot be reached or has no such dataset.
     """
     import datasets
 
-    repository, *rest = given.split(":")
-    config, split = (None, *rest, None)[:2] if len(rest) < 2 else rest
-    with _reading(given):
+    repository, *options = source.split(":")
+    config, split = (None, *options, None)[:2] if len(options) < 2 else options
+    with _reading(source):
         fault = hub_fault(repository, dataset=True)
     try:
-        with _reading(given, bars=True), _offline() if fault else nullcontext():
+        with _reading(source, bars=True), _offline() if fault else nullcontext():
             dataset = datasets.load_dataset(repository, config, split=split)
     except DataError as error:
-        reason = "; ".join(filter(None, [fault, str(error).removeprefix(f"{given}: ")]))
+        reason = "; ".join(filter(None, [fault, str(error).removeprefix(f"{source}: ")]))
         raise DataError(
-            f"{given}: is no path here, and as a dataset of the hub it cannot be read ({reason}). If it is one, mend "
-            "the connection, log in (`hf auth login`) where it is private, or download it and give the folder. If it "
-            f"is a path: {remedy}"
+            f"{source}: is no path here, and as a dataset of the hub it cannot be read ({reason}). If it is one, "
+            "repair the connection, log in (`hf auth login`) if it is private, or download it and give the folder. "
+            f"If it is a path: {remedy}"
         ) from None
-    return library_rows(dataset, columns, given, f"{repository}:SPLIT, or {repository}:CONFIG:SPLIT")
+    return library_rows(dataset, columns, source, f"{repository}:SPLIT, or {repository}:CONFIG:SPLIT")
 
 
 @contextmanager
 def _reading(what: str, *, bars: bool = False) -> Iterator[None]:
-    """Make one DataError of whatever the library raises. Its log, and without `bars` its progress, is not shown."""
+    """Convert every error of the library to a DataError. Hide its log, and without `bars` its progress."""
     import datasets
 
-    level, shown = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
+    level, has_bars = datasets.logging.get_verbosity(), not datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     if not bars:
         datasets.disable_progress_bars()
@@ -108,13 +108,13 @@ def _reading(what: str, *, bars: bool = False) -> Iterator[None]:
         raise DataError(f"{what}: cannot be read ({type(error).__name__}: {reason})") from None
     finally:
         datasets.logging.set_verbosity(level)
-        if shown:
+        if has_bars:
             datasets.enable_progress_bars()
 
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """The libraries look into their caches alone: they would try each file of an unreachable hub for half a minute."""
+    """Make the libraries use their caches alone: they would try each file of an unreachable hub for half a minute."""
     import datasets
     import huggingface_hub
 
@@ -145,7 +145,7 @@ class _EncodedRows:
         return self._features.decode_example(self._row(index))
 
     def encoded_row(self, index: int) -> Any:
-        """The row with the images of every column still encoded."""
+        """Return the row with the images of every column still encoded."""
         return self._encoded.decode_example(self._row(index))
 
     def _row(self, index: int) -> Any:
@@ -154,20 +154,20 @@ class _EncodedRows:
 
 
 def _feature(features: Mapping[str, Any], path: str) -> Any:
-    """The feature of a column, or of what lies in it; None where there is none."""
-    found = locate(path, features)
-    if found is None:
+    """Return the feature of a column or of a value inside it; None if it is missing."""
+    location = locate(path, features)
+    if location is None:
         return None
-    column, keys = found
+    column, keys = location
     feature: Any = features[column]
     for key in keys:
-        inner = getattr(feature, "feature", feature)  # of a list, what it holds
+        inner = getattr(feature, "feature", feature)  # a list has the feature of its elements
         feature = inner.get(key) if isinstance(inner, Mapping) else inner
     return feature
 
 
 def _keep_encoded(feature: Any) -> None:
-    """Switch decoding off in a feature and all it contains, but for Json, whose text becomes a value."""
+    """Switch decoding off in a feature and all features inside, except Json: its text must become a value."""
     if isinstance(feature, Mapping):
         for inner in feature.values():
             _keep_encoded(inner)

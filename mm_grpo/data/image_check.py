@@ -1,7 +1,7 @@
-"""Datasets whose rows would be trained on without their images.
+"""Checks for datasets with images that would not be read.
 
-A run of a vision-language model on such rows trains on text alone and looks as any other, so `check_images` refuses
-it before a model is loaded. `data.text_only` allows it. Of rows in memory and of JSON files every row is looked at, of
+A run on such rows would train on text alone and look like any other, so `check_images` refuses it before a model is
+loaded. `data.text_only` allows it. Of rows in memory and of JSON files every row is looked at, of
 other datasets `SAMPLED_ROWS`, evenly spaced. No image is decoded.
 """
 

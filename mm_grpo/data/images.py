@@ -1,4 +1,4 @@
-"""Safe image loading: whatever a row holds becomes one upright RGB picture, fully in memory.
+"""Safe image loading: an image source of a row becomes one upright RGB picture, fully in memory.
 
 A source is a path, bytes, the `{"bytes": ..., "path": ...}` of the datasets library, a base64 data URL
 or a PIL image. In this order:
@@ -38,11 +38,11 @@ from mm_grpo.errors import DataError
 from mm_grpo.files import expand_home, read_regular_file
 
 MAX_BYTES = 50 * 1024 * 1024
-"""Bytes of the largest encoded image that is opened."""
+"""Size limit of an encoded image."""
 MAX_PIXELS = 178956970 // 2
-"""Pixels of the largest image that is decoded, before resizing."""
+"""Limit of an image's area before the resize."""
 HEADER_BYTES = 2**14
-"""First bytes of a file, which hold the header of nearly every picture."""
+"""Bytes from the start of a file that hold the header of nearly every picture."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 LEGAL_SOURCES = (
     "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
@@ -56,7 +56,7 @@ _JPEG = b"\xff\xd8\xff"
 _BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
-# What a file that is no image most often is: (bytes, offset, what to call it).
+# common files that are no image: (bytes, offset, description)
 _IMPOSTORS = (
     (b"version https://git-lfs", 0, "a Git LFS pointer: run `git lfs pull`"),
     (b"<!doctype html", 0, "an HTML page, as a failed download leaves behind"),
@@ -69,13 +69,13 @@ class BadImage(DataError):
     """An image cannot be read."""
 
 
-_GIVEN = threading.Lock()
-"""Held while a PIL image of the user's is read: rows that share one may be opened by several threads."""
+_SHARED_IMAGES = threading.Lock()
+"""Held while a PIL image of the user's is read: rows that share an image may be opened by several threads."""
 _thread = threading.local()
 
 
 def decoded_here() -> int:
-    """Number of images that the calling thread has decoded so far."""
+    """Return the number of images that the calling thread has decoded so far."""
     return getattr(_thread, "decoded", 0)
 
 
@@ -88,7 +88,7 @@ def open_image(
     image_dir: Folder = None,
     files: Files = None,
 ) -> Image.Image:
-    """The picture of one source: upright, RGB, fully decoded, and independent of what was given.
+    """Open one source as a picture that is upright, RGB, fully decoded and independent of the source.
 
     Args:
         source: a path (relative ones start at `image_dir`), bytes, a mapping with `bytes` or `path`, a
@@ -96,48 +96,49 @@ def open_image(
         row: what messages call the row, such as "train.jsonl:12".
         max_bytes: the most bytes the encoded image may have.
         max_pixels: the most pixels (width × height) it may have.
-        files: what image files were; one that changed since is a DataError.
+        files: states of files at the first look; a file that changed since is a DataError.
 
     Raises:
         BadImage: the image is missing, not an image, truncated, too large, animated, or of a kind that
             has no faithful RGB form.
     """
-    given = isinstance(source, Image.Image)
-    if given:
+    is_image = isinstance(source, Image.Image)
+    if is_image:
         opened, where = source, f"{row}: image (a PIL image)"
     else:
         data, where = read_encoded(source, row, max_bytes, image_dir, files=files)
         opened = _identify(data, where, max_pixels)
     _limit_pixels(opened, where, max_pixels)
-    with _GIVEN if given else nullcontext():
+    with _SHARED_IMAGES if is_image else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
     return _to_rgb(decoded, where)
 
 
 def look_at_image(source: Any, row: str, image_dir: Folder, files: Files = None) -> None:
-    """Raise what `open_image` would of an image that is missing, too large, or none by its header.
+    """Raise as `open_image` for an image that is missing, too large, or no image by its header.
 
-    Nothing is decoded, and of a file only the first bytes are read where they tell; a JPEG is known by its mark alone.
-    A PIL image is not looked at.
+    Nothing is decoded, and of most files only the first bytes are read. A PIL image is not looked at.
     """
     if isinstance(source, Image.Image):
         return
     data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES, files=files)
-    if data.startswith(_JPEG):  # Pillow would read its tables, which takes as long as all else
+    if data.startswith(
+        _JPEG
+    ):  # Pillow would read its tables, which takes as long as all other checks together
         return
     try:
-        found = _identify(data, where, MAX_PIXELS)
-    except BadImage:  # WebP is read whole, and a TIFF may have its header at the end
-        found = _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS)
-    _limit_pixels(found, where, MAX_PIXELS)
+        image = _identify(data, where, MAX_PIXELS)
+    except BadImage:  # WebP needs all bytes, and a TIFF may have its header at the end
+        image = _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS)
+    _limit_pixels(image, where, MAX_PIXELS)
 
 
 def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Image.Image, ...]:
-    """The pictures of a row, as `open_image` makes each."""
-    names = [f"{row}, image {number} of {len(sources)}" for number in range(1, len(sources) + 1)]
-    named = zip(sources, names if len(sources) > 1 else [row], strict=False)
-    return tuple(open_image(source, row=name, **options) for source, name in named)
+    """Open the pictures of a row by `open_image`."""
+    numbers = [f", image {number} of {len(sources)}" for number in range(1, len(sources) + 1)]
+    labels = numbers if len(sources) > 1 else [""]
+    return tuple(open_image(s, row=row + label, **options) for s, label in zip(sources, labels, strict=False))
 
 
 def read_encoded(
@@ -149,8 +150,10 @@ def read_encoded(
     at_most: int | None = None,
     files: Files = None,
 ) -> tuple[bytes, str]:
-    """The encoded bytes of a source, `max_bytes` at most, and what messages call it; `label` names bytes. Of a file
-    only the first `at_most` are read."""
+    """Return the encoded bytes of a source, `max_bytes` at most, and its name in messages.
+
+    `label` is the name of bytes. Of a file only the first `at_most` bytes are read.
+    """
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
@@ -208,23 +211,23 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
         why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
         missing = isinstance(error, FileNotFoundError) and image_dir is not None
-    if missing and (there := _elsewhere(folder, name)) is not None:
-        raise BadImage(f"{why}; '{os.path.join(there, name)}' exists: data.image_dir={there}")
-    rule = ", which is data.image_dir, or the dataset file's folder where that is not set"
+    if missing and (near := _nearby_folder(folder, name)) is not None:
+        raise BadImage(f"{why}; '{os.path.join(near, name)}' exists: data.image_dir={near}")
+    rule = ", which is data.image_dir, or the dataset file's folder if that is not set"
     start = f"relative paths start at {os.path.abspath(folder)}{'' if image_dir is None else rule}"
     raise BadImage(f"{why}; {start}")
 
 
-def _elsewhere(folder: str, name: str) -> str | None:
-    """The folder near `folder` that holds the file: the one above, one in it, or one beside it."""
-    near = _folders_near(os.path.abspath(expand_home(folder)))
-    return next((os.path.relpath(each) for each in near if os.path.isfile(os.path.join(each, name))), None)
+def _nearby_folder(folder: str, name: str) -> str | None:
+    """Return the folder above, in or next to `folder` that holds the file; None if there is none."""
+    folders = _folders_near(os.path.abspath(expand_home(folder)))
+    return next((os.path.relpath(near) for near in folders if os.path.isfile(os.path.join(near, name))), None)
 
 
 @lru_cache
 def _folders_near(here: str) -> list[str]:
     above = os.path.dirname(here)
-    inside = (sorted(glob.glob(os.path.join(glob.escape(each), "*", ""))) for each in (here, above))
+    inside = (sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))) for folder in (here, above))
     return [above, *chain.from_iterable(inside)]
 
 
@@ -242,7 +245,7 @@ def _limit_bytes(size: int, where: str, max_bytes: int) -> None:
 
 
 def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
-    """The image with its header read and no pixel decoded."""
+    """Open an image: its header is read, and no pixel decoded."""
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -253,7 +256,7 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
         raise
     except Exception:  # Pillow's readers raise nearly anything on a broken header
         head = data[:64].lstrip().lower()
-        looks = next((what for magic, at, what in _IMPOSTORS if head.startswith(magic, at)), "")
+        looks = next((kind for magic, at, kind in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
         raise BadImage(
@@ -262,9 +265,9 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
 
 
 def _decode(image: Image.Image, where: str) -> Image.Image:
-    """A decoded, upright copy of an image that has one frame."""
+    """Return a decoded, upright copy of an image with one frame."""
     try:
-        # A phone's multi-picture JPEG (MPO) is one photo with previews: its first picture is the photo.
+        # a phone's multi-picture JPEG (MPO) is a photo with previews, and the photo comes first
         animated = image.format != "MPO" and getattr(image, "is_animated", False)
         if not animated:
             image.load()
@@ -277,7 +280,7 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
         ) from None
     raise BadImage(
         f"{where} has more than one frame or page, and would lose all but the first; "
-        "save the one that is meant as PNG or JPEG"
+        "save the frame that is meant as PNG or JPEG"
     )
 
 
@@ -288,6 +291,6 @@ def _to_rgb(image: Image.Image, where: str) -> Image.Image:
         )
     if not image.has_transparency_data:
         return image.convert("RGB")
-    # convert("RGB") alone would show whatever colour lies beneath the transparent pixels.
+    # convert("RGB") alone would show the colour beneath the transparent pixels
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")

@@ -1,8 +1,8 @@
 """Rows as JSON files: a JSONL file with its images in a folder beside it, written and read; other JSON, read.
 
-Recipes use `write_jsonl` to bring a dataset of a hub onto the disk. Encoded images keep their bytes, so nothing
-is compressed twice; equal images share one file. Reading is our own: it is the common case, names lines, keeps apart
-what a row lacks and what is null in it, and need not wait for the import of the datasets library.
+Recipes write a dataset of the hub to disk with `write_jsonl`. Encoded images keep their bytes, so nothing is compressed
+twice; equal images share one file. JSON is not read by the datasets library: here messages name the line, a missing key
+is not a null, and the common case need not wait for the library's import.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _BLANK = object()
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> int:
     """Write rows to `path`, one a line, and their images to `images/` beside it; returns the count of rows.
 
-    In `image` and `images` a PIL image, bytes, and a mapping with `bytes` (as the datasets library gives
-    with `decode=False`) become a path relative to the file; a path stays as it is. Every other value must be
-    one that JSON knows. The file appears when it is whole: a run that is stopped leaves `path` as it was.
+    In `image` and `images` a PIL image, bytes, and a mapping with `bytes` (from the datasets library with
+    `decode=False`) become a path relative to the file; a path stays as it is. All other values must be JSON values. The
+    file appears when it is complete: a run that is stopped leaves `path` as it was.
 
     Raises:
         DataError: there are no rows, or a value of one cannot be written.
@@ -45,7 +45,7 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
     with unfinished.open("w", encoding="utf-8") as file:
         for count, row in enumerate(rows, start=1):
             try:
-                stored = {name: _stored(name, value, path.parent) for name, value in row.items()}
+                stored = {name: _jsonable(name, value, path.parent) for name, value in row.items()}
                 file.write(json.dumps(stored, ensure_ascii=False, allow_nan=False) + "\n")
             except (TypeError, ValueError, OSError) as error:
                 raise DataError(
@@ -60,9 +60,9 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
 
 
 class JsonLines:
-    """The rows of a JSONL file, which stay in it: each line is read again when its row is asked for.
+    """Rows of a JSONL file, which stay on disk: a line is read again when its row is asked for.
 
-    Blank lines are no rows. The whole file is parsed once at construction, and of each line a checksum is kept.
+    Blank lines are no rows. The file is parsed once at construction, and a checksum of each line is kept.
 
     Raises:
         DataError: a line is not JSON, or there is no row.
@@ -95,24 +95,26 @@ class JsonLines:
         return len(self._starts)
 
     def __getitem__(self, index: int, /) -> Any:
-        # Not seek and read: processes that were forked share the place in the file.
+        # not seek and read: processes that were forked share the position in the file
         line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
         if zlib.crc32(line) != self._sums[index]:
             raise changed(f"{self.row_name(index)}: the file")
         return parse_json(line, self.row_name(index))
 
     def row_name(self, index: int) -> str:
-        """The file and the row's line, from 1, as an editor counts."""
+        """Return the file and the row's line, from 1, as an editor counts."""
         return f"{self._path}:{self._lines[index]}"
 
 
 def read_json(path: Path) -> list[Any]:
-    """The rows of a JSON file: of a list, or of the only list of objects in one object."""
-    found = parse_json(path.read_bytes(), str(path), "mend it; a file of one row a line is called .jsonl")
-    if isinstance(found, dict) and {"images", "annotations"} <= found.keys():
+    """Read the rows of a JSON file: a list, or an object with exactly one list of objects."""
+    content = parse_json(
+        path.read_bytes(), str(path), "correct it; a file of one row a line is called .jsonl"
+    )
+    if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         raise DataError(f"{path}: is a COCO file; join it into rows, as docs/data.md says under COCO")
-    values = found.values() if isinstance(found, dict) else [found]
-    lists = [each for each in values if isinstance(each, list) and each and isinstance(each[0], dict)]
+    values = content.values() if isinstance(content, dict) else [content]
+    lists = [value for value in values if isinstance(value, list) and value and isinstance(value[0], dict)]
     if len(lists) != 1:
         raise DataError(
             f"{path}: is no list of rows, nor an object with one such list; a file of one row a line is called .jsonl"
@@ -120,12 +122,12 @@ def read_json(path: Path) -> list[Any]:
     return lists[0]
 
 
-def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> Any:
-    """The value in a text of JSON; of a blank one `_BLANK`. DataError, which begins with `where`, for what is none."""
+def parse_json(data: bytes, where: str, remedy: str = "correct or remove it") -> Any:
+    """Parse JSON; return `_BLANK` for a blank text. DataError, which begins with `where`, if it is not valid."""
     try:
         text = data.decode("utf-8-sig")
         return _DECODER.decode(text) if text.strip() else _BLANK
-    except _NotPlain as error:
+    except _UnsafeValue as error:
         lines = text.splitlines(keepends=True)
         line = bisect.bisect(range(len(lines)), 0, key=lambda last: _is_refused("".join(lines[: last + 1])))
         at = f":{line + 1}" if len(lines) > 1 else ""
@@ -134,53 +136,53 @@ def parse_json(data: bytes, where: str, remedy: str = "mend or remove it") -> An
         raise DataError(f"{where}: is not valid JSON in UTF-8 ({error}); {remedy}") from None
 
 
-class _NotPlain(ValueError):
-    """A value that Python reads from JSON and that is not what the file says."""
+class _UnsafeValue(ValueError):
+    """A value that Python would read from JSON as another one than the file says."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row := dict(pairs)) < len(pairs):
         keys = [key for key, _ in pairs]
         key = next(key for key in keys if keys.count(key) > 1)
-        raise _NotPlain(f"the key {brief(key)} stands twice in one object; leave one of them")
+        raise _UnsafeValue(f"the key {brief(key)} stands twice in one object; leave one of them")
     return row
 
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise _NotPlain(
+        raise _UnsafeValue(
             f"the number {brief(text)} is past what a float holds; write one below 1.8e308, or null"
         )
     return number
 
 
 def _refuse(name: str) -> NoReturn:
-    raise _NotPlain(f"{name} is no number of JSON, and no reward can score by it; write null")
+    raise _UnsafeValue(f"{name} is no number of JSON, and no reward can score by it; write null")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse)
 
 
 def _is_refused(text: str) -> bool:
-    """True when the beginning of a text already holds what is refused."""
+    """Return True if the beginning of a text already holds an unsafe value."""
     with suppress(json.JSONDecodeError):
         try:
             _DECODER.decode(text)
-        except _NotPlain:
+        except _UnsafeValue:
             return True
     return False
 
 
-def _stored(name: str, value: Any, folder: Path) -> Any:
+def _jsonable(name: str, value: Any, folder: Path) -> Any:
     if name not in ("image", "images") or value is None:
         return value
     if isinstance(value, list | tuple):
-        return [_image_path(one, folder) for one in value]
+        return [_image_path(image, folder) for image in value]
     return _image_path(value, folder)
 
 
 def _image_path(source: Any, folder: Path) -> str:
-    """The path of an image relative to the file's folder, after writing its bytes there."""
+    """Write an image's bytes into the folder; return its relative path. A path stays as it is."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, str | os.PathLike):

@@ -39,69 +39,73 @@ class MissingPrompt(DataError):
 
 
 @dataclass(frozen=True)
-class Conversation:
-    """A row's prompt, still as its column holds images: `prompt` is a string or a list of messages.
-
-    `column` is our name of the column that it was in, `used` are the columns that it took up, and `answers` holds the
-    column `answer` where it is not one of the row's own.
-    """
+class RowConversation:
+    """A row's prompt, with images as its column holds them."""
 
     column: str
+    """Our name of the prompt's column."""
     prompt: Any
+    """A string or a list of messages."""
     used: tuple[str, ...]
+    """Columns that the prompt was made of."""
     answers: Mapping[str, Any]
+    """The column `answer`, if the row has it in another place; else empty."""
 
 
 def read_conversation(
     values: Mapping[str, Any], row_name: str, columns: Mapping[str, str], names: Iterable[Any] = ()
-) -> Conversation:
-    """The prompt and the answer of a row, whose `values` are under our names.
+) -> RowConversation:
+    """Find the prompt and the answer of a row; its `values` are under our names.
 
-    `columns` is `data.columns`, `names` are the dataset's columns for messages. MissingPrompt: no column holds a
-    prompt. DataError: two columns do, or what one holds is not of its form.
+    `columns` is `data.columns`, `names` are the dataset's columns for messages. Raises MissingPrompt if no column holds
+    a prompt, DataError if two columns do, or if a column's value does not have its form.
     """
     mapped = columns.get("prompt")
-    known = ("prompt",) if mapped else PROMPT_COLUMNS
-    filled = [column for column in known if values.get(column) is not None]
+    candidates = ("prompt",) if mapped else PROMPT_COLUMNS
+    filled = [column for column in candidates if values.get(column) is not None]
     if not filled:
-        raise _missing(values, names, row_name, known, mapped)
-    column, *others = [each for each in filled if isinstance(values[each], str | list | tuple)] or filled[:1]
-    if others:
+        raise _missing(values, names, row_name, candidates, mapped)
+    column, *rivals = [name for name in filled if isinstance(values[name], str | list | tuple)] or filled[:1]
+    if rivals:
         raise DataError(
-            f"{row_name}: the columns {column!r} and {others[0]!r} may both be the prompt. Set data.columns.prompt="
-            f"{column} or data.columns.prompt={others[0]}"
+            f"{row_name}: the columns {column!r} and {rivals[0]!r} may both be the prompt. Set data.columns.prompt="
+            f"{column} or data.columns.prompt={rivals[0]}"
         )
-    prompt, known_as, used = values[column], mapped or column, [column]
+    prompt, dataset_name, used = values[column], mapped or column, [column]
     answer = None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
         raise DataError(
             f"{row_name}: {column!r} holds {tag[0]!r}, which ms-swift replaces by what 'objects' holds and mm_grpo "
             "does not; write the text and the numbers in its place"
         )
-    turns = known_as == "conversations" or _has_speakers(prompt)
+    turns = dataset_name == "conversations" or _has_speakers(prompt)
     if turns:
         prompt = _as_messages(prompt, column, row_name)
-    if turns or known_as == "messages":
+    if turns or dataset_name == "messages":
         prompt, used = _with_system(prompt, values, row_name), [column, "system"]
         if (reply := _reply(prompt)) is not None:
             prompt = list(prompt)[:-1]
             answer = _answer_of(reply, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
-        answer = _other_answer(values, known_as)
-    return Conversation(column, prompt, tuple(used), {} if answer is None else {"answer": answer})
+        answer = _other_answer(values, dataset_name)
+    return RowConversation(column, prompt, tuple(used), {} if answer is None else {"answer": answer})
 
 
 def _missing(
-    values: Mapping[str, Any], names: Iterable[Any], row_name: str, known: Sequence[str], mapped: str | None
+    values: Mapping[str, Any],
+    names: Iterable[Any],
+    row_name: str,
+    candidates: Sequence[str],
+    mapped: str | None,
 ) -> DataError:
-    column = next((column for column in known if column in values), None)
+    column = next((column for column in candidates if column in values), None)
     if column is not None:
         return DataError(f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out")
-    often = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
-    likely = next((name for name in often if name in values), "COLUMN")
-    wanted = " or ".join(map(repr, [mapped] if mapped else known))
+    common = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
+    likely = next((name for name in common if name in values), "COLUMN")
+    expected = " or ".join(map(repr, [mapped] if mapped else candidates))
     return MissingPrompt(
-        f"{row_name}: no column {wanted} (data.columns.prompt); it has: {quoted(names)}. Name the one that holds the "
+        f"{row_name}: no column {expected} (data.columns.prompt); it has: {quoted(names)}. Name the one that holds the "
         f"prompt, as in data.columns.prompt={likely} (of one source: {{path: ..., columns: {{prompt: {likely}}}}}), or "
         "make it of columns with data.prompt_template"
     )
@@ -114,12 +118,12 @@ def _has_speakers(prompt: Any) -> bool:
 
 
 def _as_messages(turns: Any, column: str, row_name: str) -> list[Any]:
-    """Turns of `from` and `value`, or of role and content, as messages."""
+    """Convert turns of `from` and `value`, or of role and content, to messages."""
     messages: list[Any] = []
     for at, turn in enumerate(turns if isinstance(turns, list | tuple) else [turns]):
-        given = turn if isinstance(turn, Mapping) else {}
-        keys = ("from", "value") if given.get("from") is not None else ("role", "content")
-        speaker, text = (given.get(key) for key in keys)
+        mapping = turn if isinstance(turn, Mapping) else {}
+        keys = ("from", "value") if mapping.get("from") is not None else ("role", "content")
+        speaker, text = (mapping.get(key) for key in keys)
         if not isinstance(speaker, str) or speaker not in _SPEAKERS or not isinstance(text, str):
             raise DataError(
                 f"{row_name}: {column}[{at}] is {brief(turn)}; legal is a turn such as "
@@ -130,20 +134,20 @@ def _as_messages(turns: Any, column: str, row_name: str) -> list[Any]:
 
 
 def _with_system(prompt: Any, values: Mapping[str, Any], row_name: str) -> Any:
-    """The messages behind the text of the column `system`, where there is one."""
+    """Put the text of the column `system`, if there is one, before the messages."""
     system = values.get("system")
     if not system or not isinstance(prompt, list | tuple):
         return prompt
-    own = any(isinstance(message, Mapping) and message.get("role") == "system" for message in prompt)
-    if not isinstance(system, str) or own:
+    has_system = any(isinstance(message, Mapping) and message.get("role") == "system" for message in prompt)
+    if not isinstance(system, str) or has_system:
         raise DataError(
-            f"{row_name}: 'system' is {brief(system)}; legal is text, or null where a message has the role 'system'"
+            f"{row_name}: 'system' is {brief(system)}; legal is text, or null if a message has the role 'system'"
         )
     return [{"role": "system", "content": system}, *prompt]
 
 
 def _reply(prompt: Any) -> Mapping[str, Any] | None:
-    """The turn of the assistant that a conversation ends with."""
+    """Return the last turn if it is the assistant's, else None."""
     last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
     return last if isinstance(last, Mapping) and last.get("role") == "assistant" else None
 
@@ -151,9 +155,9 @@ def _reply(prompt: Any) -> Mapping[str, Any] | None:
 def _answer_of(
     reply: Mapping[str, Any], column: str, values: Mapping[str, Any], row_name: str, mapped: bool
 ) -> str | None:
-    """The text of a reply; None where `data.columns` names another answer. DataError where the two may be meant."""
-    own = values.get("answer")
-    if mapped and own is not None:
+    """Return the text of a reply; None if `data.columns` names another answer. DataError if it is not clear which."""
+    column_answer = values.get("answer")
+    if mapped and column_answer is not None:
         return None
     content = reply.get("content")
     parts = content if isinstance(content, list | tuple) else [content]
@@ -164,7 +168,7 @@ def _answer_of(
             f"{row_name}: the reply at the end of {column!r}, which is the row's answer, is {brief(content)}; legal is "
             "text that is not empty. Write it, or name the answer's column in data.columns.answer"
         )
-    if own is not None and str(own).strip() != text.strip():
+    if column_answer is not None and str(column_answer).strip() != text.strip():
         raise DataError(
             f"{row_name}: the row has the column 'answer', and {column!r} ends with a reply, which is another one. Set "
             "data.columns.answer=answer to take the column, or rename it to take the reply"
@@ -172,9 +176,9 @@ def _answer_of(
     return text
 
 
-def _other_answer(values: Mapping[str, Any], known_as: str) -> Any:
-    """The answer where verl and R1-V write it."""
+def _other_answer(values: Mapping[str, Any], dataset_name: str) -> Any:
+    """Return the answer from the columns of verl and R1-V."""
     graded_by, solution = values.get("reward_model"), values.get("solution")
-    if known_as == "problem" and isinstance(solution, str) and (tagged := _ANSWER.search(solution)):
+    if dataset_name == "problem" and isinstance(solution, str) and (tagged := _ANSWER.search(solution)):
         return tagged[1].strip()
     return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None

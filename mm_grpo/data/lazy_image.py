@@ -1,4 +1,4 @@
-"""A picture that is drawn when its pixels are first asked for.
+"""Pictures that are drawn when their pixels are first read.
 
 A task of drawn images has thousands of rows, of which a step uses a few: a run would draw them all before its first
 step. `LazyImage` knows its size, and draws in whatever reads it, which is mostly a thread that prepares prompts.
@@ -13,10 +13,10 @@ from PIL import Image
 
 
 class LazyImage(Image.Image):
-    """An RGB image of `size` (width, height) pixels that `draw` returns when it is first read.
+    """RGB image of `size` (width, height) pixels that `draw` returns when it is first read.
 
-    It is then, and as it is copied, compared or pickled, an ordinary `PIL.Image.Image`: Pillow calls `load` before it
-    touches pixels. `draw` must return the same pixels each time: two threads may call it at once.
+    When it is read, copied, compared or pickled, it becomes an ordinary `PIL.Image.Image`: Pillow calls `load` before
+    it touches pixels. `draw` must return the same pixels each time: two threads may call it at once.
     """
 
     def __init__(self, size: tuple[int, int], draw: Callable[[], Image.Image]) -> None:
@@ -25,20 +25,20 @@ class LazyImage(Image.Image):
         self._draw = draw
 
     def load(self) -> Any:
-        """Draw, unless that was done; returns Pillow's access to the pixels."""
+        """Draw on the first call. Return Pillow's access to the pixels."""
         draw = vars(self).get("_draw")
-        if draw is not None:  # else another thread has drawn since this one looked for the method
-            drawn = draw()
-            if (drawn.mode, drawn.size) != (self._mode, self._size):
+        if draw is not None:  # else another thread has drawn after this one looked the method up
+            image = draw()
+            if (image.mode, image.size) != (self._mode, self._size):
                 raise ValueError(
-                    f"drawn was {drawn.mode} {drawn.size}, and promised {self._mode} {self._size}"
+                    f"drawn was {image.mode} {image.size}, and promised {self._mode} {self._size}"
                 )
-            self.im = drawn.im
+            self.im = image.im
             self.__class__ = Image.Image  # type: ignore[assignment]
             vars(self).pop("_draw", None)
         return Image.Image.load(self)
 
-    # Both look at the class before Pillow reads a pixel, and that of an image that was drawn is another.
+    # both methods look at the class before Pillow reads a pixel, and drawing changes the class
 
     def __eq__(self, other: object) -> bool:
         self.load()

@@ -1,12 +1,11 @@
-"""A mixture: rows of several sources as one dataset, and the weights by which a run draws from them.
+"""Mixtures: the rows of several sources, and the weights by which a run draws from them.
 
 `Mixture` is the list of entries; in a config it is `data.train: [{path: boxes.jsonl, weight: 3, task: grounding}, ...]`
-(config/source_entries.py says what an entry may hold). A list of mappings that is given in Python is a list of rows,
-so there it is written `train=Mixture([{"path": rows_or_path, "weight": 3}, other])`.
+(config/source_entries.py says what an entry may hold). In Python a list of mappings is a list of rows, so a mixture is
+written `train=Mixture([{"path": rows_or_path, "weight": 3}, other])`.
 
-`MixedDataset` holds each source as a dataset of its own, read with the settings of its entry, and numbers their rows
-through, one source after the other. A sample's uid names its source: "train/boxes:7" is row 7 (from 0) of boxes.jsonl.
-In which order rows are used is in mixture_order.py.
+`MixedDataset` numbers the rows of its sources through, one source after the other. A sample's uid names its source:
+"train/boxes:7" is row 7 (from 0) of boxes.jsonl. The order of rows is in mixture_order.py.
 """
 
 from __future__ import annotations
@@ -34,35 +33,34 @@ from mm_grpo.types import Sample
 class Mixture:
     """Sources that training draws from by weight.
 
-    `entries` are sources (a path, a list of rows, a datasets.Dataset, a task mapping), each with weight 1, or mappings
-    whose `path` is one, beside `weight`, `task` and what the source differs in from the config's section `data`.
+    An entry is a source (a path, a list of rows, a datasets.Dataset, a task mapping) with weight 1, or a mapping with
+    the source as its `path`, and `weight`, `task` and settings of the section `data` that differ for this source.
     DataError for an entry that is wrong.
     """
 
     def __init__(self, entries: Iterable[Any]) -> None:
-        given = list(entries)
-        if not given:
-            raise DataError("a mixture has no sources; give at least one")
         self.entries: list[dict[str, Any]] = []
-        for number, entry in enumerate(given, start=1):
+        for number, entry in enumerate(entries, start=1):
             mapping = entry if isinstance(entry, Mapping) and "path" in entry else {"path": entry}
             try:
                 self.entries.append(read_entry(mapping))
             except FieldError as error:
                 raise DataError(f"entry {number} of the mixture: {error}") from None
+        if not self.entries:
+            raise DataError("a mixture has no sources; give at least one")
 
     def __repr__(self) -> str:
         return f"Mixture({', '.join(self.names)})"
 
     @cached_property
     def names(self) -> list[str]:
-        """A name for each source, by its path: of a second one of the same name "rows-2"."""
+        """The name of each source, by its path; a second source with the name "rows" is "rows-2"."""
         names: list[str] = []
         for number, entry in enumerate(self.entries, start=1):
-            own = name = _name_of(entry["path"]) or f"source-{number}"
-            same = 1
+            base = name = _name_of(entry["path"]) or f"source-{number}"
+            copies = 1
             while name in names:
-                name = f"{own}-{(same := same + 1)}"
+                name = f"{base}-{(copies := copies + 1)}"
             names.append(name)
         return names
 
@@ -72,7 +70,7 @@ class Mixture:
 
 
 def mixture_of(source: Any) -> Any:
-    """The Mixture that a config's source stands for; any other source as it is."""
+    """Return a config's list of entries as a Mixture, any other source unchanged."""
     if isinstance(source, Mapping) and "path" in source:
         return Mixture([source])
     if isinstance(source, list) and any(isinstance(entry, Mapping) for entry in source):
@@ -81,7 +79,7 @@ def mixture_of(source: Any) -> Any:
 
 
 def _name_of(source: Any) -> str | None:
-    """Name a path, without folders, suffix and what is no part of a name."""
+    """Return a path's name, without folders, suffix and signs that do not belong in a name."""
     if isinstance(source, list | tuple) and source and isinstance(source[0], str | os.PathLike):
         source = source[0]
     if isinstance(source, Mapping):
@@ -89,8 +87,8 @@ def _name_of(source: Any) -> str | None:
     if not isinstance(source, str | os.PathLike):
         return None
     parts = [part for part in Path(os.fspath(source)).parts if not re.search(r"[*?\[]", part)]
-    plain = re.sub(r"\.(jsonl?|csv|tsv|parquet|arrow)$", "", parts[-1] if parts else "", flags=re.IGNORECASE)
-    return re.sub(r"[^\w.-]+", "-", plain).strip("-.") or None
+    stem = re.sub(r"\.(jsonl?|csv|tsv|parquet|arrow)$", "", parts[-1] if parts else "", flags=re.IGNORECASE)
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or None
 
 
 class MixedDataset(Rows):

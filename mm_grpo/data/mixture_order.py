@@ -1,12 +1,11 @@
 """The order of a mixture: which row of which source fills which slot, a pure function of seed, step and weights.
 
-Prompts are dealt to the sources in turn and not by lot: after any number of prompts each source is less than one prompt
-off its exact share (`Turns`). Drawing a source for each prompt by lot would be off by the root of that number. Each
-source goes through its own rows by a `PromptOrder`; an epoch of it may end inside a step, as that of an unmixed run
-may. Within a step the slots are in a seeded random order, for processes take every n-th slot and should get of every
-source.
+Sources take turns and are not drawn by lot: after any number of prompts each source is less than one prompt off its
+exact share (`Turns`). Lots would be off by the root of that number. Each source has a `PromptOrder` of its rows, whose
+epoch may end inside a step. Within a step the slots are in a seeded random order, so that processes, which take
+every n-th slot, get rows of all sources.
 
-A row that replaces another (dynamic sampling) is of the same source, so shares hold there too.
+A row that replaces another (dynamic sampling) comes from the same source, so shares hold there too.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from mm_grpo.data.order import PromptOrder, permutation
 
 
 class MixtureOrder(PromptOrder):
-    """Maps each slot of each step to a row, where rows are those of several sources, one source after the other.
+    """Order that maps each slot of each step to a row; rows of all sources are numbered through.
 
     Args:
         sizes: rows of each source.
-        weights: of each source, above 0; its share of the prompts is its weight over the sum of all.
-        names: what the metric `epoch/{name}` calls each source.
+        weights: weight of each source, above 0; its share of the prompts is its weight over the sum of all.
+        names: name of each source in the metric `epoch/{name}`.
         prompts_per_step, seed, shuffle: as of `PromptOrder`; without shuffling slots are not exchanged either.
     """
 
@@ -49,39 +48,39 @@ class MixtureOrder(PromptOrder):
         ]
 
     def rows(self, step: int) -> list[int]:
-        """The row of each of the P slots of a step, numbered through all sources; steps count from 1."""
+        """Return the row of each of the P slots of a step; steps count from 1."""
         return [
             self._starts[source] + self._orders[source].rows(draw + 1)[0]
             for source, draw in self._places(step)
         ]
 
     def spare(self, step: int, attempt: int, slot: int, attempts: int) -> int:
-        """The row, of the same source, that replaces that of a slot at a later attempt (from 1) of `attempts`."""
+        """Return the row of the same source that replaces a slot's row at a later attempt (from 1) of `attempts`."""
         source, draw = self._places(step)[slot]
         return self._starts[source] + self._orders[source].spare(draw + 1, attempt, 0, attempts)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """`epoch/{source}`, how often a source has been gone through, and `epoch`, 1 after every row of all."""
+        """Return passes over each source as `epoch/{source}`, and `epoch`, 1 after every row of all sources."""
         prompts = step * self.prompts_per_step
-        drawn = zip(self.names, self._turns.counts(prompts), self.sizes, strict=True)
+        counts = zip(self.names, self._turns.counts(prompts), self.sizes, strict=True)
         return {
             "epoch": prompts / float(self._longest),
-            **{f"epoch/{name}": count / size for name, count, size in drawn},
+            **{f"epoch/{name}": count / size for name, count, size in counts},
         }
 
     @property
     def steps_per_epoch(self) -> int:
-        """The steps in which every row of every source comes at least once."""
+        """Steps in which every row of every source comes at least once."""
         return math.ceil(self._longest / self.prompts_per_step)
 
     @property
     def _longest(self) -> Fraction:
-        """The prompts after which every row of every source has come: those of the source that needs the most."""
+        """Prompts of an epoch: as many as the slowest source needs for all its rows."""
         total = sum(self.weights)
         return max(Fraction(n * total, w) for n, w in zip(self.sizes, self.weights, strict=True))
 
     def sentence(self, steps: int) -> str:
-        """The shares and sizes, and what an epoch is."""
+        """Describe the rows, and the share and size of each source."""
         shares = ", ".join(
             f"{name} {weight / sum(self.weights):.1%} ({size:,} rows)"
             for name, weight, size in zip(self.names, self.weights, self.sizes, strict=True)
@@ -89,7 +88,7 @@ class MixtureOrder(PromptOrder):
         return f"{super().sentence(steps)}; mixture: {shares}"
 
     def _places(self, step: int) -> list[tuple[int, int]]:
-        """Of each slot of a step the source, and the number of the draw from it, from 0."""
+        """Return for each slot of a step its source, and the number of the draw from that source, from 0."""
         places = [self._turns.place(position) for position in self._positions(step)]
         if not self.shuffle:
             return places
@@ -97,43 +96,45 @@ class MixtureOrder(PromptOrder):
 
 
 class Turns:
-    """Which prompt is for which source, where the i-th of n sources has the weight w_i, and all have W.
+    """Assignment of prompts to n sources, by their weights w_i with the sum W.
 
-    Among the sources that lag behind their share by at least 1/(2n - 2) of a prompt, the next prompt goes to the one
-    that would first be too late. So no source is ever further than 1 - 1/(2n - 2) prompts off, which is the best there
-    is (R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). After W prompts all are exact and
-    it begins again; turns are made as far as they are asked for.
+    Among the sources that lag behind their share by at least 1/(2n - 2) of a prompt, the next prompt goes to the source
+    that would first be too late. So no source is ever further than 1 - 1/(2n - 2) prompts off, the best possible bound
+    (R. Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980). After W prompts all are exact, and
+    turns repeat. They are computed as far as they are needed.
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
         self.weights, self.total = list(weights), sum(weights)
         self._sources = array("I")
+        """Source of each prompt."""
         self._prompts = [array("Q") for _ in weights]
-        """The prompts of each source."""
+        """Prompts of each source."""
         self._scale = max(1, 2 * len(weights) - 2)
 
     def place(self, position: int) -> tuple[int, int]:
-        """The source of a prompt (from 0), and how many prompts that source had before."""
-        periods, rest = divmod(position, self.total)
-        while len(self._sources) <= rest:
+        """Return the source of a prompt (from 0), and the number of prompts that the source had before."""
+        periods, offset = divmod(position, self.total)
+        while len(self._sources) <= offset:
             self._deal()
-        source = self._sources[rest]
-        return source, periods * self.weights[source] + bisect_left(self._prompts[source], rest)
+        source = self._sources[offset]
+        return source, periods * self.weights[source] + bisect_left(self._prompts[source], offset)
 
-    def counts(self, asked: int) -> list[int]:
-        """How many of the first `asked` prompts each source has."""
-        periods, rest = divmod(asked, self.total)
-        self.place(rest)
+    def counts(self, n_prompts: int) -> list[int]:
+        """Return for each source its number of the first `n_prompts` prompts."""
+        periods, offset = divmod(n_prompts, self.total)
+        self.place(offset)
         return [
-            periods * w + bisect_left(own, rest) for w, own in zip(self.weights, self._prompts, strict=True)
+            periods * weight + bisect_left(prompts, offset)
+            for weight, prompts in zip(self.weights, self._prompts, strict=True)
         ]
 
     def _deal(self) -> None:
         late = (self._scale - 1) * self.total
-        due = []  # of the sources that lag, how soon each is late
-        for source, (weight, own) in enumerate(zip(self.weights, self._prompts, strict=True)):
-            # prompts, times W and the scale
-            lag = self._scale * (weight * (len(self._sources) + 1) - self.total * len(own))
+        due = []  # deadlines of the sources that lag
+        for source, (weight, prompts) in enumerate(zip(self.weights, self._prompts, strict=True)):
+            # in prompts, times W and the scale, so that all numbers are integers
+            lag = self._scale * (weight * (len(self._sources) + 1) - self.total * len(prompts))
             if lag >= self.total:
                 due.append(((late - lag) / weight, source))
         _, source = min(due)
@@ -142,12 +143,12 @@ class Turns:
 
 
 def ratio(weights: Sequence[float]) -> list[int]:
-    """Weights as the smallest whole numbers of the same ratio; decimals are taken as they are written.
+    """Return weights as the smallest integers of the same ratio; decimals count as they are written.
 
     >>> ratio([0.5, 1.5, 1])
     [1, 3, 2]
     """
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    return [each // math.gcd(*whole) for each in whole]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    integers = [int(weight * scale) for weight in exact]
+    return [integer // math.gcd(*integers) for integer in integers]

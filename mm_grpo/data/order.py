@@ -1,15 +1,18 @@
 """The order in which rows are used: a pure function of the seed and the epoch.
 
-Every epoch is one permutation of all rows, and steps take P slots each from the epochs laid end to end. So every row
-comes once an epoch, an epoch's end may fall inside a step, and with P above the number of rows a row fills two slots of
-one step. Nothing is remembered between calls: a resumed run asks for step n and gets the same rows as the first run, on
-any number of processes.
+Every epoch is one permutation of all rows, and steps take P slots each from the epochs laid end to
+end. So every row comes once an epoch, an epoch's end may fall inside a step, and with P above the
+number of rows a row fills two slots of one step. Nothing is remembered between calls: a resumed run
+asks for step n and gets what the first run got, on any number of processes. A subclass that does remember
+(`observe`) returns it in `state`.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
+from typing import Any
 
 
 class PromptOrder:
@@ -22,6 +25,9 @@ class PromptOrder:
         shuffle: False takes the rows in their own order, in every epoch.
         key: seeds the permutations, together with `seed`.
     """
+
+    uses_shares = False
+    """True if the order depends on which rows were solved, so that `observe` has to be called after each step."""
 
     def __init__(
         self,
@@ -51,6 +57,16 @@ class PromptOrder:
         """
         position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
         return self._row(position, f"{self.seed}/spare", True)
+
+    def observe(self, step: int, shares: Iterable[tuple[int, float]]) -> None:
+        """Learn each sampled row's share of successes in a finished step; the same on every process."""
+
+    def state(self) -> dict[str, str]:
+        """Return what a checkpoint has to keep of the order."""
+        return {}
+
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        """Restore the state from a checkpoint's extra; {} at the start of a run."""
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return the metric `epoch` after `step`, 1 after every row once; a mixture adds `epoch/{source}` for each."""

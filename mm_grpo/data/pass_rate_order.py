@@ -1,15 +1,14 @@
-"""The order of rows by their pass rates (`data.pass_rate`): those near one half, whose groups differ most, come most.
+"""The order of rows by their pass rates (`data.pass_rate`): rows near one half, with the most mixed groups, come most.
 
-A row's pass rate is a running estimate: of each of its groups the share of successes enters it with the factor f,
-rate + f · (share - rate). The first pass has every row once. Before each later one its n places are dealt to the rows
-in proportion to LEAST + (1 - LEAST) · 4 · rate · (1 - rate), each within one place of its share (systematic sampling),
-and put in a random order. A row without an estimate counts as one half, and none is ever left out for good: a row that
-was not solved may be later.
+A row's pass rate is a running estimate: the share of successes of each of its groups enters it with the factor f,
+rate + f · (share - rate). The first pass has every row once. Before each later pass its n places are dealt to the rows
+in proportion to MIN_WEIGHT + (1 - MIN_WEIGHT) · 4 · rate · (1 - rate), each within one place of its share (systematic
+sampling), and put in a random order. A row without an estimate counts as one half. No row is left out for good: a row
+that was not solved may be solved later.
 
-An order that depends on rewards has to be known before they are: prompts are made a step ahead, and with
-`rollout.max_staleness` k steps are sampled k + 1 ahead. So the pass that begins in step s is drawn from the groups of
-steps up to s - 2 - k, whatever else is known then, and a resumed run draws what the first one drew: a checkpoint has
-the estimates, and the passes that are drawn and not over.
+The order must be known before the rewards: prompts are made a step ahead, and with `rollout.max_staleness` k steps are
+sampled k + 1 ahead. So the pass that begins in step s is drawn from the groups of steps up to s - 2 - k, even if more
+is known. A resumed run draws the same: a checkpoint has the estimates, and the passes that are drawn and not over.
 """
 
 from __future__ import annotations
@@ -24,20 +23,21 @@ from typing import Any
 
 from mm_grpo.data.order import PromptOrder, permutation
 
-LEAST = 0.1
-"""Weight of a row that is always or never solved; one at a pass rate of one half has 1. Some are drawn all the same:
-their estimates are of an older model."""
+MIN_WEIGHT = 0.1
+"""Weight of a row that is always or never solved, not 0: its estimate is of an older model. At one half it is 1."""
 KEY = "pass_rates"
 
 
 class PassRateOrder(PromptOrder):
-    """Maps each slot of each step to a row. Every process has the same one, and shows it the same.
+    """Order that maps each slot of each step to a row. Every process has one, and shows it the same shares.
 
     Args:
         n_rows, prompts_per_step, seed: as of `PromptOrder`.
-        factor: f, what the newest group counts in an estimate, above 0 and at most 1.
+        factor: f, weight of the newest group in an estimate, above 0 and at most 1.
         staleness: k, steps that are sampled ahead of the learner.
     """
+
+    uses_shares = True
 
     def __init__(
         self, n_rows: int, prompts_per_step: int, seed: int, factor: float, staleness: int = 0
@@ -49,44 +49,43 @@ class PassRateOrder(PromptOrder):
         """The rows of passes that are drawn and not over."""
 
     def rows(self, step: int) -> list[int]:
-        """The row of each of the P slots of a step. ValueError for one that is asked for before its pass is drawn."""
-        found = []
+        """Return the row of each of the P slots of a step. ValueError if its pass is not drawn yet."""
+        rows = []
         for position in self._positions(step):
             epoch, place = divmod(position, self.n_rows)
             if epoch not in self._drawn and self.first_step(epoch) > self.lag:
                 raise ValueError(f"step {step} is of pass {epoch}, which is not drawn")
-            drawn = self._drawn.get(epoch)
-            found.append(self._row(position, self.seed, True) if drawn is None else drawn[place])
-        return found
+            permuted = self._drawn.get(epoch)
+            rows.append(self._row(position, self.seed, True) if permuted is None else permuted[place])
+        return rows
 
     def first_step(self, epoch: int) -> int:
-        """The step in which a pass begins; one that begins up to step `lag` has no estimates, and every row once."""
+        """Return the step in which a pass begins. Up to step `lag` a pass has no estimates, and every row once."""
         return epoch * self.n_rows // self.prompts_per_step + 1
 
     def draws_in(self, steps: int) -> bool:
-        """Whether a run of so many steps has a pass that is drawn by estimates."""
+        """Return True if a run of so many steps has a pass that is drawn by estimates."""
         return self.first_step((steps * self.prompts_per_step - 1) // self.n_rows) > self.lag
 
     def observe(self, step: int, shares: Iterable[tuple[int, float]]) -> None:
-        """Take in rows and their shares of successes in a step that was learned from, and draw the pass that is due."""
+        """Add rows of a learned step, with their shares of successes, to the estimates; draw the pass that is due."""
         for row, share in shares:
             rate = self.rates[row]
             self.rates[row] = share if rate is None else rate + self.factor * (share - rate)
         n, prompts, due = self.n_rows, self.prompts_per_step, step + self.lag
         for epoch in range(-(-(due - 1) * prompts // n), -(-due * prompts // n)):
             self._drawn[epoch] = self._draw(epoch)
-        for epoch in [one for one in self._drawn if one < step * prompts // n]:
+        for epoch in [epoch for epoch in self._drawn if epoch < step * prompts // n]:
             del self._drawn[epoch]
 
     def state(self) -> dict[str, str]:
-        """What a checkpoint keeps, as one compressed text."""
+        """Return rates and drawn passes as one compressed text."""
         text = json.dumps({"rates": self.rates, "drawn": sorted(self._drawn.items())})
         return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
-    def restore(self, kept: Mapping[str, Any]) -> None:
-        """Take up the state in what a checkpoint kept; at the start of a run there is none."""
-        if KEY in kept:
-            state = json.loads(zlib.decompress(base64.b85decode(kept[KEY])))
+    def restore(self, extra: Mapping[str, Any]) -> None:
+        if KEY in extra:
+            state = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
             self.rates, self._drawn = state["rates"], dict(state["drawn"])
 
     def sentence(self, steps: int) -> str:
@@ -96,18 +95,18 @@ class PassRateOrder(PromptOrder):
         n, key = self.n_rows, f"pass rate/{self.seed}/{epoch}"
         rows = permutation(n, key)
         ends = list(accumulate(weight(self.rates[row]) for row in rows))
-        start, dealt = random.Random(f"{key}/start").random(), list[int]()
+        start, places = random.Random(f"{key}/start").random(), list[int]()
         for row, end in zip(rows, ends, strict=True):
-            while len(dealt) < n and (start + len(dealt)) * ends[-1] / n < end:
-                dealt.append(row)
-        dealt += rows[-1:] * (n - len(dealt))  # the last place may round up to the end
-        return [dealt[at] for at in permutation(n, f"{key}/order")]
+            while len(places) < n and (start + len(places)) * ends[-1] / n < end:
+                places.append(row)
+        places += rows[-1:] * (n - len(places))  # the last place may round up to the end
+        return [places[at] for at in permutation(n, f"{key}/order")]
 
 
 def weight(rate: float | None) -> float:
-    """How often a row of this pass rate is drawn, next to one at one half.
+    """Return the weight of a row of this pass rate, 1 at one half.
 
     >>> weight(0.5), weight(0.0), weight(None)
     (1.0, 0.1, 1.0)
     """
-    return 1.0 if rate is None else LEAST + (1 - LEAST) * 4 * rate * (1 - rate)
+    return 1.0 if rate is None else MIN_WEIGHT + (1 - MIN_WEIGHT) * 4 * rate * (1 - rate)

@@ -1,4 +1,4 @@
-"""Strings in `data.train`: files, folders of shards or of save_to_disk, globs, a dataset of the hub.
+"""Strings in `data.train`: files, folders of shards or of save_to_disk, globs, datasets of the hub.
 
     rows.jsonl, rows.json, rows.csv, ...   a file (`SUFFIXES`)
     saved                                  a folder with state.json or dataset_dict.json
@@ -41,42 +41,44 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+){0,2}")
 
 
 @dataclass(frozen=True)
-class Found:
-    """One thing that holds rows: a file, or a folder that save_to_disk wrote with the split that was asked for."""
+class Location:
+    """Place of rows: a file, a folder that save_to_disk wrote, or a dataset of the hub."""
 
     kind: Literal["file", "saved", "hub"]
     path: str
+    """For the hub owner/name[[:config]:split]."""
     split: str | None = None
+    """Split of a saved DatasetDict; None if the string names none."""
 
 
-def find(given: str, name: str) -> list[Found]:
-    """Resolve a string to its files, in order. `name` is the dataset's, for messages.
+def find(source: str, name: str) -> list[Location]:
+    """Resolve a string to its files, in order. Messages call the dataset `name`.
 
     Raises:
         DataError: it names nothing, or files that do not belong together.
     """
     try:
-        path, split = Path(expand_home(given)), None
-        whole, _, last = str(path).rpartition(":")
-        if os.path.isdir(whole) and not path.exists():
-            path, split = Path(whole), last
+        path, split = Path(expand_home(source)), None
+        folder, _, suffix = str(path).rpartition(":")
+        if os.path.isdir(folder) and not path.exists():
+            path, split = Path(folder), suffix
         if path.is_dir():
             return _folder(path, split, name)
         if path.exists():
             if path.suffix.lower() not in SUFFIXES:
                 raise DataError(f"{name}: {path} has the suffix {path.suffix!r}; {LEGAL}")
-            return [Found("file", str(path))]
-    except (OSError, ValueError) as error:  # a folder of another user's; an unknown user, half a character
-        raise DataError(f"{name}: {short_path(ascii(given)[1:-1])} cannot be read ({error})") from None
-    if glob.has_magic(given):
-        return _one_set([each for each in map(Path, expand_glob(str(path))) if _is_rows(each)], path, name)
-    if _HUB.fullmatch(given) and not given.lower().endswith(SUFFIXES):
-        return [Found("hub", given)]
+            return [Location("file", str(path))]
+    except (OSError, ValueError) as error:  # no permission; an unknown user, half a character
+        raise DataError(f"{name}: {short_path(ascii(source)[1:-1])} cannot be read ({error})") from None
+    if glob.has_magic(source):
+        return _one_set([match for match in map(Path, expand_glob(str(path))) if _is_rows(match)], path, name)
+    if _HUB.fullmatch(source) and not source.lower().endswith(SUFFIXES):
+        return [Location("hub", source)]
     raise DataError(f"{name}: {missing(path)}")
 
 
 def check_shards(files: Sequence[str], name: str) -> None:
-    """Refuse shards (train-00000-of-00003.parquet) that are no whole sets, counted from 0 or from 1. DataError.
+    """Raise DataError unless shards (train-00000-of-00003.parquet) are complete sets, counted from 0 or from 1.
 
     Several folders may hold one set between them, or a set each.
     """
@@ -86,23 +88,27 @@ def check_shards(files: Sequence[str], name: str) -> None:
         if shard := _SHARD.fullmatch(path.stem):
             stem, suffix, total = path.stem[: shard.start("number")], path.suffix.lower(), int(shard["total"])
             sets.setdefault((stem, suffix, total), Counter())[int(shard["number"])] += 1
-            other = totals.setdefault((stem, suffix, path.parent), total)
-            if other != total or files.count(str(path)) > 1:
-                why = "is named twice" if other == total else f"lies beside shards of a set of {other}"
+            first_total = totals.setdefault((stem, suffix, path.parent), total)
+            if first_total != total or files.count(str(path)) > 1:
+                why = (
+                    "is named twice"
+                    if first_total == total
+                    else f"lies beside shards of a set of {first_total}"
+                )
                 raise DataError(f"{name}: {path} {why}; remove what is too much")
     for (stem, suffix, total), counts in sets.items():
         first = int(total in counts and 0 not in counts)
         lacks = [n for n in range(first, first + total) if counts[n] < max(counts.values())]
         if lacks or len(counts) > total:
-            what, numbers = ("missing", lacks) if lacks else ("past the last", [max(counts)])
+            problem, numbers = ("missing", lacks) if lacks else ("past the last", [max(counts)])
             raise DataError(
-                f"{name}: {stem}{numbers[0]:05d}-of-{total:05d}{suffix} is {what} (shards {brief(numbers)}, counted "
+                f"{name}: {stem}{numbers[0]:05d}-of-{total:05d}{suffix} is {problem} (shards {brief(numbers)}, counted "
                 f"from {first}); give the whole set, or name a shard alone to train on a part"
             )
 
 
 def missing(path: Path) -> str:
-    """Say that a path does not exist, and what is near."""
+    """Return a sentence that a path does not exist, with names near it."""
     folder = path.absolute().parent
     if not os.access(folder, os.R_OK | os.X_OK):
         return f"{path} does not exist; nor does its folder {folder}, or it may not be listed ({LEGAL})"
@@ -111,42 +117,42 @@ def missing(path: Path) -> str:
     return f"{path} does not exist; {folder} holds: {quoted(near)} ({LEGAL})"
 
 
-def _folder(path: Path, split: str | None, name: str) -> list[Found]:
+def _folder(path: Path, split: str | None, name: str) -> list[Location]:
     if _is_saved(path):
-        return [Found("saved", str(path), split)]
-    entries = sorted(each for each in path.iterdir() if not each.name.startswith((".", "_")))
+        return [Location("saved", str(path), split)]
+    entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith((".", "_")))
     files = [
-        each for each in entries if _is_rows(each) and not each.is_dir() and split in (None, _split_of(each))
+        file for file in entries if _is_rows(file) and not file.is_dir() and split in (None, _split_of(file))
     ]
     if not files:
-        wanted = "" if split is None else f" of the split {split!r}"
+        of_split = "" if split is None else f" of the split {split!r}"
         raise DataError(
             f"{name}: {path} is a folder that save_to_disk did not write, and it holds no file "
-            f"{', '.join(SUFFIXES)}{wanted}; it holds: {quoted(each.name for each in entries[:10])}"
+            f"{', '.join(SUFFIXES)}{of_split}; it holds: {quoted(entry.name for entry in entries[:10])}"
         )
     return _one_set(files, path, name)
 
 
-def _one_set(paths: list[Path], what: Path, name: str) -> list[Found]:
-    """What the paths hold. DataError where there is none, and for several kinds or splits."""
+def _one_set(paths: list[Path], what: Path, name: str) -> list[Location]:
+    """Return the locations of the paths. DataError if there are none, or of several kinds or splits."""
     if not paths:
         raise DataError(f"{name}: no file matches; {missing(what)}")
-    files = [each for each in paths if not each.is_dir()]
-    kinds = sorted({each.suffix.lower() for each in files})
-    splits = sorted({_split_of(each) or "no split" for each in files})
+    files = [path for path in paths if not path.is_dir()]
+    kinds = sorted({file.suffix.lower() for file in files})
+    splits = sorted({_split_of(file) or "no split" for file in files})
     if len(kinds) > 1 or len(splits) > 1:
         raise DataError(
             f"{name}: {what} holds files of several kinds or splits ({', '.join(kinds)}; {', '.join(splits)}); give a "
             "narrower pattern, a folder as FOLDER:SPLIT, or a list of paths to have them all"
         )
-    return [Found("saved" if each.is_dir() else "file", str(each)) for each in paths]
+    return [Location("saved" if path.is_dir() else "file", str(path)) for path in paths]
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file's name tells: train of train-00000-of-00002.parquet and of train.jsonl."""
+    """Return the split in a file's name: train of train-00000-of-00002.parquet and of train.jsonl."""
     shard = _SHARD.match(path.stem)
-    found = _SPLITS.match((shard["split"] or "") if shard else path.stem)
-    return found[1].lower() if found else shard and shard["split"]
+    split = _SPLITS.match((shard["split"] or "") if shard else path.stem)
+    return split[1].lower() if split else shard and shard["split"]
 
 
 def _is_rows(path: Path) -> bool:

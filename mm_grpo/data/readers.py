@@ -1,7 +1,7 @@
-"""Rows out of what `paths` found: each file, saved dataset or hub dataset is a `Part`, and `JoinedRows` are several.
+"""Rows of the locations that `paths` finds: each is read as a `Part`, and `JoinedRows` are several parts.
 
-JSONL stays on disk: where each line begins is kept, and the line is read again when its row is asked for. Parquet and
-Arrow are mapped from the copy that the datasets library keeps in its cache. JSON and CSV are read into memory.
+JSONL stays on disk: a line is read again when its row is asked for. Parquet and Arrow are mapped from the copy that the
+datasets library keeps in its cache. JSON and CSV are read into memory.
 """
 
 from __future__ import annotations
@@ -17,37 +17,39 @@ from typing import Any
 
 from mm_grpo.data.hf_datasets import open_file, open_hub, open_saved
 from mm_grpo.data.jsonl import JsonLines, read_json
-from mm_grpo.data.paths import LEGAL, Found, missing
+from mm_grpo.data.paths import LEGAL, Location, missing
 from mm_grpo.errors import DataError
 
-LARGEST_CELL = 2**30
-"""Characters of one cell of a CSV file."""
+MAX_CELL = 2**30
+"""Most characters of a cell of a CSV file."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of one source, what messages call them, and where their relative image paths start."""
+    """Rows of one file, saved dataset or hub dataset."""
 
     rows: Any
     row_name: Callable[[int], str]
+    """Names a row in messages."""
     folder: str | Path | None
+    """Relative image paths start here."""
 
 
-def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
-    """The rows of one source that `paths.find` found for the dataset `name`; `columns` are `data.columns`.
+def read(location: Location, name: str, columns: Mapping[str, str]) -> Part:
+    """Read the rows of a location for the dataset `name`; `columns` are `data.columns`.
 
-    DataError: it is broken, empty, or cannot be reached.
+    DataError if they are broken, empty, or cannot be reached.
     """
-    path = Path(found.path)
+    path = Path(location.path)
 
     def numbered(rows: Any, folder: Path | None = path.parent) -> Part:
-        return Part(rows, lambda index: f"{found.path} row {index}", folder)
+        return Part(rows, lambda index: f"{location.path} row {index}", folder)
 
     try:
-        if found.kind == "hub":
-            return numbered(open_hub(found.path, columns, missing(path)), None)
-        if found.kind == "saved":
-            return numbered(open_saved(path, found.split, columns), path)
+        if location.kind == "hub":
+            return numbered(open_hub(location.path, columns, missing(path)), None)
+        if location.kind == "saved":
+            return numbered(open_saved(path, location.split, columns), path)
         if path.exists() and not path.is_file():
             raise DataError(f"{name}: {path} is a pipe, a socket or a device, not a file; {LEGAL}")
         suffix = path.suffix.lower()
@@ -63,13 +65,13 @@ def read(found: Found, name: str, columns: Mapping[str, str]) -> Part:
 
 
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The rows of a CSV file (tabs in a .tsv) under the names of its first line, and the line that each ends on.
+    """Read the rows of a CSV file (tabs in a .tsv); return them, and the line on which each ends.
 
-    Cells are text and never become numbers; an empty one is null.
+    The first line names the columns. Cells are text and never become numbers; an empty cell is null.
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
-    csv.field_size_limit(LARGEST_CELL)  # an image may be a cell; csv's own bound is 128 KiB
+    csv.field_size_limit(MAX_CELL)  # a cell may be an image; the limit of csv itself is 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
@@ -85,14 +87,14 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
             line = max(reader.reader.line_num, 1)
-            raise DataError(f"{path}:{line}: is not valid CSV in UTF-8 ({error}); mend it") from None
+            raise DataError(f"{path}:{line}: is not valid CSV in UTF-8 ({error}); correct it") from None
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
 
 
 def place(ends: Sequence[int], index: int) -> tuple[int, int]:
-    """The part that row `index` lies in, where parts end at `ends`, and its index there. IndexError outside."""
+    """Return the number of the part with row `index`, and the row's index there. Parts end at `ends`."""
     if not 0 <= index < ends[-1]:
         raise IndexError(f"row {index} of {ends[-1]}")
     at = bisect.bisect_right(ends, index)
@@ -100,7 +102,7 @@ def place(ends: Sequence[int], index: int) -> tuple[int, int]:
 
 
 class JoinedRows:
-    """The rows of several parts, one part after the other."""
+    """Rows of several parts, one part after the other."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
@@ -115,7 +117,7 @@ class JoinedRows:
         return part.rows[inner]
 
     def encoded_row(self, index: int) -> Any:
-        """The row with the images of every column still encoded."""
+        """Return the row with the images of every column still encoded."""
         part, inner = self._place(index)
         return getattr(part.rows, "encoded_row", part.rows.__getitem__)(inner)
 
@@ -130,14 +132,13 @@ class JoinedRows:
 
     @cached_property
     def column_names(self) -> list[str]:
-        """The columns of all parts, in order of appearance; of a list, those of all its rows."""
+        """The columns of all parts, in order of appearance; a list has the columns of all its rows."""
         names: dict[str, None] = {}
         for rows in (part.rows for part in self.parts):
-            if (known := getattr(rows, "column_names", None)) is not None:
-                names.update(dict.fromkeys(known))
-                continue
-            seen = rows if isinstance(rows, list | tuple) else [rows[0]]
-            names.update(dict.fromkeys(name for row in seen if isinstance(row, Mapping) for name in row))
+            if (columns := getattr(rows, "column_names", None)) is None:
+                examples = rows if isinstance(rows, list | tuple) else [rows[0]]
+                columns = (name for row in examples if isinstance(row, Mapping) for name in row)
+            names.update(dict.fromkeys(columns))
         return list(names)
 
     def _place(self, index: int) -> tuple[Part, int]:

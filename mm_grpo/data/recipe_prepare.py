@@ -1,7 +1,7 @@
-"""For prepare.py of recipes: read a split of a dataset of the hub, and write rows of ours as JSONL.
+"""Helpers of recipes' prepare.py: read a split of a dataset of the hub, and write rows as JSONL.
 
-`published` gives a split's rows with their pictures still encoded, so that nothing is compressed twice; `prepare`
-writes files, says how far it is, and leaves alone what a former run has finished. What a row becomes is the recipe's.
+`published` reads a split with its pictures still encoded, so that nothing is compressed twice. `prepare` writes files
+with progress, and skips files that a former run has finished.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.errors import DataError, shorten
 
-EVERY = 5.0
-"""Seconds from one line about the progress to the next."""
+PROGRESS_SECONDS = 5.0
+"""Time between two lines about the progress."""
 
 
 def published(hub: str, split: str, config: str | None = None) -> Any:
-    """A split of a dataset of the hub, as datasets.Dataset whose columns of pictures hold {bytes, path}.
+    """Load a split of a dataset of the hub, as datasets.Dataset with {bytes, path} in its columns of pictures.
 
-    Downloads go on where they stopped, and are kept in the cache of the datasets library.
+    Downloads that stopped are resumed, and kept in the cache of the datasets library.
 
     Raises:
         DataError: the hub cannot be reached or refuses, or the datasets library cannot read it.
@@ -31,32 +31,32 @@ def published(hub: str, split: str, config: str | None = None) -> Any:
 
     arguments = (hub,) if config is None else (hub, config)
     try:
-        found = datasets.load_dataset(*arguments, split=split)
-    except Exception as error:  # the library's, the hub's and the network's share no base
+        dataset = datasets.load_dataset(*arguments, split=split)
+    except Exception as error:  # errors of the library, the hub and the network share no base class
         reason = f"{type(error).__name__}: {shorten(error, 300)}"
         raise DataError(
             f"{hub}, split {split}: cannot be read from the hub ({reason}); this needs a network, once: run it again "
-            "where there is one (a download goes on where it stopped), log in (`hf auth login`) where the dataset asks "
-            "for it, or copy the written folder from another machine"
+            "with one (a download goes on where it stopped), log in (`hf auth login`) if the dataset asks for it, or "
+            " copy the written folder from another machine"
         ) from None
-    for name, feature in found.features.items():
+    for name, feature in dataset.features.items():
         if isinstance(feature, datasets.Image):
-            found = found.cast_column(name, datasets.Image(decode=False))
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
         elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            found = found.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return found
+            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return dataset
 
 
 def prepare(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]], *, again: bool = False) -> None:
-    """Write `rows()` to `path`, with progress; a file that is there stays, unless `again`.
+    """Write `rows()` to `path`, with progress; a file that exists stays, unless `again`.
 
-    A file appears when it is whole, so one that is there needs nothing; pictures that were written stay in any case.
+    A file appears when it is complete, so a file that exists needs nothing. Pictures that were written always stay.
     """
     if path.exists() and not again:
         print(f"{path}: is there already; --again makes it anew", flush=True)
         return
     started = time.perf_counter()
-    count = write_jsonl(_counted(rows(), path), path)
+    count = write_jsonl(_with_progress(rows(), path), path)
     print(f"{path}: {count} rows in {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -69,10 +69,10 @@ def exits(main: Callable[[], None]) -> None:
         sys.exit(2)
 
 
-def _counted(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
-    shown = time.perf_counter()
+def _with_progress(rows: Iterable[Mapping[str, Any]], path: Path) -> Iterator[Mapping[str, Any]]:
+    last_line = time.perf_counter()
     for count, row in enumerate(rows, start=1):
         yield row
-        if time.perf_counter() - shown >= EVERY:
-            shown = time.perf_counter()
+        if time.perf_counter() - last_line >= PROGRESS_SECONDS:
+            last_line = time.perf_counter()
             print(f"{path}: {count} rows so far", flush=True)

@@ -8,7 +8,7 @@ Where the images stand in the messages, in this order of preference:
 
     parts     {"type": "image"} stands for the next entry of `images`; a part that carries its own image
               (its key `image`, `path` or `url`, or an `image_url` part as OpenAI writes it) uses that
-    tags      <image> in a message that is a string, where no message has image parts
+    tags      <image> in a message that is a string, if no message has image parts
     nowhere   all images go to the start of the first user message, as TRL does
 
 However they are placed, the count of places must equal the count of images. Images are not opened
@@ -23,7 +23,7 @@ from typing import Any
 
 from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, fill_template, rename, value_at
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
-from mm_grpo.data.layouts import Conversation, read_conversation
+from mm_grpo.data.layouts import RowConversation, read_conversation
 from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,18 +35,16 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Fields:
-    """A normalised row whose images are still closed.
-
-    `messages` have a role and a content that is a string or a list of `{"type": "text", "text": ...}` and
-    `{"type": "image"}` parts; the i-th image part of the conversation stands for `images[i]`. `columns` are
-    the row's other fields under our names, with `answer` where the row has it elsewhere. `prompt_column` is our name of
-    the column that held the prompt.
-    """
+    """A normalised row with closed images."""
 
     messages: tuple[Message, ...]
+    """Role, and content: a string or a list of `{"type": "text", "text": ...}` and `{"type": "image"}` parts."""
     images: tuple[Any, ...]
+    """Sources of the image parts of the conversation, in order."""
     columns: dict[str, Any]
+    """The row's other fields under our names, and `answer` if the row has it in another place."""
     prompt_column: str = "prompt"
+    """Our name of the column that held the prompt."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
 
@@ -59,7 +57,7 @@ def read_row(
     system_prompt: str | None = None,
     prompt_template: str | None = None,
 ) -> Fields:
-    """The fields of one row, which is not changed.
+    """Read the fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
     `system_prompt` and `prompt_template` are as in the config's section `data`.
@@ -73,24 +71,25 @@ def read_row(
     if prompt_template is not None:
         values["prompt"] = fill_template(prompt_template, values, row_name)
         columns = {"prompt": "prompt", **columns}
-    found = read_conversation(values, row_name, columns, names=row)
-    messages = _messages(found.prompt, found.column, row_name)
+    conversation = read_conversation(values, row_name, columns, names=row)
+    messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
-    others = {name: value for name, value in values.items() if name not in (*PROMPT_FIELDS, *found.used)}
-    _check_texts(found, messages, images, others, row_name)
+    prompt_columns = {*PROMPT_FIELDS, *conversation.used}
+    reward_columns = {name: value for name, value in values.items() if name not in prompt_columns}
+    _check_texts(conversation, messages, images, reward_columns, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Fields(
         tuple(messages),
         tuple(images),
-        {**others, **found.answers},
-        prompt_column=found.column,
-        conversational=not isinstance(found.prompt, str),
+        {**reward_columns, **conversation.answers},
+        prompt_column=conversation.column,
+        conversational=not isinstance(conversation.prompt, str),
     )
 
 
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values of a row under our names; what the row lacks is left out."""
+    """Return the values of a row under our names, without columns that the row lacks."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"{row_name}: a row is a mapping of columns to values; this is a {type(row).__name__}"
@@ -105,7 +104,7 @@ def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, An
 
 
 def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
-    """The image sources of `image` or `images`, in order. DataError where both are set, or a video is."""
+    """Return the sources of `image` or `images`, in order. DataError if both are set, or a video is."""
     listed: dict[str, list[Any]] = {}
     for name in ("image", "images", "video", "videos"):
         value = values.get(name)
@@ -122,7 +121,7 @@ def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
 
 
 def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
-    """The conversation as fresh dicts with a role, a content, and whatever else is not null."""
+    """Copy the conversation to new dicts with a role, a content, and all other keys that are not null."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list | tuple) or not all(isinstance(message, Mapping) for message in prompt):
@@ -136,7 +135,7 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{row_name}: {column!r} ends with a message of role 'assistant', which the model is to write; "
-            "move it to a column of its own, such as 'answer', or where it is the answer set data.columns.messages to "
+            "move it to a column of its own, such as 'answer', or if it is the answer set data.columns.messages to "
             "this column's name"
         )
     return messages
@@ -149,15 +148,15 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
     if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{at}]") for at, part in enumerate(content)]
     elif not isinstance(content, str):
-        found = type(content).__name__
-        raise DataError(f"{where}: the content is a {found}; legal is a string or a list of parts")
-    # Arrow gives every message the keys of all; those that are null were never written.
-    rest = {key: value for key, value in message.items() if value is not None}
-    return rest | {"role": role, "content": content}
+        kind = type(content).__name__
+        raise DataError(f"{where}: the content is a {kind}; legal is a string or a list of parts")
+    # Arrow gives every message the keys of all messages, with null for a key that the message does not have
+    filled = {key: value for key, value in message.items() if value is not None}
+    return filled | {"role": role, "content": content}
 
 
 def _part(part: Any, where: str) -> Message:
-    """A text part, or an image part with at most the key `image`."""
+    """Return a text part, or an image part with at most the key `image`."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -169,37 +168,45 @@ def _part(part: Any, where: str) -> Message:
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
         raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
-    own = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
+    source = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
     if kind == "image_url":
-        own = own.get("url") if isinstance(own, Mapping) else own
-        if own is None:
+        source = source.get("url") if isinstance(source, Mapping) else source
+        if source is None:
             raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
-    return {"type": "image"} if own is None else {"type": "image", "image": own}
+    return {"type": "image"} if source is None else {"type": "image", "image": source}
 
 
 def _check_texts(
-    found: Conversation, messages: list[Message], images: list[Any], others: Mapping[str, Any], row_name: str
+    conversation: RowConversation,
+    messages: list[Message],
+    images: list[Any],
+    reward_columns: Mapping[str, Any],
+    row_name: str,
 ) -> None:
-    """DataError for texts that hold the place of an image that lacks, or ask nothing."""
+    """DataError for a text with a placeholder of an image that is missing, and for a prompt that asks nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
         if half := half_character(text):
-            raise DataError(f"{row_name}: {found.column!r} {half}")
+            raise DataError(f"{row_name}: {conversation.column!r} {half}")
         if not images and (place := PLACEHOLDER.search(text)):
-            unread = "".join(f" (the column {name!r} looks like images)" for name in image_columns(others))
+            unread = "".join(
+                f" (the column {name!r} looks like images)" for name in image_columns(reward_columns)
+            )
             raise DataError(
                 f"{row_name}: the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the "
                 f"row its image, or remove {place[0]!r}"
             )
-        shown = not isinstance(found.prompt, str) and len(_texts(message)) < len(_parts(message))
-        asks = asks or (message["role"] == "user" and (shown or bool(text.strip())))
+        has_image = not isinstance(conversation.prompt, str) and len(_texts(message)) < len(_parts(message))
+        asks = asks or (message["role"] == "user" and (has_image or bool(text.strip())))
     if not asks:
-        raise DataError(f"{row_name}: {found.column!r} is empty; write what is asked, or leave the row out")
+        raise DataError(
+            f"{row_name}: {conversation.column!r} is empty; write what is asked, or leave the row out"
+        )
 
 
 def _parts(message: Message) -> list[Message]:
-    """The parts of a message whose content is a list of them."""
+    """Return the parts of a message; none if its content is a string."""
     return [] if isinstance(message["content"], str) else message["content"]
 
 
@@ -209,7 +216,7 @@ def _texts(message: Message) -> list[str]:
 
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
-    """Messages with one image part per image, and the images in the order of those parts."""
+    """Return messages with one image part per image, and the images in the order of the parts."""
     kind, parts = "image parts", _image_parts(messages)
     if not parts:
         tags = sum(m["content"].count(IMAGE_TAG) for m in messages if isinstance(m["content"], str))
@@ -217,7 +224,7 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
             kind, placed = f"{IMAGE_TAG} tags", tags
             messages = [_split_tags(message) for message in messages]
         else:
-            messages, placed = _put_first(messages, len(listed))
+            messages, placed = _add_image_parts(messages, len(listed))
         parts = [{"type": "image"}] * placed
     free = sum("image" not in part for part in parts)
     if free != len(listed):
@@ -231,7 +238,7 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
 
 
 def _image_parts(messages: list[Message]) -> list[Message]:
-    """The image parts of a conversation, in order."""
+    """Return the image parts of a conversation, in order."""
     if not any(map(_parts, messages)):
         return []
     from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
@@ -246,22 +253,25 @@ def _without_images(message: Message) -> Message:
 
 
 def _split_tags(message: Message) -> Message:
-    """A string with <image> tags as parts: the tags become image parts, the text between stays as it is."""
+    """Split a string at its <image> tags into image parts and text parts."""
     content = message["content"]
     if not isinstance(content, str) or IMAGE_TAG not in content:
         return message
-    first, *rest = content.split(IMAGE_TAG)
+    first, *texts = content.split(IMAGE_TAG)
     parts = [{"type": "text", "text": first}]
-    for text in rest:
+    for text in texts:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return message | {"content": [part for part in parts if part.get("text") != ""]}
 
 
-def _put_first(messages: list[Message], count: int) -> tuple[list[Message], int]:
-    """Image parts before the text of the first user message, and how many: 0 where it is a list of parts."""
+def _add_image_parts(messages: list[Message], count: int) -> tuple[list[Message], int]:
+    """Put `count` image parts before the text of the first user message; return the messages and the parts added.
+
+    None are added to a message that is a list of parts.
+    """
     at = next(i for i, message in enumerate(messages) if message["role"] == "user")
     content = messages[at]["content"]
     if count == 0 or not isinstance(content, str):
         return messages, 0
-    placed = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": content}]
-    return [*messages[:at], messages[at] | {"content": placed}, *messages[at + 1 :]], count
+    parts = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": content}]
+    return [*messages[:at], messages[at] | {"content": parts}, *messages[at + 1 :]], count

@@ -1,15 +1,14 @@
 """The shapes task: rendered scenes of coloured shapes, and questions about them.
 
-It needs no download, so the demo and the tests use it. A scene is drawn at random and described in
-thousandths of the image's side, so one description can be rendered at any size; `render` paints it
-and `shapes_rows` puts questions to scenes, in TRL's row layout. Everything is a pure function of
-(seed, index, split) and the options.
+It needs no download, so the demo and the tests use it. A scene is drawn at random and described in thousandths of the
+image's side, so it can be rendered at any size. `render` paints it and `shapes_rows` makes rows with questions in TRL's
+layout. Everything is a pure function of (seed, index, split) and the options.
 
-Train and held-out never share a scene: a hash of the scene's description, and nothing else, decides
-which split it belongs to, so neither another seed nor more rows can bring one into the other.
+Train and held-out never share a scene: a hash of the scene's description alone decides its split, whatever the seed and
+the number of rows.
 
-To add a kind of question: its name in `Kind`, a line in `QUESTIONS`, its answers in `answers`, and what
-it asks of the scene in `_pairs` or `_place`.
+To add a kind of question: its name in `Kind`, a line in `QUESTIONS`, its answers in `answers`, and its demands on the
+scene in `_pairs` or `_place`.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ QUESTIONS: dict[str, str] = {
 UNIT = 1000  # positions and radii are thousandths of the image's side
 RADIUS = (140, 190)
 GAP = 20  # least distance between the boxes of two objects
-OFF_CENTRE = 80  # least distance of an object from the middle line when its side is asked for
+OFF_CENTRE = 80  # from the middle line to an object, if its side is asked for
 HELDOUT_SHARE = 0.2
 SUPERSAMPLING = 4
-LARGEST_COUNT = len(NUMBERS)
+MAX_OBJECTS = len(NUMBERS)
 IMAGE_SIZES = (28, 1024)
 
 
 @dataclass(frozen=True, order=True)
 class Thing:
-    """One object: its centre and radius (half its box's side) in thousandths of the image's side."""
+    """Object with its centre and radius (half its box's side) in thousandths of the image's side."""
 
     colour: str
     shape: str
@@ -70,7 +69,7 @@ class Thing:
     radius: int
 
     def box(self, image_size: int) -> tuple[int, int, int, int]:
-        """The smallest box of whole pixels, (x0, y0, x1, y1), that holds the object in such an image."""
+        """Return the smallest box of whole pixels, (x0, y0, x1, y1), around the object in an image of this side."""
         low = [math.floor((c - self.radius) * image_size / UNIT) for c in (self.x, self.y)]
         high = [math.ceil((c + self.radius) * image_size / UNIT) for c in (self.x, self.y)]
         return low[0], low[1], high[0], high[1]
@@ -85,13 +84,13 @@ class Scene:
 
     @property
     def split(self) -> Split:
-        """The split the scene belongs to, whatever the order of its objects and the size of its image."""
+        """The scene's split, independent of the order of its objects and the size of its image."""
         digest = hashlib.sha256(repr(sorted(self.objects)).encode()).digest()
         return "heldout" if int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64 else "train"
 
 
 def answers(kind: Kind, max_objects: int = 2) -> tuple[str, ...]:
-    """The right class of answers to a kind of question, in the order in which rows cycle through them.
+    """Return the answers to a kind of question, in the order in which rows cycle through them.
 
     >>> answers("count", max_objects=3)
     ('one', 'two', 'three')
@@ -110,20 +109,23 @@ def scene(
     image_size: int = 84,
     max_objects: int = 2,
 ) -> Scene:
-    """The scene of one row: a question of `kind` has exactly one answer in it, and that is `answer` if given: one of
-    `answers(kind, max_objects)`. DataError: an option is out of range."""
+    """Draw the scene of one row, in which a question of `kind` has exactly one answer.
+
+    That is `answer` if given: one of `answers(kind, max_objects)`. DataError if an option is out of range.
+    """
     _check(split=split, kinds=(kind,), image_size=image_size, max_objects=max_objects)
     legal = answers(kind, max_objects)
     rng = random.Random(f"shapes/{seed}/{split}/{index}/{kind}/{answer}/{max_objects}")
-    wanted = answer if answer is not None else rng.choice(legal)
+    if answer is None:
+        answer = rng.choice(legal)
     while True:
-        objects = _place(_pairs(kind, wanted, max_objects, rng), kind, wanted, rng)
-        if objects is not None and (found := Scene(objects, image_size)).split == split:
-            return found
+        objects = _place(_pairs(kind, answer, max_objects, rng), kind, answer, rng)
+        if objects is not None and (candidate := Scene(objects, image_size)).split == split:
+            return candidate
 
 
 def render(scene: Scene) -> Image:
-    """The scene as an upright RGB image of scene.size by scene.size pixels, with smooth edges."""
+    """Render the scene as an RGB image of scene.size by scene.size pixels, with smooth edges."""
     from PIL import Image, ImageDraw
 
     side = scene.size * SUPERSAMPLING
@@ -152,18 +154,15 @@ def shapes_rows(
     image_size: int = 84,
     max_objects: int = 2,
 ) -> list[dict[str, Any]]:
-    """`size` rows of the task, in TRL's layout.
+    """Make `size` rows of the task, in TRL's layout. DataError if an option is out of range.
 
-    Row i asks a question of kind `kinds[i % len(kinds)]`, and each kind cycles through its answers, so
-    all classes are equally frequent: a constant answer is right in 1 of 5 colour and 1 of 3 shape questions.
+    Row i asks a question of kind `kinds[i % len(kinds)]`, and each kind cycles through its answers, so all classes are
+    equally frequent: a constant answer is right in 1 of 5 colour and 1 of 3 shape questions.
 
     Returns:
-        Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image, which is
-        drawn when it is read), `answer` (a word), `kind`, and `objects`, a list of `colour`, `shape` and `box`, where
-        a box is (x0, y0, x1, y1) in pixels of the image; the question is about the first object.
-
-    Raises:
-        DataError: an option is out of range; the message lists what is legal.
+        Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image, which is drawn when
+        it is read), `answer` (a word), `kind`, and `objects`, a list of `colour`, `shape` and `box`, (x0, y0, x1, y1)
+        in pixels of the image. The question is about the first object.
     """
     _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
     if size < 1:
@@ -172,12 +171,12 @@ def shapes_rows(
 
     rows = []
     for index in range(size):
-        turn, which = divmod(index, len(kinds))
-        kind = kinds[which]
+        turn, kind_index = divmod(index, len(kinds))
+        kind = kinds[kind_index]
         legal = answers(kind, max_objects)
         answer = legal[turn % len(legal)]
-        how: dict[str, Any] = {"seed": seed, "image_size": image_size, "max_objects": max_objects}
-        picture = scene(split=split, index=index, kind=kind, answer=answer, **how)
+        options: dict[str, Any] = {"seed": seed, "image_size": image_size, "max_objects": max_objects}
+        picture = scene(split=split, index=index, kind=kind, answer=answer, **options)
         content = [{"type": "image"}, {"type": "text", "text": question(picture, kind)}]
         rows.append(
             {
@@ -195,7 +194,7 @@ def shapes_rows(
 
 
 def question(scene: Scene, kind: Kind) -> str:
-    """The question of this kind about the scene's first object."""
+    """Return the question of this kind about the scene's first object."""
     target = scene.objects[0]
     return QUESTIONS[kind].format(colour=target.colour, shape=target.shape)
 
@@ -205,17 +204,17 @@ def _check(*, split: str, kinds: Sequence[str], image_size: int, max_objects: in
         raise DataError(f"split is {split!r}; legal are {get_args(Split)}")
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(get_args(Kind)):
         raise DataError(f"kinds is {kinds!r}; give a list of kinds out of {get_args(Kind)}")
-    least = 2 if "count" in kinds else 1  # else every count is one
+    min_objects = 2 if "count" in kinds else 1  # with one object every count is one
     for name, value, low, high in (
         ("image_size", image_size, *IMAGE_SIZES),
-        ("max_objects", max_objects, least, LARGEST_COUNT),
+        ("max_objects", max_objects, min_objects, MAX_OBJECTS),
     ):
         if not low <= value <= high:
             raise DataError(f"{name} is {value}; with kinds {kinds} it must lie in {low}..{high}")
 
 
 def _pairs(kind: Kind, answer: str, max_objects: int, rng: random.Random) -> list[tuple[str, str]]:
-    """Different (colour, shape) pairs, the asked-for one first; the question has one answer in them."""
+    """Draw different (colour, shape) pairs, with one answer to the question, which is about the first."""
     count = NUMBERS.index(answer) + 1 if kind == "count" else rng.randint(1, max_objects)
     colour = answer if kind == "colour" else rng.choice(tuple(COLOURS))
     shape = answer if kind == "shape" else rng.choice(SHAPES)
@@ -234,7 +233,7 @@ def _pairs(kind: Kind, answer: str, max_objects: int, rng: random.Random) -> lis
 def _place(
     pairs: list[tuple[str, str]], kind: Kind, answer: str, rng: random.Random
 ) -> tuple[Thing, ...] | None:
-    """Things with boxes inside the image and apart from each other; None when a throw finds no room."""
+    """Place things inside the image and apart from each other; return None if there is no room for one."""
     placed: list[Thing] = []
     for colour, shape in pairs:
         for _ in range(20):
@@ -244,7 +243,7 @@ def _place(
             if kind == "position" and not placed:
                 x = rng.randint(low, UNIT // 2 - OFF_CENTRE)
                 x = x if answer == "left" else UNIT - x
-            if all(max(abs(x - it.x), abs(y - it.y)) >= radius + it.radius + GAP for it in placed):
+            if all(max(abs(x - t.x), abs(y - t.y)) >= radius + t.radius + GAP for t in placed):
                 placed.append(Thing(colour, shape, x, y, radius))
                 break
         else:

@@ -12,7 +12,7 @@
 Relative image paths start at `data.image_dir`; if that is not set, at the folder of the dataset's file, or at the
 working folder for rows in memory. Nothing is downloaded but a dataset of the hub that is named.
 
-A task is a function with keyword arguments that returns rows; `TASKS` names those of this package. Kinds of file are
+A task is a function with keyword arguments that returns rows; `TASKS` names the package's own. Kinds of file are
 in paths.py and readers.py.
 """
 
@@ -70,7 +70,7 @@ def load(
     Raises:
         DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
     """
-    if isinstance(source, Rows):
+    if isinstance(source, Dataset | MixedDataset):
         return source
     if isinstance(source, Mapping) and "path" in source:
         source = Mixture([source])
@@ -208,7 +208,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
     datasets = []
     for label, entry in zip(mixture.names, mixture.entries, strict=True):
         source, source_name = entry["path"], f"{name}/{label}"
-        if isinstance(source, Rows):
+        if isinstance(source, Dataset | MixedDataset):
             raise DataError(f"{source_name}: is a Dataset, which has its name and settings; give its rows")
         added = {TASK: entry["task"]} if "task" in entry else None
         own_settings = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})

@@ -1,7 +1,7 @@
-"""Settings of `accelerate launch`, compared with the config: what its file asks for is what `optim` says, or refused.
+"""Settings of `accelerate launch`, refused unless the config says the same.
 
-accelerate hands its YAML file on in ACCELERATE_* variables. mm_grpo makes no `Accelerator`: it takes from a launcher
-the processes alone, and sets DeepSpeed up by `optim` (zero.py).
+accelerate passes its YAML file on in ACCELERATE_* variables. mm_grpo makes no `Accelerator`: a launcher only starts the
+processes, and DeepSpeed is set up by `optim` (zero.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 
-UNSET = ("", "auto", "none", "no", "false")
+UNSET_VALUES = ("", "auto", "none", "no", "false")
 
 
 def check_launcher(config: GRPOConfig, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError, which names each setting, when accelerate was configured with something else.
+    """Raise ConfigError, naming each setting, if accelerate was configured with something else.
 
-    `device` and `dtype` are what `model.device` and `model.dtype` mean here. Call it before a model is loaded.
+    `device` and `dtype` are those of the model on this machine. Call it before a model is loaded.
     """
     env, optim = os.environ, config.optim
     if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_PORT" in env and "WORLD_SIZE" not in env:
@@ -40,9 +40,9 @@ def check_launcher(config: GRPOConfig, device: torch.device, dtype: torch.dtype)
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu" if optim.offload_optimizer else "",
         "GRADIENT_CLIPPING": f"{optim.max_grad_norm:g}",
     }
-    given = {name: env.get(f"ACCELERATE_{name}", "").lower() for name in legal}
-    given["GRADIENT_CLIPPING"] = given["GRADIENT_CLIPPING"].removesuffix(".0")
-    wrong = [name for name, one in given.items() if one not in (legal[name], *UNSET)]
-    if wrong:
-        lines = (f"accelerate's {n.lower()} = {given[n]}: must be {legal[n] or 'left out'}" for n in wrong)
+    values = {name: env.get(f"ACCELERATE_{name}", "").lower() for name in legal}
+    values["GRADIENT_CLIPPING"] = values["GRADIENT_CLIPPING"].removesuffix(".0")
+    illegal = [name for name, value in values.items() if value not in (legal[name], *UNSET_VALUES)]
+    if illegal:
+        lines = (f"accelerate's {n.lower()} = {values[n]}: must be {legal[n] or 'left out'}" for n in illegal)
         raise ConfigError("; ".join(lines) + "; training is set up by optim.*, model.dtype and model.device")

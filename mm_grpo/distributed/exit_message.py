@@ -1,8 +1,7 @@
 """The message with which several processes end: printed once, by one of them, for one failure.
 
-What fails in one process fails in all (`Ranks.fail_together`), and each would print it. So rank 0 puts its message
-into the store of the process group, and the others print theirs only when it is another. The store is read in a
-thread: of a host that stopped answering it waits past its own time-out.
+An error in one process is raised in all (`Ranks.fail_together`), and each would print it. So rank 0 puts its message
+into the store of the process group, and the others print theirs only if it differs.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import torch.distributed as dist
 from mm_grpo.distributed.ranks import RankLost, lost_text
 
 FIRST_ERROR = "mm_grpo/first_error"
-"""The key in the store of rank 0's message."""
+"""Key of rank 0's message in the store."""
 
 
 def should_report(message: str, *, lost: bool = False) -> bool:
-    """True when this process, which is about to end with `message`, prints it; false when rank 0 prints the same.
+    """Return True if this process, which is about to end with `message`, prints it; False if rank 0 prints the same.
 
-    With `lost` the message is about another process that ended, and is not needed when rank 0 prints anything. The
+    With `lost` the message is about another process that ended, and is not needed if rank 0 prints anything. The
     others wait for rank 0, which may still be writing the report, but not for long: a launcher ends all processes
     when one has ended.
     """
@@ -31,23 +30,24 @@ def should_report(message: str, *, lost: bool = False) -> bool:
     store, first = dist.distributed_c10d._get_default_store(), dist.get_rank() == 0
     timeout = 5.0 if lost else 20.0
     store.set_timeout(timedelta(seconds=timeout))
-    found: list[str] = []
+    messages: list[str] = []
 
     def exchange() -> None:
         with suppress(RuntimeError):  # the store is gone with the process that held it
             if first:
                 store.set(FIRST_ERROR, message)
             else:
-                found.append(store.get(FIRST_ERROR).decode())
+                messages.append(store.get(FIRST_ERROR).decode())
 
+    # in a thread, because the store waits past its own time-out for a host that stopped answering
     thread = threading.Thread(target=exchange, daemon=True)
     thread.start()
     thread.join(timeout)
-    return not found or (not lost and found[0] != message)
+    return not messages or (not lost and messages[0] != message)
 
 
 def lost_another(error: RuntimeError) -> str | None:
-    """The message for an error by which this process lost another one; None when it is about something else.
+    """Return the message for an error by which this process lost another one; None for any other error.
 
     DeepSpeed reduces gradients itself, so the error may be gloo's or NCCL's own.
     """

@@ -1,7 +1,7 @@
 """`mm-grpo train CONFIG --processes N`: the same command in N processes of this machine.
 
-torch's elastic launcher starts them, sets their ranks and ends all when one fails; none is restarted. Ours are the
-checks before a process starts, and the end: the run's exit code is returned, and a process that was killed is named.
+torch's elastic launcher starts them, sets their ranks and ends all when one fails; none is restarted. This module adds
+checks before a process starts, the run's exit code, and a message that names a process that was killed.
 Several hosts need a launcher on each: see examples/cluster/.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
 
 RUN_ID = "mm_grpo-"
-"""The start of a launch's id, which its processes find in TORCHELASTIC_RUN_ID."""
+"""Beginning of a launch's id, which its processes find in TORCHELASTIC_RUN_ID."""
 SPECIFIC_CODES = (2, 3, 130, 143, 129)
 """Exit codes of a user's error, of a guard, and of a run that SIGINT, SIGTERM or SIGHUP ended after a whole step; a
 process that ends because another did has 1."""
@@ -33,12 +33,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def launched_here() -> bool:
-    """True when this is one of the processes that `launch` started; it prints the last message for them."""
+    """Return True in a process that `launch` started; `launch` prints the last message for it."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
 
 
 def check_processes(processes: int, config: GRPOConfig, *, smoke: bool) -> None:
-    """Raise ConfigError for a number of processes that cannot work here."""
+    """Raise ConfigError if this machine cannot run so many processes."""
     option = f"--processes {processes}"
     if processes < 1:
         raise ConfigError(f"{option}: must be at least 1; one process per GPU is common")
@@ -63,10 +63,10 @@ def check_processes(processes: int, config: GRPOConfig, *, smoke: bool) -> None:
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `python ARGUMENTS` in so many processes; returns the exit code of the run.
+    """Run `python ARGUMENTS` in so many processes; return the exit code of the run.
 
     The first SIGINT, SIGTERM or SIGHUP is passed on, and the processes end after the running step; a Ctrl-C after it
-    kills them. Then 128 and the signal's number is returned. OMP_NUM_THREADS becomes cores divided by processes
+    kills them. Then the exit code is 128 plus the signal's number. OMP_NUM_THREADS becomes cores divided by processes
     unless the user has set it.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -80,20 +80,20 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     logging.disable(logging.CRITICAL)  # the launcher's own report; ours is below
-    asked: list[int] = []
+    signals: list[int] = []
 
     def pass_on(number: int, frame: Any) -> None:
         if not (pids := _children()):
             raise SignalException("no process was started yet", signal.Signals(number))
-        if not asked or number == signal.SIGINT:
+        if not signals or number == signal.SIGINT:
             for pid in pids:
                 with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if asked else number)
-            asked.append(number)
+                    os.kill(pid, signal.SIGKILL if signals else number)
+            signals.append(number)
 
     # torch's own handlers would end the processes within 30 s, in the midst of a step
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in (n for n, handler in before.items() if handler is not signal.SIG_IGN):
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    for number in (n for n, handler in handlers.items() if handler is not signal.SIG_IGN):
         signal.signal(number, pass_on)
     try:
         with temporary_folder("launch") as folder:
@@ -113,13 +113,13 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
             os.environ[STORE] = str(folder / "store")
             elastic_launch(config, sys.executable)("-P", *arguments)  # see import_path.library_first
     except ChildFailedError as error:
-        code, message = exit_code(error.failures, processes, asked[0] if asked else None)
+        code, message = exit_code(error.failures, processes, signals[0] if signals else None)
     except SignalException as stop:
         code, message = _ended_by(stop.sigval)
     else:
         code, message = 0, ""
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
         logging.disable(logging.NOTSET)
     if message:
@@ -128,7 +128,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 
 def end_with_launcher() -> None:
-    """In a process of `launch`: let the system kill it when the launcher has ended, however that ended."""
+    """Let the system kill this process of `launch` when the launcher has ended, for whatever reason."""
     if not launched_here():
         return
     if sys.platform == "linux":
@@ -150,17 +150,17 @@ def _ended_by(number: int) -> tuple[int, str]:
     return 128 + number, "interrupted" if number == signal.SIGINT else f"ended by {name}"
 
 
-def exit_code(failures: Mapping[int, Any], processes: int, asked: int | None = None) -> tuple[int, str]:
-    """The exit code of a run whose processes failed, given by rank, and the message that none of them could print.
+def exit_code(failures: Mapping[int, Any], processes: int, passed_on: int | None = None) -> tuple[int, str]:
+    """Return the exit code of a run whose processes failed, and the message that none of them could print.
 
-    `asked` is the signal that was passed on to them. The first to end is the cause: the others lose it, or are ended
-    by the launcher, with SIGTERM.
+    `failures` are by rank, `passed_on` is the signal that was passed on. The first process to end is the cause: the
+    others lose it, or are ended by the launcher, with SIGTERM.
     """
     for failure in failures.values():
         if failure.exitcode in SPECIFIC_CODES:
             return failure.exitcode, ""
-    if asked is not None:
-        return _ended_by(asked)
+    if passed_on is not None:
+        return _ended_by(passed_on)
 
     def order(rank: int) -> tuple[bool, int, bool]:
         failure = failures[rank]

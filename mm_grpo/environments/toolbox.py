@@ -124,6 +124,11 @@ class Toolbox:
         if self._host is not None:
             self._host.close()
 
+    @property
+    def same_thread(self) -> bool:
+        """True if an environment is made by `prepare`: it begins in the thread that goes on with it."""
+        return self.factory is not None
+
     def prepare(self, sample: Sample) -> Sample:
         """A row as it is asked about: with the tools, and with what its environment shows first at its end.
 

@@ -1,14 +1,13 @@
 """Guards: one failure each, with a threshold, an action and a message that names cause and remedy.
 
-    rows                   those that read metrics of several steps, a row each; a new one is a row here
-    history                what a run has shown so far, which the rows read
-    sight                  `sight_lost`, which keeps measurements of its own
-    checks                 those of one moment: functions that return a message or None
-    guards                 all of them together: what a step shows them, what is done, what a resume gives back
+    rows                   guards of metrics over several steps, a row each; a new one is a row here
+    history                the metrics of a run so far, which the rows read
+    sight                  the guard `sight_lost`, which keeps its own measurements
+    checks                 guards of one moment: functions that return a message or None
+    guards                 all guards of a run together: shown each step, applied, rebuilt on resume
 
-Those of several steps are rebuilt from metrics.jsonl when a run is resumed. Each name stands in the config's
-`run.guards` too, which says what the guard does when it fires: `stop`, `warn` or `off`. By itself it stops a run that
-is certainly broken, and warns of others.
+Each name stands in the config's `run.guards` too, which says what the guard does when it fires: `stop`, `warn` or
+`off`. By default it stops a run that is certainly broken, and warns of others.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ logger = logging.getLogger("mm_grpo")
 
 @dataclass(frozen=True)
 class Alarm:
-    """What a guard found, and what it does about it unless `run.guards` says otherwise."""
+    """Message of a guard that fired, and its action unless `run.guards` sets another."""
 
     message: str
     action: Literal["stop", "warn"] = "warn"
 
 
 def apply_guard(guard: str, message: str | None, actions: Mapping[Any, str], default: str = "stop") -> bool:
-    """Stop the run, warn, or stay silent, as `actions[guard]` says (`default` when it says nothing).
+    """Stop the run, warn, or do nothing, as `actions[guard]` says (`default` if it says nothing).
 
-    Returns whether the guard fired. Raises GuardStop on `stop`.
+    Returns True if the guard fired. Raises GuardStop on `stop`.
     """
     action = actions.get(guard, default)
     if message is None or action == "off":

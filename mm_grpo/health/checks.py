@@ -1,6 +1,6 @@
-"""Guards of one moment: functions that return a message, or None where nothing is wrong.
+"""Guards of one moment: functions that return a message, or None if nothing is wrong.
 
-duplicate_completions  a group repeats itself more than its own probabilities allow: seeds that repeat
+duplicate_completions  a group repeats completions more than their probabilities allow: seeds that repeat
 logp_gap, sampled_gap  engine and learner disagree about the log-probs of the same tokens
 unread_images          log-probs that are the same without the image
 update_happens         the optimizer ran and nothing moved, or nothing could
@@ -13,20 +13,23 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
-# duplicate completions: equal ones are healthy when the policy is sure of its answer and a fault when two generations
-# drew the same noise. The engine's own log-probabilities tell the two apart. A completion of probability p that stands
-# k times among G independent samples is no surprise while k is near G * p; the chance of k - 1 or more further copies
-# is a binomial tail, and a fault drives it to practically 0.
+if TYPE_CHECKING:
+    from torch import Tensor
 
-THRESHOLD = 1e-9
+MIN_CHANCE = 1e-9
 """Chance below which repetition is called a fault: far under one false alarm in a million groups."""
 
 
-def duplicate_completions(groups: Sequence[Group], threshold: float = THRESHOLD) -> str | None:
-    """A message when some group repeats a completion beyond what its probability allows, else None."""
+def duplicate_completions(groups: Sequence[Group], threshold: float = MIN_CHANCE) -> str | None:
+    """Return a message if a group repeats a completion beyond what its probability allows, else None.
+
+    Equal completions are healthy if the policy is sure of its answer, and a fault if two generations drew the same
+    noise. The engine's own log-probabilities tell the two apart.
+    """
     for group in groups:
         counts = Counter(c.token_ids for c in group.completions)
         for completion in group.completions:
@@ -38,13 +41,13 @@ def duplicate_completions(groups: Sequence[Group], threshold: float = THRESHOLD)
 
 
 def unique_ratio(groups: Sequence[Group]) -> float:
-    """Distinct completions over completions, averaged over the groups; 1 when none repeats."""
+    """Return distinct completions over completions, averaged over the groups."""
     ratios = [len({c.token_ids for c in g.completions}) / len(g.completions) for g in groups]
     return sum(ratios) / len(ratios) if ratios else 1.0
 
 
 def copies_chance(completion: Completion, copies: int, generations: int) -> float:
-    """P(at least `copies` - 1 of the other `generations` - 1 samples equal this completion)."""
+    """Return P(at least `copies` - 1 of the other `generations` - 1 samples equal this completion), a binomial tail."""
     p = math.exp(min(0.0, math.fsum(completion.logprobs)))
     n = generations - 1
     return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(copies - 1, n + 1))
@@ -66,30 +69,37 @@ def _copies_message(group: Group, completion: Completion, copies: int, chance: f
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 """Largest mean gap per token, in nats. In float32 two sound engines differ by about 1e-6, and by up to 1e-4
-where a GPU rounds convolutions to TF32; in bfloat16 by 0.001 to 0.03, more for deeper models."""
-FOLLOWED = 10.0
-"""Times that samples may be as far from the learner, in the mean, as it may have moved a token since their weights
+if a GPU rounds convolutions to TF32; in bfloat16 by 0.001 to 0.03, more for deeper models."""
+MAX_GAP_PER_MOVE = 10.0
+"""Largest mean gap of samples of older weights, as a multiple of the learner's move since them
 (`VerifiedSync.moved_since`)."""
 
 
 @dataclass(frozen=True)
-class SampledGap:
-    """|difference| of the learner's and the engine's log-probs of sampled tokens, in nats."""
+class LogprobGap:
+    """|difference| of the engine's and the learner's log-probs of the same `tokens` tokens, in nats per token."""
 
-    mean: float = 0.0
-    max: float = 0.0
+    mean: float
+    max: float
+    tokens: int
+
+    @classmethod
+    def of(cls, differences: Tensor) -> LogprobGap:
+        """Return the gap over signed differences [N]; NaN if one of them is."""
+        sizes = differences.abs()
+        return cls(float(sizes.mean()), float(sizes.max()), len(sizes))
 
 
-def sampled_gap(gap: SampledGap, limit: float, moved: float = 0.0) -> str | None:
-    """A message when samples are farther from the learner than it has `moved` (nats) since their weights.
+def sampled_gap(gap: LogprobGap, limit: float, move: float = 0.0) -> str | None:
+    """Return a message if samples are too far from the learner, which has moved by `move` nats since their weights.
 
-    0 is for samples of its own weights, infinity for a move that is not known, which bounds nothing.
+    A move of 0 is for samples of its own weights, infinity for an unknown move, which bounds nothing.
     """
-    return logp_gap(gap.mean, gap.max, max(limit, FOLLOWED * moved))
+    return logp_gap(gap, max(limit, MAX_GAP_PER_MOVE * move))
 
 
 def limit_for(dtype: str) -> float:
-    """The limit in nats for the weights' number format.
+    """Return the largest sound mean gap per token for the weights' number format, in nats.
 
     >>> limit_for("torch.float32"), limit_for("bfloat16")
     (0.001, 0.1)
@@ -97,58 +107,53 @@ def limit_for(dtype: str) -> float:
     return LIMITS.get(dtype.removeprefix("torch."), LIMITS["bfloat16"])
 
 
-def logp_gap(
-    mean: float, largest: float, limit: float, what: str = "the tokens that it sampled"
-) -> str | None:
-    """A message when the mean gap per token (nats) is past `limit`, or not a number; else None.
+def logp_gap(gap: LogprobGap, limit: float, tokens: str = "the tokens that it sampled") -> str | None:
+    """Return a message if the mean gap is past `limit` or not a number, else None. `tokens` says which were scored.
 
-    Engine and learner compute the same function of the same weights, so they may differ by rounding only. A larger gap
-    means that the gradient is taken of another distribution than the one that was sampled from.
+    Engine and learner compute the same function of the same weights, so only rounding is sound. A larger gap means that
+    the gradient is taken of another distribution than the one that was sampled from.
     """
-    if mean <= limit:
+    if gap.mean <= limit:
         return None
     return (
-        f"the engine's log-probs of {what} differ from the learner's by {mean:.3g} per token on average, "
-        f"{largest:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
+        f"the engine's log-probs of {tokens} differ from the learner's by {gap.mean:.3g} per token on average, "
+        f"{gap.max:.3g} at most; the limit is {limit:g}. Likely the engine holds other weights, was given another "
         "image, or samples at another temperature or under another mask; `mm-grpo doctor CONFIG` compares the two. Set "
         "run.guards.logp_gap only where the gap comes from the number format (model.dtype)"
     )
 
 
-# images that nobody reads: a model whose image does not reach its text layers trains without an error (pixel values
-# that are dropped, placeholders that are not replaced by features, a mask that hides them), and the parity check does
-# not see it where the engine makes the same mistake. So the completion that the weight sync scores anyway is scored
-# once more with other pixels, filled up with arbitrary tokens where it is short: log-probs of a sure answer may round
-# to 0 with either image, those of arbitrary tokens do not. Attention sees every token of the prompt, so an image that
-# is read changes them by rounding at the least. The change is logged as `images/logp_change`, in nats per token. A
-# model that answers from the text alone although it could look is not found by this; shuffled images in evaluation
-# are for that.
+# unread images: a model whose image does not reach its text layers trains without an error (pixel values are dropped,
+# placeholders are not replaced by features, a mask hides them), and the parity check does not see it if the engine
+# makes the same mistake. So the canary of the weight sync is scored once more with other pixels. Attention sees every
+# token of the prompt, so an image that is read changes log-probs by rounding at least. A model that answers from the
+# text alone although it could look is found by shuffled images in evaluation, not here.
 
-EVERY = 50
+MEASURE_EVERY = 50
 """Steps from one measurement to the next."""
 
 
 def is_due(step: int) -> bool:
-    """Whether the step is one that measures: the first, and every 50th, in a resumed run too."""
-    return step == 1 or step % EVERY == 0
+    """Return True for the steps that measure: the first, and every 50th, in a resumed run too."""
+    return step == 1 or step % MEASURE_EVERY == 0
 
 
 def with_other_pixels(prompt: Prompt) -> Prompt | None:
-    """The prompt with every pixel value 0 (mid-grey, mostly), of the same shape; None where it has no pixels.
+    """Return the prompt with every pixel value 0 (mid-grey, mostly), of the same shape; None if it has no pixels.
 
-    Pixels are the floating tensors of `vision`; grids and masks are whole numbers. Those that are 0 already become 1.
+    Pixels are the floating tensors of `vision`; grids and masks are whole numbers. A tensor of zeros becomes ones.
     """
     import torch
 
     pixels = {k: t for k, t in prompt.vision.items() if t.is_floating_point()}
     if not pixels:
         return None
-    other = {k: torch.zeros_like(t) if t.any() else torch.ones_like(t) for k, t in pixels.items()}
-    return replace(prompt, vision={**prompt.vision, **other})
+    other_pixels = {k: torch.zeros_like(t) if t.any() else torch.ones_like(t) for k, t in pixels.items()}
+    return replace(prompt, vision={**prompt.vision, **other_pixels})
 
 
 def unread_images(change: float, uid: str) -> str | None:
-    """A message when other pixels change the log-probs of a completion (mean `change`, nats per token) not at all."""
+    """Return a message if other pixels changed a completion's log-probs by a mean `change` of exactly 0, else None."""
     if change != 0.0:
         return None
     return (
@@ -158,12 +163,11 @@ def unread_images(change: float, uid: str) -> str | None:
     )
 
 
-# updates happen: healthy zeros pass, such as warm-up at rate 0, a batch whose live tokens are all clipped or masked,
-# and groups without spread. A whole run of them ends with the guard `no_update` (rows.py).
-
-
 def update_happens(record: UpdateRecord) -> str | None:
-    """A message when the update did not happen though it should have, else None."""
+    """Return a message if the update did not happen though it should have, else None.
+
+    Healthy zeros pass: warm-up at rate 0, a batch whose live tokens are all clipped or masked, groups of equal rewards.
+    """
     if record.trainable_parameters == 0:
         return (
             "the model has no trainable parameter, so no update can ever happen; "
@@ -201,7 +205,7 @@ def update_happens(record: UpdateRecord) -> str | None:
 
 
 def finite_loss(loss: float) -> str | None:
-    """A message when a step's mean loss is infinite or NaN, else None."""
+    """Return a message if a step's mean loss is infinite or NaN, else None."""
     if math.isfinite(loss):
         return None
     return (

@@ -5,6 +5,7 @@ The G completions of a group share the alternate prompt as they share their own,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -18,14 +19,13 @@ ROWS = 1000
 
 
 class AlternatePrompts:
-    """Alternate prompts of `groups`, by the group's place; `make` makes one, or returns None for a group without.
+    """Alternate prompts of `groups`, by the group's place, each made once by `make` when it is first asked for.
 
-    Each is made once, when it is first asked for. A prompt is left out if it and the group's longest completion are
-    longer than `max_tokens`.
+    A group has none if `make` returns None, or if its prompt and longest completion are longer than `max_tokens`.
     """
 
     def __init__(
-        self, groups: Sequence[Group], make: Callable[[Group], Prompt | None], max_tokens: int | None = None
+        self, groups: Sequence[Group], make: Callable[[Group], Prompt | None], max_tokens: float = math.inf
     ) -> None:
         self.groups, self.make, self.max_tokens = groups, make, max_tokens
         self._prompts: dict[int, Prompt | None] = {}
@@ -35,9 +35,8 @@ class AlternatePrompts:
         if number not in self._prompts:
             prompt = self.make(self.groups[number])
             longest = max(c.run_length for c in self.groups[number].completions)
-            if prompt is not None and self.max_tokens is not None:
-                prompt = None if len(prompt.token_ids) + longest > self.max_tokens else prompt
-            self._prompts[number] = prompt
+            fits = prompt is not None and len(prompt.token_ids) + longest <= self.max_tokens
+            self._prompts[number] = prompt if fits else None
         return self._prompts[number]
 
     def items(self, items: Iterable[Item]) -> list[Item]:

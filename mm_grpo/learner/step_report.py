@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.health.checks import SampledGap
+from mm_grpo.health.checks import LogprobGap
 from mm_grpo.learner.pack import Item, Pack, by_group
 from mm_grpo.types import Prompt, UpdateRecord
 
@@ -23,7 +23,7 @@ class LearnerReport:
 
     metrics: dict[str, float]
     updates: list[UpdateRecord] = field(default_factory=list)
-    gaps: Mapping[int, SampledGap] = field(default_factory=dict)
+    gaps: Mapping[int, LogprobGap] = field(default_factory=dict)
     """The log-prob gap by the oldest weight version that a completion was sampled under."""
 
 
@@ -150,7 +150,7 @@ def gap_metrics(
     learned: Mapping[int, Tensor],
     versions: Sequence[tuple[int, ...]],
     ranks: Ranks,
-) -> tuple[dict[str, float], dict[int, SampledGap]]:
+) -> tuple[dict[str, float], dict[int, LogprobGap]]:
     """Return the distance of the engine's log-probs [R][T] from the learner's: over all completions that were run, and
     by the oldest version [R] that a completion was sampled under. Collective."""
     local: dict[int, list[float]] = {}
@@ -166,7 +166,4 @@ def gap_metrics(
         return {}, {}
     moves = torch.cat([*by_version.values()]).abs()
     metrics = {f"{GAP}/mean": float(moves.sum()) / len(moves), f"{GAP}/max": float(moves.max())}
-    return metrics, {
-        version: SampledGap(float(moves.abs().mean()), float(moves.abs().max()))
-        for version, moves in by_version.items()
-    }
+    return metrics, {version: LogprobGap.of(moves) for version, moves in by_version.items()}

@@ -1,6 +1,6 @@
-"""What is said about arguments of `GRPOTrainer` that are TRL's, or that are at the wrong place.
+"""Messages for arguments of `GRPOTrainer` that are TRL's, or that are at the wrong place.
 
-To add one more foreign argument, add a line to ARGUMENTS. Keys of a config are in `keys`.
+To add a foreign argument, add a line to ARGUMENTS. Keys of a config are in `keys`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ARGUMENTS: Mapping[str, str] = {
 def explain_arguments(
     init: Callable[Concatenate[Self, P], None],
 ) -> Callable[Concatenate[Self, P], None]:
-    """The constructor of a trainer, which answers arguments that it does not have, all of them in one ConfigError."""
+    """Decorate a trainer's `__init__`: collect its unknown arguments into one ConfigError."""
 
     @functools.wraps(init)
     def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -49,16 +49,15 @@ def explain_arguments(
     return checked
 
 
-def _faults(signature: inspect.Signature, args: tuple[Any, ...], given: Mapping[str, Any]) -> Iterator[str]:
-    own = [name for name in signature.parameters if name != "self"]
-    config = args[0] if args else given.get("config")
-    foreign = [name for name in given if name not in own]
+def _faults(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[str]:
+    names = [name for name in signature.parameters if name != "self"]
+    config = args[0] if args else kwargs.get("config")
     if len(args) > 1 or not isinstance(config, GRPOConfig):
         module = type(config).__module__.split(".")[0]
         yield (
             f"config is a {module}.{type(config).__name__}, of {len(args)} arguments by position; write GRPOTrainer("
             "GRPOConfig(...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
-    for name in foreign:
-        advice = ARGUMENTS.get(name, f"{did_you_mean(name, own)}GRPOTrainer takes {', '.join(own)}")
+    for name in (name for name in kwargs if name not in names):
+        advice = ARGUMENTS.get(name, f"{did_you_mean(name, names)}GRPOTrainer takes {', '.join(names)}")
         yield f"{name}: unknown argument; {advice}"

@@ -1,12 +1,12 @@
 """One table of keys that mm_grpo does not have: those of TRL, ms-swift, verl and EasyR1.
 
-A row is our field, where the value means the same, or what is said about the key. `unknown_key` answers with it, or
-with the full path of a right name in the wrong place, or with the nearest known name; `convert` takes the value over.
-Nothing here knows the config classes: the caller passes the known paths.
+A row has our field, if the value means the same, and advice. `unknown_key` gives the advice, or the full path of a
+right name in the wrong place, or the nearest name; `convert` uses the field. Nothing here knows the config classes: the
+caller passes their paths.
 
-It has what scripts for vision-language models use; any other key gets the nearest name. To add one: its name, or the
-end of a dotted path, in lower case, behind our field in FIELDS, else behind the words in REASONS; of a key in both they
-are what is said. The last name of a field of ours, and a key that begins as one of PREFIXES, need no row.
+The table has the keys that scripts for vision-language models use. To add one: its name, or the end of a dotted path,
+in lower case, behind our field in FIELDS, or behind the advice in REASONS, which wins over the field's. The last name
+of a field of ours, and a key with one of PREFIXES, need no row.
 """
 
 from __future__ import annotations
@@ -123,8 +123,6 @@ REASONS: Mapping[str, str] = {
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
     "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)": "adv_estimator",
     "write algorithm.loss_type": "loss_agg_mode",
-    "write algorithm.perception.mask_ratio, and for credit algorithm.credit.mask_ratio": "perception_mask_ratio",
-    "write algorithm.perception.entropy_coef": "perception_entropy_coef",
     **{f"write algorithm.credit.{name.partition('_')[2]}, with rule {name[:4]}": name
        for name in ("pgpo_tau", "pgpo_beta", "vppo_top_share", "vppo_beta_min")},
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
@@ -143,7 +141,7 @@ REASONS: Mapping[str, str] = {
         "vllm_importance_sampling_correction vllm_importance_sampling_mode",
     _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens",
 }  # fmt: skip
-"""What is said, and the keys about which."""
+"""Advice, and the keys that get it."""
 
 PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
@@ -156,32 +154,34 @@ PREFIXES: Mapping[str, str] = {
     "dataloader_": "images are made ahead by two threads of each process",
     "bnb_": _QUANTIZED,
 }
-"""What is said about keys that begin so."""
+"""Advice by the beginning of keys."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """A foreign key: our field, where its value means the same, and what is said about it."""
+class KeyRow:
+    """Row of a foreign key: our field, None if no field's value means the same, and advice."""
 
     path: str | None
     advice: str
 
 
-def _rows() -> dict[str, Row]:
-    rows = {name: Row(path, f"write {path}") for path, names in FIELDS.items() for name in names.split()}
+def _key_rows() -> dict[str, KeyRow]:
+    rows = {name: KeyRow(path, f"write {path}") for path, names in FIELDS.items() for name in names.split()}
     for advice, names in REASONS.items():
         for name in names.split():
-            rows[name] = Row(rows[name].path if name in rows else None, advice)
+            rows[name] = KeyRow(rows[name].path if name in rows else None, advice)
     return rows
 
 
-ROWS: Mapping[str, Row] = _rows()
+KEY_ROWS: Mapping[str, KeyRow] = _key_rows()
 
 
-def row_of(path: str) -> Row | None:
-    """The row of a key: that of the longest end of its path that has one."""
+def row_of(path: str) -> KeyRow | None:
+    """Return the row of the longest end of a key's path that has one, else None."""
     parts = _fold(path).split(".")
-    return next((ROWS[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in ROWS), None)
+    return next(
+        (KEY_ROWS[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in KEY_ROWS), None
+    )
 
 
 NO_ZERO_3 = (
@@ -215,19 +215,19 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 def unknown_key(path: str, value: object, known: Sequence[str]) -> list[str]:
-    """The lines that explain why `path` is no key: one, or one for each leaf of a foreign section.
+    """Return the lines that explain why `path` is no key: one, or one for each leaf of a foreign section.
 
-    `known` are the dotted paths of every field in the tree, in order.
+    `known` are the dotted paths of all fields of the config, in order.
     """
     advice = advice_on(path, known)
-    is_section = path.rpartition(".")[2] in {each.partition(".")[0] for each in known}
+    is_section = path.rpartition(".")[2] in {field.partition(".")[0] for field in known}
     if isinstance(value, Mapping) and value and (is_section or advice is None):
         return [line for key, inner in value.items() for line in unknown_key(f"{path}.{key}", inner, known)]
     return [f"{path}: unknown key; {advice or _nearest_advice(path, known)}"]
 
 
 def advice_on(path: str, known: Sequence[str]) -> str | None:
-    """What is said about a key of another trainer's, or one of ours in the wrong place; None about any other."""
+    """Return advice about another trainer's key, or one of ours in the wrong place; None for any other key."""
     leaf = _fold(path).rpartition(".")[2]
     if path in known:  # a dotted name written as one key
         section, _, name = path.rpartition(".")
@@ -244,9 +244,9 @@ def _nearest_advice(path: str, known: Sequence[str]) -> str:
     prefix = f"{section}." if section else ""
     siblings = list(dict.fromkeys(p[len(prefix) :].split(".")[0] for p in known if p.startswith(prefix)))
     leaves = {p.rpartition(".")[2]: p for p in reversed(known)}
-    for paths in ({each: f"{prefix}{each}" for each in siblings}, leaves):
-        if (found := nearest(leaf, paths)) is not None:
-            return f"the nearest is {paths[found]}"
+    for paths in ({name: f"{prefix}{name}" for name in siblings}, leaves):
+        if (name := nearest(leaf, paths)) is not None:
+            return f"the nearest is {paths[name]}"
     if section and siblings:
         return f"{section} has {', '.join(siblings)}"
     return f"the sections are {', '.join(dict.fromkeys(p.split('.')[0] for p in known))}"

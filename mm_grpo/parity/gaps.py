@@ -1,14 +1,14 @@
 """Parity: do engine and learner see the same tokens, images and weights?
 
-Pure comparisons, shared by the check at the start of a run, by the verified weight sync and by
-`mm-grpo doctor`. Two log-prob gaps are kept apart:
+Pure comparisons for the check at the start of a run, the verified weight sync and `mm-grpo doctor`. Two log-prob gaps
+are kept apart:
 
 - `score`: the engine re-scores a given completion, the learner does too, both over the whole vocabulary
   at temperature 1. Weights and images show here, sampling does not.
 - `sampled`: the log-probs that the engine reported while sampling against the learner's under the same
   media mask and temperature. Temperature, mask and the engine's caches show here too.
 
-That prompt ids are equal is checked by each engine in `generate`, which stops when they are not.
+Each engine checks in `generate` that prompt ids are equal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import DataError
 from mm_grpo.health import apply_guard
-from mm_grpo.health.checks import limit_for, logp_gap
+from mm_grpo.health.checks import LogprobGap, limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.rollout.engine import (
     Replica,
@@ -37,16 +37,7 @@ from mm_grpo.types import Completion, Prompt
 T = TypeVar("T")
 
 START_TOKENS = 32
-"""Completions of the check at the start of a run are at most this long."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """|difference| of two log-probs per token, in nats, over `tokens` tokens."""
-
-    mean: float
-    max: float
-    tokens: int
+"""Largest length of a completion in the check at the start of a run."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +49,24 @@ class PromptParity:
     images: int
     completions: int
     distinct: int
+    """Number of different completions."""
     seeds: tuple[int, ...]
     versions: tuple[int, ...]
-    score: Gap
-    sampled: Gap
+    score: LogprobGap
+    sampled: LogprobGap
 
 
-def gap_of(ones: Iterable[Sequence[float]], others: Iterable[Sequence[float]]) -> Gap:
-    """The gap between two lists of completions' log-probs. NaN on either side makes it NaN.
+def gap_of(engine: Iterable[Sequence[float]], learner: Iterable[Sequence[float]]) -> LogprobGap:
+    """Return the gap between two lists of completions' log-probs. A NaN on either side makes it NaN.
 
     >>> gap_of([[-1.0, -2.0]], [[-1.5, -2.0]])
-    Gap(mean=0.25, max=0.5, tokens=2)
+    LogprobGap(mean=0.25, max=0.5, tokens=2)
     """
-    gaps = [
-        abs(a - b) for one, other in zip(ones, others, strict=True) for a, b in zip(one, other, strict=True)
-    ]
-    if not gaps or any(math.isnan(g) for g in gaps):
-        return Gap(math.nan, math.nan, len(gaps))
-    return Gap(math.fsum(gaps) / len(gaps), max(gaps), len(gaps))
+    pairs = zip(engine, learner, strict=True)
+    sizes = [abs(a - b) for completion_pair in pairs for a, b in zip(*completion_pair, strict=True)]
+    if not sizes or any(math.isnan(size) for size in sizes):
+        return LogprobGap(math.nan, math.nan, len(sizes))
+    return LogprobGap(math.fsum(sizes) / len(sizes), max(sizes), len(sizes))
 
 
 def compare(
@@ -85,47 +76,47 @@ def compare(
     completions: Sequence[Completion],
     scored: Sequence[Sequence[int]] | None = None,
 ) -> PromptParity:
-    """Both gaps of one prompt. `scored` are the token ids to re-score, those of `completions` by default."""
-    fixed = [c.token_ids for c in completions] if scored is None else scored
+    """Return both gaps of a prompt. `scored` are the token ids to re-score, those of `completions` by default."""
+    sampled = [c.token_ids for c in completions]
+    scored = sampled if scored is None else scored
     return PromptParity(
         uid=prompt.uid,
         prompt_tokens=len(prompt.token_ids),
         images=len(prompt.engine_prompt.images),
         completions=len(completions),
-        distinct=len({c.token_ids for c in completions}),
+        distinct=len(set(sampled)),
         seeds=tuple(c.seed for c in completions),
         versions=versions_of(*completions),
-        score=gap_of([engine.score(prompt, ids) for ids in fixed], learner.score(prompt, fixed)),
-        sampled=gap_of(
-            [c.logprobs for c in completions],
-            learner.score(prompt, [c.token_ids for c in completions], as_sampled=True),
-        ),
+        score=gap_of([engine.score(prompt, ids) for ids in scored], learner.score(prompt, scored)),
+        sampled=gap_of([c.logprobs for c in completions], learner.score(prompt, sampled, as_sampled=True)),
     )
 
 
 def past_limit(parity: PromptParity, limit: float) -> list[str]:
-    """A message for each gap of a prompt that is past `limit`."""
-    checks = (
-        (parity.score, f"given completions of {parity.uid}"),
-        (parity.sampled, f"the tokens that it sampled for {parity.uid}"),
+    """Return a message for each gap of a prompt that is past `limit` nats."""
+    messages = (
+        logp_gap(parity.score, limit, f"given completions of {parity.uid}"),
+        logp_gap(parity.sampled, limit, f"the tokens that it sampled for {parity.uid}"),
     )
-    found = (logp_gap(gap.mean, gap.max, limit, what) for gap, what in checks)
-    return [message for message in found if message]
+    return [message for message in messages if message]
 
 
 def first_with_image(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, int, Prompt]:
-    """The first (step, slot, prompt) whose prompt has an image, else the first of all."""
-    seen: list[tuple[int, int, Prompt]] = []
+    """Return the first (step, slot, prompt) with an image in the prompt, else the first of all.
+
+    Raises DataError if there are no places.
+    """
+    first = None
     for place in places:
         if place[2].engine_prompt.images:
             return place
-        seen.append(place)
-    if not seen:
+        first = first or place
+    if first is None:
         raise DataError(
-            "data.train: no row is left, for all prompts are longer than the limit and data.on_overlong = drop leaves "
-            "them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
+            "data.train: no row is left, because all prompts are longer than the limit and data.on_overlong = drop "
+            "leaves them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
         )
-    return seen[0]
+    return first
 
 
 def check_start(
@@ -136,35 +127,37 @@ def check_start(
     seeds: Sequence[int],
     version: int,
 ) -> PromptParity:
-    """The check of one prompt at the start of a run: short completions, the longest of them re-scored.
+    """Check one prompt at the start of a run: short completions, the longest of them re-scored.
 
-    Of an engine over several servers each one is checked. Raises GuardStop as `run.guards.logp_gap` says.
+    Checks each server of an engine over several. Raises GuardStop as `run.guards.logp_gap` says.
     """
     sampling = Sampling(min(START_TOKENS, config.rollout.max_completion_length), config.rollout.temperature)
     requests, limit = requests_for([prompt], [seeds], sampling), limit_for(str(learner.model.dtype))
 
-    def check(one: RolloutEngine | Replica) -> PromptParity:
-        completions = one.generate(requests)
+    def check(server: RolloutEngine | Replica) -> PromptParity:
+        completions = server.generate(requests)
         require_answers(requests, completions, version)
         longest = max((c.token_ids for c in completions), key=len)
-        parity = compare(one, learner, prompt, completions, scored=[longest])
+        parity = compare(server, learner, prompt, completions, scored=[longest])
         for message in past_limit(parity, limit):
             apply_guard("logp_gap", f"before the first step, {message}", config.run.guards)
         return parity
 
-    *_, (_, found) = on_each(engine, check)
-    return found
+    return [parity for _, parity in on_each(engine, check)][-1]
 
 
 def on_each(engine: RolloutEngine, check: Callable[[Any], T]) -> Iterator[tuple[str, T]]:
-    """Check an engine, or each of its servers by name; one that is lost meanwhile is left out, unless all are."""
-    answered = 0
+    """Yield (name, result) of `check` on each server of an engine, or ("", result) for a single engine.
+
+    Leaves out servers that are lost meanwhile; if all are, checks the engine itself.
+    """
+    answered = False
     for replica in engine.replicas:
         try:
-            found = check(replica)
+            result = check(replica)
         except ReplicaLost:
             continue
-        answered += 1
-        yield replica.name, found
+        answered = True
+        yield replica.name, result
     if not answered:
         yield "", check(engine)

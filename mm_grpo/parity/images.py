@@ -1,8 +1,7 @@
-"""Measures of images in a step: that they are read at all, and how much completions depend on them (sight).
+"""Measurements of images in a step: that they are read at all, and how much completions depend on them (sight).
 
 `unread` scores one completion with other pixels (health/checks.py); only a change of exactly 0 is a failure.
-`sight` runs a few groups with the images of another row (learner/sight.py), as often as `run.sight_every` says, and
-adds what it finds to the step's rollout file.
+`sight` runs a few groups with the images of another row (learner/sight.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Metrics = dict[str, float]
 
 
 class ImageMeasures:
-    """The measurements of one run. Every process calls them; metrics are complete on the first one."""
+    """Image measurements of one run. Every process calls them; metrics are complete on the first one."""
 
     def __init__(
         self, config: GRPOConfig, learner: Learner, guards: Guards, folder: RunFolder, ranks: Ranks
@@ -37,71 +36,73 @@ class ImageMeasures:
         self.learner, self.guards, self.folder, self.ranks = learner, guards, folder, ranks
 
     def unread(self, step: int, canary: Canary | None) -> Metrics:
-        """On some steps: how far other pixels move the learner's log-probs of the canary, in nats per token.
+        """On some steps, measure how far other pixels move the learner's log-probs of the canary, in nats per token.
 
-        Raises GuardStop where they do not move them at all.
+        Raises GuardStop if they do not move them at all.
         """
         prompt = with_other_pixels(canary.prompt) if canary is not None and is_due(step) else None
         if canary is None or prompt is None:
             return {}
-        scored = self.learner.score(prompt, canary.token_ids[:1], as_sent=canary.as_sent)
-        change = gap_of(canary.logprobs[:1], scored).mean
+        logprobs = self.learner.score(prompt, canary.token_ids[:1], as_sent=canary.as_sent)
+        change = gap_of(canary.logprobs[:1], logprobs).mean
         self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
         return {"images/logp_change": change} if math.isfinite(change) else {}
 
     def sight(self, step: int, groups: Sequence[Group]) -> Metrics:
-        """On the first step and every `run.sight_every`-th: sight of a few groups, before their update. Collective.
+        """On the first step and every `run.sight_every`-th, measure sight of a few groups before their update.
 
-        `sight/nats` is the mean of a completion, `sight/nats_stderr` its standard error and `sight/nats_per_token` the
-        mean of a token, over the groups that were measured; `sight/reward` the mean reward of all completions of rows
-        with images. Nothing where no row has images. The rows of the step's rollout file get `sight`.
+        Collective. Metrics are those of `sight_metrics`, and `sight/reward`, the mean reward of all completions of rows
+        with images; empty if no row has images. The rows of the step's rollout file get `sight`.
         """
         if not self.every or not (step == 1 or step % self.every == 0):
             return {}
         started = time.perf_counter()
-        own = measure(groups, self.learner, self.max_tokens, self.ranks)
+        local_sights = measure(groups, self.learner, self.max_tokens, self.ranks)
         rewards = [r for g in groups if g.prompt.vision for r in g.rewards if r is not None]
-        parts = self.ranks.gather((own, sum(rewards), len(rewards)), "sight")
+        parts = self.ranks.gather((local_sights, sum(rewards), len(rewards)), "sight")
         metrics: Metrics = {}
         with self.ranks.fail_together("sight"):
             if parts is not None:
-                found = sorted((one for part, _, _ in parts for one in part), key=lambda one: one.slot)
-                rewarded = sum(count for _, _, count in parts)
-                metrics = sight_metrics(found)
-                if metrics and rewarded:
-                    metrics["sight/reward"] = sum(total for _, total, _ in parts) / rewarded
+                sights = sorted((s for part, _, _ in parts for s in part), key=lambda sight: sight.slot)
+                count = sum(count for _, _, count in parts)
+                metrics = sight_metrics(sights)
+                if metrics and count:
+                    metrics["sight/reward"] = sum(total for _, total, _ in parts) / count
                 with self.folder.writing("the rollouts"):
-                    add_to_rollouts(self.folder.paths, step, log_columns(found))
+                    add_to_rollouts(self.folder.paths, step, log_columns(sights))
         return {**metrics, "time/sight": time.perf_counter() - started}
 
 
-def sight_metrics(found: Sequence[GroupSight]) -> Metrics:
-    """Means over the completions and over the tokens of some groups; empty where none was measured.
+def sight_metrics(sights: Sequence[GroupSight]) -> Metrics:
+    """Return the means over completions and tokens of some groups; empty if there are none.
 
-    Completions of a group share its row and the other images, so the standard error is that of the mean over groups, of
-    a single group that of its completions. Groups have the same number of completions.
+    `sight/nats` is the mean of a completion, `sight/nats_per_token` of a token, and `sight/nats_stderr` the standard
+    error of the first. Completions of a group share its row and the other images, so that is the error of the mean over
+    groups; of a single group it is over its completions. Groups have the same number of completions.
     """
-    nats = [value for one in found for value in one.nats]
-    tokens = sum(len(of) for one in found for of in one.tokens)
+    nats = [value for sight in sights for value in sight.nats]
+    tokens = sum(len(completion) for sight in sights for completion in sight.tokens)
     if not nats or not all(map(math.isfinite, nats)):
         return {}
-    alike = [fmean(one.nats) for one in found] if len(found) > 1 else nats
+    samples = [fmean(sight.nats) for sight in sights] if len(sights) > 1 else nats
     metrics = {"sight/nats": sum(nats) / len(nats), "sight/nats_per_token": sum(nats) / max(tokens, 1)}
-    return metrics | ({"sight/nats_stderr": stdev(alike) / math.sqrt(len(alike))} if len(alike) > 1 else {})
+    if len(samples) > 1:
+        metrics["sight/nats_stderr"] = stdev(samples) / math.sqrt(len(samples))
+    return metrics
 
 
-def log_columns(found: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:
+def log_columns(sights: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:
     """Return each completion's entry for the rollout log, by (slot, attempt, generation)."""
     return {
-        (one.slot, one.attempt, generation): {
+        (sight.slot, sight.attempt, generation): {
             "sight": {
                 "nats": round(sum(tokens), 4),
                 "tokens": [round(value, 4) for value in tokens],
-                "pieces": list(one.pieces[generation]),
-                "other": one.other,
+                "pieces": list(sight.pieces[generation]),
+                "other": sight.other,
             }
         }
-        for one in found
-        for generation, tokens in enumerate(one.tokens)
+        for sight in sights
+        for generation, tokens in enumerate(sight.tokens)
         if all(map(math.isfinite, tokens))
     }

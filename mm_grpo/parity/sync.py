@@ -1,18 +1,12 @@
 """Weight sync that is verified three times, after every update.
 
-First the tensors: the engine's digests of what its own layers hold if it can read them back, else of what it received,
-are compared with the learner's (rollout/weights.py). A tensor that did not arrive is named whatever the learning rate.
-Then fixed completions (parity/canary.py), which both sides score after every update. If the learner's log-probs moved
-and the engine's are the same to the last bit, the engine did not load what it received. If they moved in another way
-than the learner's, it loaded a part. Last, the log-probs of a few tokens sampled anew agree with the learner's. This
-catches caches of image features or of keys and values that belong to older weights, and answers to another prompt.
+First the tensors: digests of what the engine's layers hold, or of what it received if it cannot read them back, are
+compared with the learner's (rollout/weights.py). Then fixed completions (fixed_completions.py), which both sides score:
+they show updates that were not loaded, or in part. Last, a few tokens sampled anew: they show caches of image features,
+keys or values that belong to older weights, and answers to another prompt.
 
-The learner scores with what it sent: adapters that are merged are rounded as the engine has them. How far that is from
-the policy shows in what is sampled next.
-
-An engine that samples from the learner's own module is sent nothing, and what it samples next is compared with the
-learner in the next step. There the last two checks are made at the first step and at every 50th, when the trainer also
-measures whether images are read. Of an engine over several servers (`replicas`) each one has to pass.
+An engine that samples from the learner's own module is sent nothing. There the last two checks are made at the first
+step and at every 50th.
 """
 
 from __future__ import annotations
@@ -20,30 +14,32 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
-from mm_grpo.health.checks import is_due, limit_for, logp_gap
+from mm_grpo.health.checks import LogprobGap, is_due, limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
-from mm_grpo.parity.canary import FixedCompletions, ScoreHistory, Scores
-from mm_grpo.parity.gaps import Gap, gap_of, on_each
+from mm_grpo.parity.fixed_completions import FixedCompletions, ScoreHistory, Scores
+from mm_grpo.parity.gaps import gap_of, on_each
 from mm_grpo.rollout.engine import Replica, Request, RolloutEngine, Sampling, require_answers
 from mm_grpo.rollout.seeds import eval_seeds
 from mm_grpo.rollout.weights import WeightLedger
 from mm_grpo.types import Completion, Group, Prompt
 
 CANARY_TOKENS = 32
+"""Tokens of the canary's first completion, at most."""
+CANARY_COMPLETIONS = 8
+"""Completions of the canary's group that say how far an update moves the learner, at most."""
 PROBE_TOKENS = 4
-PROBES = 8
-"""Completions that are sampled anew after an update if the step's own are older than the learner, of two prompts,
-because an engine may give one prompt's answers to another."""
-OTHERS = 8
-"""Completions of a group that say how far an update moves the learner."""
+"""Tokens of a completion that is sampled anew after an update, at most: each costs a forward of the engine."""
+STALE_PROBES = 8
+"""Completions that are sampled anew if a step's own may be older than the learner; otherwise it is one."""
 RECENT_UPDATES = 8
-"""Updates whose moves tell how far an older one may have moved what it did not score."""
+"""Last updates, of which the farthest says how far an older one may have moved what it did not score."""
 CERTAIN_MOVE_FACTOR = 10.0
 """An update certainly moved the log-probs if it did so by this many times the rounding."""
 SAMPLED_ROUNDING = {"float32": 2e-6, "bfloat16": 5e-3}
@@ -52,49 +48,48 @@ SAMPLED_ROUNDING = {"float32": 2e-6, "bfloat16": 5e-3}
 
 @dataclass(frozen=True)
 class Canary:
-    """Completions of a group of the step, and the learner's log-probs [T] of them before the update.
-
-    The first goes on with arbitrary tokens if it is short, because short answers of a sure model hardly move. `prompts`
-    are those that the engine answers anew after the update. `as_sent` is True if the log-probs are those of merged
-    adapters.
-    """
+    """Completions of a group of the step, which measure the coming update and whether images are read."""
 
     prompt: Prompt
     prompts: Sequence[Prompt]
+    """Prompts that the engine answers anew after the update: this one, and another if the step has one."""
     token_ids: Sequence[Sequence[int]]
+    """The first goes on with arbitrary tokens if it is short, because a sure model's short answers hardly move."""
     logprobs: Sequence[Sequence[float]]
+    """The learner's log-probs [T] of each before the update; empty if the update is not measured."""
     as_sent: bool = True
+    """True if the log-probs are those of the weights that the engine is sent, merged and rounded."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """One update of the engine's weights: what was sent, and how far the engine is from the learner after it.
 
-    `merge_lost` is the share of the adapters' movement that their merge lost to rounding, None without adapters;
-    `score` is the gap of the fixed completions, `probe` that of tokens sampled anew, `moved` how far the update moved
-    the learner's own log-probs of the fixed completions, all in nats per token; None if they were not scored. Of
-    several servers they are those of the worst. `problem` is a message, or None.
+    Gaps and moves are in nats per token, and None if nothing was scored. Of several servers they are the worst.
     """
 
     version: int
     tensors: int
     bytes: int
     merge_lost: float | None = None
-    score: Gap | None = None
-    probe: Gap | None = None
-    moved: float | None = None
+    """Share of the movement that merging lost to rounding; None if nothing is merged."""
+    score: LogprobGap | None = None
+    """Gap of the fixed completions."""
+    probe: LogprobGap | None = None
+    """Gap of the tokens sampled anew."""
+    move: float | None = None
+    """How far the update moved the learner's own log-probs of the fixed completions."""
     problem: str | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
         gap = {} if self.score is None else {"sync/logp_gap": self.score.mean}
-        lost = {} if self.merge_lost is None else {"lora/merge_lost": self.merge_lost}
-        return {"sync/bytes": self.bytes, **lost, **gap}
+        merge = {} if self.merge_lost is None else {"lora/merge_lost": self.merge_lost}
+        return {"sync/bytes": self.bytes, **merge, **gap}
 
 
 class VerifiedSync:
-    """Carries the learner's weights to one engine and checks that they arrived. `version` is the last sent, `ledger`
-    knows what the engine holds already."""
+    """Carrier of the learner's weights to one engine. `version` is the number of the last weights sent."""
 
     def __init__(
         self, engine: RolloutEngine, learner: Learner, config: GRPOConfig, ledger: WeightLedger | None = None
@@ -108,49 +103,45 @@ class VerifiedSync:
         self._history: ScoreHistory | None = None
         self._moves: dict[int, float] = {}
         self._stale, self._seed = config.rollout.max_staleness > 0, config.run.seed
-        self._seeds = eval_seeds(config.run.seed, 0, PROBES if self._stale else 1)
-        self._longest = config.rollout.max_completion_length
-        self._probe = Sampling(min(PROBE_TOKENS, self._longest), config.rollout.temperature)
+        self._seeds = eval_seeds(config.run.seed, 0, STALE_PROBES if self._stale else 1)
+        self._max_length = config.rollout.max_completion_length
+        self._probe = Sampling(min(PROBE_TOKENS, self._max_length), config.rollout.temperature)
         self._shared = getattr(engine, "model", None) is learner.model
+        # before the first weights are sent: the engine takes these layers as factors, all others merged
         factors = engine.adapter_layers(learner.adapted_layers)
         learner.use_factors(factors)
         engine.use_adapters(factors)
         self._ledger = ledger or WeightLedger()
 
     def start(self) -> None:
-        """Send everything that the ledger has not, as version 0: the engine may hold a file's weights, or an earlier
-        run's."""
+        """Send every tensor as version 0: the engine may hold a file's weights, or an earlier run's."""
         self.send(0, frozen=True)
 
     def calibrate(self, prompt: Prompt) -> None:
-        """Score fixed completions of `prompt` on both sides, which hold the weights that the run starts from.
-
-        Call it before the first update and before a checkpoint is loaded: no update has to be trusted for the scale
-        that it gives.
-        """
+        """Score fixed completions of `prompt` on both sides. Call it before the first update or checkpoint."""
         processor = self.learner.processor
         banned = processor.media_token_ids | processor.stop_token_ids
-        self._fixed = FixedCompletions.draw(prompt, self._longest, banned, self._seed)
+        self._fixed = FixedCompletions.draw(prompt, self._max_length, banned, self._seed)
         learner = self._learner_scores()
         engines = on_each(self.engine, self._engine_scores)
         self._history = ScoreHistory(self._dtype, {name: Scores(learner, engine) for name, engine in engines})
 
     def send(self, version: int, *, frozen: bool = False) -> tuple[int, int]:
-        """Send the weights as number `version`; returns how many tensors and bytes arrived.
+        """Send the weights as number `version`; return how many tensors and bytes arrived.
 
-        Those that do not learn are looked at where the engine has none, or with `frozen`. Raises GuardStop, naming
-        them, when tensors that changed did not arrive, or arrived changed.
+        Looks at frozen tensors if the engine has none, or with `frozen`. Raises GuardStop, naming them, if tensors that
+        changed did not arrive, or arrived changed.
         """
         if self._shared:
             self.engine.update_weights((), version)
             self.version = version
             return 0, 0
-        whole = frozen or self._ledger.empty or not self.engine.holds_weights
-        tensors = self.learner.named_tensors(frozen=whole)
-        sent = self._ledger.send(self.engine, tensors, version)
-        self.engine.wake()  # not before: caches would take the memory that the weights pass through
+        frozen = frozen or self._ledger.empty or not self.engine.holds_weights
+        transfer = self._ledger.send(self.engine, self.learner.named_tensors(frozen=frozen), version)
+        # not before: caches would take the memory that the weights pass through
+        self.engine.wake()
         self.version = version
-        return len(sent.digests), sent.bytes
+        return len(transfer.digests), transfer.bytes
 
     def canary(self, groups: Sequence[Group]) -> Canary | None:
         """Choose a group, one with images if there are any, and score what the coming update is measured by.
@@ -160,23 +151,27 @@ class VerifiedSync:
         due = is_due(self.version + 1)
         if not groups or (self._shared and not due):
             return None
-        pictured = [g for g in groups if g.prompt.engine_prompt.images] or groups
+        with_images = [g for g in groups if g.prompt.engine_prompt.images] or groups
         # what is learned from most moves most
-        group = pictured[0] if self._shared else max(pictured, key=lambda g: max(map(abs, g.advantages)))
-        others = [g.prompt for g in groups if g.prompt is not group.prompt]
-        sampled = max((c.token_ids for c in group.completions), key=len)
+        group = (
+            with_images[0] if self._shared else max(with_images, key=lambda g: max(map(abs, g.advantages)))
+        )
+        # two prompts, because an engine may give one prompt's answers to another
+        other_prompts = [g.prompt for g in groups if g.prompt is not group.prompt]
+        longest = max((c.token_ids for c in group.completions), key=len)
         filling = () if self._shared or self._fixed is None else self._fixed.token_ids[0]
-        ids = (*sampled, *filling)[: min(CANARY_TOKENS, max(len(sampled), self._longest))]
-        token_ids = [ids, *(c.token_ids for c in group.completions[:OTHERS])] if self._stale else [ids]
+        ids = (*longest, *filling)[: min(CANARY_TOKENS, max(len(longest), self._max_length))]
+        completions = group.completions[:CANARY_COMPLETIONS] if self._stale else ()
+        token_ids = [ids, *(c.token_ids for c in completions)]
         logprobs = self._score(group.prompt, token_ids) if due or self._stale else []
         return Canary(
-            group.prompt, [group.prompt, *others[:1]], token_ids, logprobs, as_sent=not self._shared
+            group.prompt, [group.prompt, *other_prompts[:1]], token_ids, logprobs, as_sent=not self._shared
         )
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
-        """`send` the weights and check what the engine makes of them.
+        """`send` the weights and check what each server of the engine makes of them, by three judgements.
 
-        `noise` is the largest log-prob gap of this step's samples, from before the update. Raises GuardStop when the
+        `noise` is the largest log-prob gap of this step's samples, from before the update. Raises GuardStop if an
         engine did not load the weights, or samples under another version than it was sent.
         """
         report = SyncReport(version, *self.send(version), self.learner.merge_lost())
@@ -185,98 +180,91 @@ class VerifiedSync:
             self._moves[version] = gap_of(canary.logprobs, after).max
         if self._fixed is None or self._history is None or (self._shared and not is_due(version)):
             return report
-        # of sampled tokens a sure policy shows hardly any rounding, so the start says nothing of theirs
         learner, limit = self._learner_scores(), min(self.limit, self._history.gap_limit)
-        moved = self._history.moved(learner)
-        prompts = (self._fixed.prompt,) if canary is None else canary.prompts[: len(self._seeds)]
+        move = self._history.move(learner)  # before these scores are added
+        prompts = [self._fixed.prompt] if canary is None else canary.prompts[: len(self._seeds)]
         requests = [
             Request(prompts[i * len(prompts) // len(self._seeds)], seed, self._probe)
             for i, seed in enumerate(self._seeds)
         ]
-        answers = f"new samples for {', '.join(prompt.uid for prompt in prompts)}"
-        scores: list[Gap] = []
-        probes: list[Gap] = []
-        problem = None
-        for name, (engine, sampled) in on_each(
+        tokens = f"new samples for {', '.join(prompt.uid for prompt in prompts)}"
+        answers = on_each(
             self.engine, lambda engine: (self._engine_scores(engine), engine.generate(requests))
-        ):
-            where = f" on {name}" if name else ""
-            now = Scores(learner, engine)
-            lost, message = self._history.add(name, now, report.tensors)
-            if lost:
-                raise GuardStop(
-                    f"weight sync to version {version}{where}: {report.tensors} tensors arrived, the updates moved the "
-                    f"learner's log-probs of fixed completions by {moved:.3g} per token, and the engine's are the same "
-                    "to the last bit: it has not loaded what it received, and samples from older weights. Check the "
-                    "engine's version and how it loads weights"
-                )
-            require_answers(requests, sampled, version)
-            score = Gap(float(now.gap.mean()), float(now.gap.max()), len(now.gap))
-            probe = gap_of([c.logprobs for c in sampled], self._expected(prompts, requests, sampled))
-            message = (
-                logp_gap(score.mean, score.max, limit, f"fixed completions of {self._fixed.prompt.uid}")
-                or message
-                or stale_samples(probe, moved, max(noise, self._rounding), self.limit, answers)
+        )
+        scores, probes, problems = list[LogprobGap](), list[LogprobGap](), list[str]()
+        for name, (engine, samples) in answers:
+            sync = f"weight sync to version {version}" + (f" on {name}" if name else "")
+            pair = Scores(learner, engine)
+            self._history.add(name, pair, report.tensors)
+            if (message := self._history.lost_updates(name, report.tensors, move)) is not None:
+                raise GuardStop(f"{sync}: {message}")
+            require_answers(requests, samples, version)
+            probe = gap_of([c.logprobs for c in samples], self._expected(requests, samples))
+            # a sure policy's samples show hardly any rounding, so the fixed completions' limit says nothing of them
+            message = self._history.wrong_scores(name, limit, self._fixed.prompt.uid) or stale_samples(
+                probe, move, max(noise, self._rounding), self.limit, tokens
             )
-            if message is not None:
-                problem = problem or f"after the weight sync to version {version}{where}, {message}"
-            scores.append(score)
+            problems += [] if message is None else [f"after the {sync}, {message}"]
+            scores.append(pair.gap)
             probes.append(probe)
         score, probe = (max(gaps, key=lambda gap: gap.mean) for gaps in (scores, probes))
-        return replace(report, score=score, probe=probe, moved=moved, problem=problem)
+        return replace(report, score=score, probe=probe, move=move, problem=next(iter(problems), None))
 
     def _score(self, prompt: Prompt, completions: Sequence[Sequence[int]]) -> list[list[float]]:
-        """The learner's log-probs [T] of completions, of the weights that the engine is sent."""
+        """Return the learner's log-probs [T] of completions, under the weights that the engine is sent.
+
+        Merged ones are rounded as the engine has them; how far that is from the policy shows in what is sampled.
+        """
         return self.learner.score(prompt, completions, as_sent=not self._shared)
 
     def _learner_scores(self) -> Tensor:
-        """The learner's log-probs [N] of the fixed completions."""
+        """Return the learner's log-probs [N] of the fixed completions."""
         assert self._fixed is not None
-        logprobs = self._score(self._fixed.prompt, self._fixed.token_ids)
-        return torch.tensor([value for row in logprobs for value in row], dtype=torch.float64)
+        return _joined(self._score(self._fixed.prompt, self._fixed.token_ids))
 
     def _engine_scores(self, engine: RolloutEngine | Replica) -> Tensor:
-        """The log-probs [N] of the fixed completions by an engine or one of its servers."""
+        """Return the log-probs [N] of the fixed completions by an engine or one of its servers."""
         assert self._fixed is not None
-        logprobs = [engine.score(self._fixed.prompt, ids) for ids in self._fixed.token_ids]
-        return torch.tensor([value for row in logprobs for value in row], dtype=torch.float64)
+        return _joined([engine.score(self._fixed.prompt, ids) for ids in self._fixed.token_ids])
 
-    def _expected(
-        self, prompts: Sequence[Prompt], requests: Sequence[Request], sampled: Sequence[Completion]
-    ) -> list[list[float]]:
-        """The learner's log-probs [T] of tokens sampled anew, in the order of the requests."""
-        expected = []
-        for prompt in prompts:
-            ids = [c.token_ids for r, c in zip(requests, sampled, strict=True) if r.prompt is prompt]
-            expected += self.learner.score(prompt, ids, as_sampled=True, as_sent=not self._shared)
-        return expected
+    def _expected(self, requests: Sequence[Request], samples: Sequence[Completion]) -> list[list[float]]:
+        """Return the learner's log-probs [T] of tokens sampled anew. Requests of a prompt follow each other."""
+        logprobs = []
+        for _, pairs in groupby(zip(requests, samples, strict=True), key=lambda pair: id(pair[0].prompt)):
+            answered, completions = zip(*pairs, strict=True)
+            ids = [c.token_ids for c in completions]
+            logprobs += self.learner.score(answered[0].prompt, ids, as_sampled=True, as_sent=not self._shared)
+        return logprobs
 
     def moved_since(self, version: int) -> float:
-        """Nats that updates after weights number `version` may have moved a token, infinity where that is not known.
-
-        Each counts as much as the farthest of the last RECENT_UPDATES did, at the token that moved most of those scored
-        around it, because an update moves some completions far and others hardly.
-        """
+        """Return how many nats updates after weights number `version` may have moved a token; infinity if unknown."""
         if version >= self.version:
             return 0.0
         if any(v not in self._moves for v in range(version + 1, self.version + 1)):
             return math.inf
+        # each counts as the farthest of the last ones, because an update moves some completions far and others hardly
         first = min(version + 1, self.version + 1 - RECENT_UPDATES)
         farthest = max(self._moves.get(v, 0.0) for v in range(first, self.version + 1))
         return (self.version - version) * farthest
 
 
-def stale_samples(gap: Gap, moved: float, rounding: float, limit: float, what: str) -> str | None:
-    """Return a message if tokens sampled anew do not have the updated learner's log-probs, else None.
+def stale_samples(gap: LogprobGap, move: float, rounding: float, limit: float, tokens: str) -> str | None:
+    """Third judgement: return a message if tokens sampled anew are not the updated learner's, else None.
 
-    Past `limit` (nats) they do not. Below it they may still be those of older weights, if the update was small: if it
-    `moved` the learner clearly beyond the rounding, an engine that is half as far off has not followed.
+    Compares the engine's log-probs while sampling with the learner's. Past `limit` nats (LIMITS of the number format)
+    they are wrong. After a small update older weights are below it: if the learner's `move` is clearly beyond the
+    rounding, an engine that is half as far off has not followed. The guard `logp_gap` acts on the message, and by
+    default stops the run.
     """
-    message = logp_gap(gap.mean, gap.max, limit, what)
-    if message is None and moved >= CERTAIN_MOVE_FACTOR * rounding and gap.mean > moved / 2:
+    message = logp_gap(gap, limit, tokens)
+    if message is None and move >= CERTAIN_MOVE_FACTOR * rounding and gap.mean > move / 2:
         message = (
-            f"the update moved the learner's log-probs by {moved:.3g} per token, and the engine's of {what} are "
+            f"the update moved the learner's log-probs by {move:.3g} per token, and the engine's of {tokens} are "
             f"{gap.mean:.3g} away from them: it still answers with older weights, or with image features or keys and "
             "values that it kept from them. Check that the engine's caches are reset after an update"
         )
     return message
+
+
+def _joined(logprobs: Sequence[Sequence[float]]) -> Tensor:
+    return torch.tensor([value for completion in logprobs for value in completion], dtype=torch.float64)

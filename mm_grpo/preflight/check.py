@@ -100,7 +100,7 @@ def check_config(  # noqa: PLR0915
     context = context_of(_check_model(config, processor).config)
     embedded = ENGINE_FACTS[config.rollout.engine].embedded
     length = None if embedded else config.rollout.vllm.max_model_len
-    prompt_builder = PromptBuilder(processor, config, context, length, toolbox=toolbox)
+    prompt_builder = PromptBuilder(processor, config, context, length, preparer=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     own_page = partial(CheckPage, answer=partial(gold_text, template=template))
     shown = own_page(page, processor, specs, rows=0 if page is None else ROWS)

@@ -18,6 +18,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
+from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.success import Success
 from mm_grpo.terminal import print_phase
 
@@ -47,7 +48,6 @@ def measure(
     chosen = spread(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
-    scorer.conversational = all_rows.conversational
     as_trained = {"num_generations": samples, "temperature": config.rollout.temperature}
     config = config.with_values({f"rollout.eval.{name}": value for name, value in as_trained.items()})
 
@@ -56,9 +56,11 @@ def measure(
         shares.update((row, share) for row, share in known if share is not None)
 
     with open_sampler(config, [chosen], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
-        scorer.start()
-        given = (prompt_builder, sampler, scorer, config, 0, ranks)
-        answer_rows(chosen, *given, keep=keep, report=lambda done, of: report("pass rate", done, of))
+        scorer.start(conversational=all_rows.conversational)
+        runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
+        answer_rows(
+            runner, chosen, config, 0, keep=keep, report=lambda done, of: report("pass rate", done, of)
+        )
     never, always = (list(shares.values()).count(share) for share in (0.0, 1.0))
     between = len(shares) - never - always
     print_phase(

@@ -51,19 +51,15 @@ class Processor(Protocol):
 
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample. DataError, naming the row, when it cannot be used."""
-        ...
 
     def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
         """Return a bound on the tokens that `prompt` makes of these messages and so many images of any size."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
-        ...
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer, image processor and chat template into a model's folder."""
-        ...
 
 
 class ConversationProcessor(Processor, Protocol):
@@ -71,15 +67,12 @@ class ConversationProcessor(Processor, Protocol):
 
     def picture(self, image: Image, *, row: str) -> Picture:
         """Process an image of an observation. DataError, naming the row, when it cannot be used."""
-        ...
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its own ids stay as they are."""
-        ...
+        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
 
     def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
-        """Return the collapsed ids between two turns of the model, for these answers to its calls, by the template."""
-        ...
+        """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""
 
 
 _MEMBERS = (*Processor.__annotations__, "prompt", "max_prompt_tokens", "decode", "save")

@@ -1,6 +1,6 @@
 """Arguments of a model's chat template (`data.chat_template_kwargs`), such as `enable_thinking: false` of Qwen3.
 
-A Jinja template ignores what it is given and does not read, so a name that stands nowhere in it is refused here.
+A Jinja template ignores arguments that it does not read, so a name that it does not contain is refused here.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from mm_grpo.errors import ConfigError, did_you_mean
 
 FIELD = "data.chat_template_kwargs"
 OURS = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now")
-"""Names that a rendering supplies itself, or that a run has no use for."""
+"""Names that every rendering sets, or that a run has no use for."""
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
-"""A tag that only transformers' environment knows."""
+"""A tag that only transformers' Jinja knows."""
 
 
 @lru_cache(maxsize=8)
 def names_read(template: str) -> frozenset[str]:
-    """The names that a chat template reads and does not set itself. TemplateSyntaxError for what is no Jinja."""
+    """Return the names that a chat template reads and does not set itself. TemplateSyntaxError if it is no Jinja."""
     syntax = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
     return frozenset(meta.find_undeclared_variables(syntax))
 
 
-def check_arguments(given: Mapping[str, Any], template: str, path: str) -> dict[str, Any]:
-    """The arguments as they are handed on. ConfigError for one that the model's template does not read."""
-    if not given:
+def check_arguments(arguments: Mapping[str, Any], template: str, path: str) -> dict[str, Any]:
+    """Copy the arguments. ConfigError for a name that the model's template does not read."""
+    if not arguments:
         return {}
     try:
         legal = sorted(names_read(template) - set(OURS))
     except TemplateSyntaxError as error:
         raise ConfigError(f"model.path = '{path}': the chat template is not valid Jinja ({error})") from None
-    for name in given:
+    for name in arguments:
         if name in OURS:
             raise ConfigError(f"{FIELD}.{name}: is set for every prompt by the run; leave it out")
         if name not in legal:
@@ -45,4 +45,4 @@ def check_arguments(given: Mapping[str, Any], template: str, path: str) -> dict[
                 f"nothing; {did_you_mean(name, legal)}it reads: {', '.join(legal) or 'none'}. Leave it out, or "
                 "use a model whose template has it"
             )
-    return dict(given)
+    return dict(arguments)

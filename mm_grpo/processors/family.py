@@ -1,10 +1,9 @@
-"""`Family`: how the models of a vision-language family are built, for what runs, trains or adapts one.
+"""`Family`: how the models of a vision-language family are built.
 
-The learner and the embedded engine know no layout of a model. They ask the family of the processor for the vision
-tower, the language model and the head, for the features of images and for the axes of position ids. The defaults are
-the habits of transformers' models since version 5: `model.model` holds the tower and `language_model`, its
-`get_image_features` is what its forward calls, and vision tensors have one entry per image along the first axis.
-A family overrides what is otherwise.
+The learner and the embedded engine know no layout of a model. They ask the processor's family for vision tower,
+language model and head, features of images and axes of position ids. The defaults are the habits of transformers'
+models since version 5: `model.model` holds the tower and `language_model`, its forward calls its `get_image_features`,
+and vision tensors have one entry per image along the first axis. A family overrides what is different.
 """
 
 from __future__ import annotations
@@ -25,34 +24,34 @@ from mm_grpo.types import Pictured
 
 @dataclass(frozen=True)
 class VisionFeatures:
-    """Output of a vision tower: `images` are the features [tokens, D] of each (in `TiledFamily` those of its
-    tiles), `levels` the same for each deepstack level.
-
-    `whole_levels` says that the model reads a level as one tensor, of all images (transformers before 5.19).
-    """
+    """Output of a vision tower."""
 
     images: tuple[Tensor, ...]
+    """Features [tokens, D] of each image; in `TiledFamily` [tiles, tokens of a tile, D]."""
     levels: tuple[tuple[Tensor, ...], ...] = ()
+    """The same for each deepstack level."""
     whole_levels: bool = False
+    """True if the model reads a level as one tensor of all images (transformers before 5.19)."""
 
     def split(self, counts: Sequence[int]) -> Iterator[VisionFeatures]:
-        """The features of the first `counts[0]` images, of the next `counts[1]`, and so on."""
+        """Yield the features of the first `counts[0]` images, of the next `counts[1]`, and so on."""
         start = 0
         for count in counts:
-            own = slice(start, start + count)
-            yield VisionFeatures(self.images[own], tuple(x[own] for x in self.levels), self.whole_levels)
+            part = slice(start, start + count)
+            levels = tuple(level[part] for level in self.levels)
+            yield VisionFeatures(self.images[part], levels, self.whole_levels)
             start += count
 
     @staticmethod
     def join(parts: Sequence[VisionFeatures]) -> VisionFeatures:
-        """The features of the images of all `parts`, in order."""
+        """Join the features of the images of all `parts`, in order."""
         images = tuple(t for part in parts for t in part.images)
         levels = zip(*(part.levels for part in parts), strict=True)
-        joined = tuple(tuple(t for own in level for t in own) for level in levels)
+        joined = tuple(tuple(t for tensors in level for t in tensors) for level in levels)
         return VisionFeatures(images, joined, parts[0].whole_levels)
 
     def tensors(self) -> list[Tensor]:
-        """All of them, the levels last."""
+        """Return all tensors, the levels last."""
         return [*self.images, *(t for level in self.levels for t in level)]
 
 
@@ -63,34 +62,34 @@ _NEUTRAL = {
     "logits_scaling": 1.0,
     "attention_dropout": 0.0,
 }
-"""Fields of text configs that change log-probs in ways the learner does not follow, and the value that changes none."""
+"""Fields of text configs that change log-probs in ways the learner does not follow, with their neutral values."""
 
 
 class Family(ABC):
-    """The layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
+    """Layout of one family's models. `model` is always the whole transformers model, `vision` vision tensors.
 
-    What holds for every family, and is not asked: the logits of a state are `hidden @ head.weight.T`; every text layer
-    attends to all tokens before or to a window of them, or is of linear attention; and the tokens of a completion have
-    the positions that follow the largest one of the prompt, one by one. `check` refuses a model where its config says
-    otherwise. Where a family is laid out unshared (`Processor.layout`), its models make their masks themselves.
+    The learner relies on this for every family: the logits of a state are `hidden @ head.weight.T`; every text layer
+    attends to all tokens before or to a window of them, or is of linear attention; and the positions of a completion
+    count on from the largest position of the prompt. `check` refuses a model with another config. Models of families
+    with the layout `unshared` (`Processor.layout`) make their masks themselves.
     """
 
     position_axes: tuple[int, ...] = ()
-    """The axes of position ids before those of rows and tokens: (3,) for M-RoPE, () where tokens are counted."""
+    """Axes of position ids before rows and tokens: (3,) for M-RoPE, () if tokens are counted."""
     layer_types: frozenset[str] = frozenset({"full_attention"})
-    """Kinds of text layers that its models may have, as `layer_types` of a text config names them. The learner refuses
-    those of `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks those of
-    `sliding_attention` by the config's `sliding_window`."""
+    """Kinds of text layers that its models may have, as `layer_types` of a text config. The learner refuses
+    `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks `sliding_attention` by
+    the config's `sliding_window`."""
     looks_ahead: bool = False
-    """True when an image's tokens see those that follow in it; vLLM on a CPU does not follow that, and is refused."""
+    """True when an image's tokens see later tokens of it; refused with vLLM on a CPU, which does not follow that."""
 
     def tower(self, model: Any) -> nn.Module:
-        """Everything that makes features from pixels, projectors included; several modules as a `ModuleList`."""
+        """Return the modules that make features from pixels, projectors included; several as a `ModuleList`."""
         return nn.ModuleList([model.model.vision_tower, model.model.multi_modal_projector])
 
     @abstractmethod
     def blank(self, model: Any) -> dict[str, Tensor]:
-        """The vision tensors of the smallest blank image that the tower takes, for packs without an image."""
+        """Return vision tensors of the smallest blank image that the tower takes; packs without an image use it."""
 
     def check(self, model: Any) -> None:
         """Raise ConfigError for a model that the learner would run wrongly, as far as its config says."""
@@ -115,34 +114,33 @@ class Family(ABC):
             )
 
     def backbone(self, model: Any) -> Any:
-        """The model below its head: it takes token ids and vision tensors, and has `get_image_features`."""
+        """Return the model below its head: it takes token ids and vision tensors, and has `get_image_features`."""
         return model.model
 
     def language_model(self, model: Any) -> nn.Module:
-        """The text layers with their embedding: where adapters are put."""
+        """Return the text layers with their embedding: adapters go there."""
         layers: nn.Module = self.backbone(model).language_model
         return layers
 
     def head(self, model: Any) -> Any:
-        """The output layer, with its `weight` [V, D]."""
+        """Return the output layer, with its `weight` [V, D]."""
         return model.get_output_embeddings()
 
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
-        """The last hidden states [B, N, D]; `inputs` are those of transformers' models, by their names in 5.10."""
+        """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)
         if "past_key_values" in inputs and "cache" in inspect.signature(backbone.forward).parameters:
-            inputs["cache"] = inputs.pop(
-                "past_key_values"
-            )  # 5.24 warns of the old name, and 5.40 has it no more
+            # transformers 5.24 warns of the old name, and 5.40 no longer has it
+            inputs["cache"] = inputs.pop("past_key_values")
         states: Tensor = backbone(**inputs).last_hidden_state
         return states
 
     def image_blocks(self, model: Any, input_ids: Tensor) -> Tensor:
-        """Of ids [B, N] the number of each one's image in its row [B, N], -1 for text. Asked where `looks_ahead`."""
+        """Return for ids [B, N] the number of each token's image in its row, -1 for text. Called if `looks_ahead`."""
         raise NotImplementedError
 
     def vision(self, prompts: Sequence[Pictured]) -> dict[str, Tensor]:
-        """The vision tensors of all images of `prompts`, in order; empty when there are none."""
+        """Join the vision tensors of all images of `prompts`, in order; empty when there are none."""
         keys = sorted({key for prompt in prompts for key in prompt.vision})
         return {key: torch.cat([p.vision[key] for p in prompts if key in p.vision]) for key in keys}
 
@@ -151,44 +149,45 @@ class Family(ABC):
         return len(next(iter(vision.values()))) if vision else 0
 
     def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
-        """Run the tower over some images; with gradients where it is trained."""
-        made = self.backbone(model).get_image_features(**vision, return_dict=True)
-        images = tuple(made.pooler_output)
-        levels = tuple(getattr(made, "deepstack_features", None) or ())
-        whole = any(isinstance(level, Tensor) for level in levels)
-        lengths = [len(t) for t in images]
-        return VisionFeatures(images, tuple(tuple(x.split(lengths) if whole else x) for x in levels), whole)
+        """Run the tower over images, with gradients if it is trained."""
+        output = self.backbone(model).get_image_features(**vision, return_dict=True)
+        images = tuple(output.pooler_output)
+        levels = tuple(getattr(output, "deepstack_features", None) or ())
+        whole_levels = any(isinstance(level, Tensor) for level in levels)
+        lengths = [len(image) for image in images]
+        parts = (level.split(lengths) if whole_levels else level for level in levels)
+        return VisionFeatures(images, tuple(map(tuple, parts)), whole_levels)
 
     def output(self, features: VisionFeatures) -> Any:
-        """`features` as the model's `get_image_features` returns them."""
+        """Return `features` in the form of the model's `get_image_features`."""
         levels = [torch.cat(level) if features.whole_levels else level for level in features.levels]
         return SimpleNamespace(pooler_output=features.images, deepstack_features=levels)
 
     def tower_is_frozen(self, model: Any) -> bool:
-        """True when nothing trains the tower: an image's features are then the same in all passes of a step."""
+        """Return True if the tower is frozen: an image's features are then the same in all passes of a step."""
         return not any(p.requires_grad for p in self.tower(model).parameters())
 
 
 class TiledFamily(Family):
-    """A family whose images are cut into tiles of one size, each of which becomes as many tokens as any other.
+    """A family whose images are cut into tiles of one size, which all become equally many tokens.
 
-    The vision tensors are `pixel_values` [tiles, channels, height, width] of all images, and `tiles` [images], how many
-    each has. The features of an image are [tiles, tokens of a tile, D].
+    The vision tensors are `pixel_values` [tiles, channels, height, width] of all images, and `tiles` [images], their
+    counts. The features of an image are [tiles, tokens of a tile, D].
     """
 
     @abstractmethod
     def tile(self, model: Any) -> tuple[int, int, int]:
-        """Channels, height and width of a tile."""
+        """Return channels, height and width of a tile."""
 
     def blank(self, model: Any) -> dict[str, Tensor]:
-        """One tile of ones: some models drop tiles of zeros, as padding."""
+        # not zeros: some models drop a tile of zeros, as padding
         return {"pixel_values": torch.ones(1, *self.tile(model)), "tiles": torch.ones(1, dtype=torch.long)}
 
     def count(self, vision: Mapping[str, Tensor]) -> int:
         return len(vision["tiles"]) if vision else 0
 
     def pixels(self, pixel_values: Tensor) -> Tensor:
-        """Tiles in the shape that the model takes them."""
+        """Return tiles in the shape that the model takes."""
         return pixel_values
 
     def hidden_states(self, model: Any, *, tiles: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -198,8 +197,8 @@ class TiledFamily(Family):
 
     def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
         pixels = self.pixels(vision["pixel_values"])
-        made = self.backbone(model).get_image_features(pixels, return_dict=True)
-        return VisionFeatures(made.pooler_output.split(vision["tiles"].tolist()))
+        output = self.backbone(model).get_image_features(pixels, return_dict=True)
+        return VisionFeatures(output.pooler_output.split(vision["tiles"].tolist()))
 
     def output(self, features: VisionFeatures) -> Any:
         return SimpleNamespace(pooler_output=torch.cat(features.images))

@@ -4,13 +4,12 @@ An image is stretched to the one size of the model's tower, 896 x 896 pixels, an
 `<start_of_image>` and `<end_of_image>`, with an empty line before and behind. A picture at the model's size is such a
 square; pan-and-scan, which cuts wide images, has nothing to cut in it.
 
-Attention. In layers of full attention the tokens of an image also see those that follow in the same image. In layers of
+Attention. In layers of full attention the tokens of an image also see later tokens of the image. In layers of
 sliding windows nothing sees farther back than `sliding_window` tokens. A pack holds both: positions of a completion
-follow its prompt's, so that distances are those of prompt + completion in one row.
+follow its prompt's, so that distances are as in one row of prompt + completion.
 
 Ids. The empty lines run together with line breaks of the text around them, so the text is tokenised again with images
-written out, as transformers' processor does it; vLLM puts such ids together by rules of its own, for up to four line
-breaks in a row.
+written out, as transformers' processor does it; vLLM has rules of its own for that, up to four line breaks in a row.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Gemma3Family(Family):
         return {"pixel_values": torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)}
 
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
-        """The model is told which tokens are an image's, but where it is given masks that know it already."""
+        """As `Family.hidden_states`; tell the model which tokens are an image's, unless the masks already say it."""
         ids = inputs.get("input_ids")
         if ids is not None and ids.shape[1] > 1 and not isinstance(inputs.get("attention_mask"), dict):
             inputs["token_type_ids"] = (ids == model.config.image_token_id).long()
@@ -64,8 +63,8 @@ class Gemma3Processor(HFProcessor):
     family = Gemma3Family()
 
     def media_tokens(self) -> Iterator[str]:
-        own = self.hf.tokenizer
-        return iter((own.boi_token, own.image_token, own.eoi_token))
+        tokenizer = self.hf.tokenizer
+        return iter((tokenizer.boi_token, tokenizer.image_token, tokenizer.eoi_token))
 
     def placeholder(self) -> str:
         return str(self.hf.boi_token)
@@ -91,17 +90,16 @@ class Gemma3Processor(HFProcessor):
         return self.ids(sample, lambda text: text.replace(self.hf.boi_token, self.hf.full_image_sequence))
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """Empty lines of the pictures run together with line breaks of the text around them, as in a prompt."""
-        made = super().extended(prompt, token_ids, pictures)
-        if not pictures:  # what the model sampled stays as it is
-            return made
-        length = len(prompt.token_ids)
-        ids = [*prompt.token_ids, *self._joined_breaks(made.token_ids[length:])]
-        return replace(made, token_ids=tuple(ids), position_ids=self.positions(ids, made.vision))
+        extended = super().extended(prompt, token_ids, pictures)
+        if not pictures:  # sampled tokens must stay as they are
+            return extended
+        # empty lines around a picture run together with line breaks of the text, as in a prompt
+        ids = [*prompt.token_ids, *self._join_breaks(extended.token_ids[len(prompt.token_ids) :])]
+        return replace(extended, token_ids=tuple(ids), position_ids=self.positions(ids, extended.vision))
 
-    def _joined_breaks(self, token_ids: Sequence[int]) -> list[int]:
-        """Ids in which each run of line breaks is tokenised as one text."""
-        breaks = {token: text for token in set(token_ids) if not (text := self._shown(token)).strip("\n")}
+    def _join_breaks(self, token_ids: Sequence[int]) -> list[int]:
+        """Tokenise each run of line breaks again, as one text."""
+        breaks = {token: text for token in set(token_ids) if not (text := self._text_of(token)).strip("\n")}
         joined: list[int] = []
         for is_break, run in groupby(token_ids, key=breaks.__contains__):
             if is_break:
@@ -111,8 +109,8 @@ class Gemma3Processor(HFProcessor):
                 joined += run
         return joined
 
-    def _shown(self, token: int) -> str:
+    def _text_of(self, token: int) -> str:
         return str(self.tokenizer.decode([token], skip_special_tokens=False)) or "-"
 
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        return {"pixel_values": torch.cat([each["pixel_values"] for each in made])}
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        return {"pixel_values": torch.cat([output["pixel_values"] for output in outputs])}

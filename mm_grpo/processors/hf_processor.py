@@ -53,7 +53,7 @@ class HFProcessor(ABC):
     family: Family
     layout: Layout = "shared_prefix"
     stable: ClassVar[str] = "an area that fits data.min_pixels and data.max_pixels"
-    """Images that have a stable size, for the message about an image that has none."""
+    """Images that have a stable size, in words for the message about an image that has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
     """Count of each media token that the chat template writes for one image, without the placeholder."""
     content_as_parts: ClassVar[bool] = True
@@ -101,7 +101,7 @@ class HFProcessor(ABC):
 
     @abstractmethod
     def media_tokens(self) -> Iterator[str]:
-        """Yield every token of images, videos and their boundaries, as text; those that a model lacks are ignored."""
+        """Yield every token of images, videos and their boundaries, as text; the model may lack some."""
 
     @abstractmethod
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
@@ -129,7 +129,7 @@ class HFProcessor(ABC):
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
 
-        Raises DataError, naming the row, for videos, an image without a stable size, or special tokens in the text.
+        Raises DataError with the row's name for videos, an image without a stable size, or special tokens in the text.
         """
         if sample.videos:
             raise DataError(f"{sample.uid}: the row has videos; only images are supported")
@@ -183,6 +183,7 @@ class HFProcessor(ABC):
         plain = [
             [defused(p, self.tokenizer) if isinstance(p, str) else p for p in parts] for parts in answers
         ]
+        # some templates know the role `tool` and drop its images: a user's turn may show them
         for as_tool in (True, False) if knows_tools(self.template) else (False,):
             messages = [*before, *answer_messages(plain, as_tool=as_tool)]
             ids = conversation_ids(render, self.tokenizer, messages, row)
@@ -324,6 +325,7 @@ class HFProcessor(ABC):
 
     def _stop_ids(self, path: str) -> frozenset[int]:
         """Return the end tokens of the model's generation config, and the tokenizer's."""
+        # a chat model's turn often ends with another token than the tokenizer's: both stop
         try:
             eos = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:

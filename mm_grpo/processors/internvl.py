@@ -1,12 +1,12 @@
 """InternVL3 and InternVL3.5 in transformers' form (`internvl`, the models whose names end in -HF): tiles of 448 pixels.
 
-An image is cut into a grid of square tiles, of at most `max_patches`, whose aspect ratio is nearest to its own; a grid
-of more than one gets a small picture of the whole beside. Each tile becomes 256 tokens. The rule that picks the grid is
-that of transformers' image processor (`get_optimal_tiled_canvas` in image_processing_got_ocr2), which vLLM calls too.
+An image is cut into the grid of at most `max_patches` square tiles with the nearest aspect ratio; a grid of more than
+one tile also gets a small picture of the whole. Each tile becomes 256 tokens. The grid is picked by transformers' image
+processor (`get_optimal_tiled_canvas` in image_processing_got_ocr2), which vLLM calls too.
 
-A picture at the model's size is one that is exactly such a grid: the tiles are cut out of it, not resized again. The
-small picture of the whole is made from it too, and so has been resized twice. With `max_patches` above 15 the rule is
-not settled at once for grids of 3 x 3 and larger of their kind: it takes 4 x 4 for a picture that is 3 x 3, and so on.
+A picture at the model's size is exactly such a grid: the tiles are cut out of it, not resized again. The small picture
+of the whole is made from it too, and so has been resized twice. With `max_patches` above 15 the rule does not settle at
+once for some grids: it takes 4 x 4 for a picture that is 3 x 3, and so on.
 """
 
 from __future__ import annotations
@@ -80,6 +80,6 @@ class InternVLProcessor(HFProcessor):
         tiles = self.hf.image_processor.max_patches
         return int(self.hf.image_seq_length * (tiles + 1 if tiles > 1 else 1)) + 2
 
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        pixels = [each["pixel_values"] for each in made]
-        return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(each) for each in pixels])}
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        pixels = [output["pixel_values"] for output in outputs]
+        return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(tiles) for tiles in pixels])}

@@ -2,12 +2,11 @@
 
 The image is fitted into the one of `image_grid_pinpoints` that wastes least (`select_best_resolution` in transformers),
 keeping its aspect ratio; that canvas is cut into tiles, and features of its empty borders are left out again. The
-number of tokens is that of the features that are left, so it is the image's and not the canvas's.
+number of tokens is the number of features that are left, so it depends on the image and not on the canvas.
 
-A picture at the model's size is one that touches two borders of its canvas: nothing is resized but the small picture of
-the whole, which is made from it. Every image of a prompt is tiled, also where there are several: vLLM does so,
-and takes no other. (Transformers' own processor shows several as one small picture each, if it is given them as one
-nested list.)
+A picture at the model's size touches two borders of its canvas: nothing is resized but the small picture of the whole,
+which is made from it. Every image of a prompt is tiled, as vLLM does it. (Transformers' own processor shows several
+images as one small picture each, if it gets them as one nested list.)
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class LlavaOnevisionFamily(Family):
     """`image_newline`, a parameter of the model itself, is written between rows of features: a part of the tower."""
 
     def tower(self, model: Any) -> nn.Module:
-        own = model.model
-        newline = nn.ParameterList([own.image_newline])
-        return nn.ModuleList([own.vision_tower, own.multi_modal_projector, newline])
+        backbone = model.model
+        newline = nn.ParameterList([backbone.image_newline])
+        return nn.ModuleList([backbone.vision_tower, backbone.multi_modal_projector, newline])
 
     def blank(self, model: Any) -> dict[str, Tensor]:
         """A picture at the smallest resolution: with the picture of the whole, two tiles or more."""
@@ -63,11 +62,11 @@ class LlavaOnevisionProcessor(HFProcessor):
         return iter((self.hf.image_token, self.hf.video_token))
 
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
-        every: list[list[int]] = self.hf.image_processor.image_grid_pinpoints
-        low, high = min_pixels or 0, max_pixels or max(map(math.prod, every))
-        self.resolutions = [each for each in every if low <= math.prod(each) <= high]
+        resolutions: list[list[int]] = self.hf.image_processor.image_grid_pinpoints
+        low, high = min_pixels or 0, max_pixels or max(map(math.prod, resolutions))
+        self.resolutions = [sides for sides in resolutions if low <= math.prod(sides) <= high]
         if not self.resolutions:
-            areas = sorted(set(map(math.prod, every)))
+            areas = sorted(set(map(math.prod, resolutions)))
             raise ConfigError(
                 f"data.max_pixels = {max_pixels} and data.min_pixels = {min_pixels}: none of the model's resolutions "
                 f"has an area between them; they have from {areas[0]} to {areas[-1]} pixels"
@@ -75,41 +74,45 @@ class LlavaOnevisionProcessor(HFProcessor):
         return min(map(math.prod, self.resolutions)), max(map(math.prod, self.resolutions))
 
     def fixed_size(self, size: Size) -> Size:
-        every = self.hf.image_processor.image_grid_pinpoints
+        resolutions = self.hf.image_processor.image_grid_pinpoints
 
         def rule(size: Size) -> Size:
-            return _fitted(size, select_best_resolution(size, every))
+            return _fit(size, select_best_resolution(size, resolutions))
 
-        # the model knows all its resolutions: what is fitted into one of ours has to stay there
-        found = settle(_fitted(size, select_best_resolution(size, self.resolutions)), rule)
-        if list(select_best_resolution(found, every)) not in self.resolutions:
+        # the model's rule picks from all its resolutions, not ours alone: check that a fitted image stays in ours
+        settled = settle(_fit(size, select_best_resolution(size, self.resolutions)), rule)
+        if list(select_best_resolution(settled, resolutions)) not in self.resolutions:
             raise NoFixedPoint(
-                f"{size[1]}x{size[0]} pixels: it fits none of {len(self.resolutions)} of the model's {len(every)} "
-                "resolutions"
+                f"{size[1]}x{size[0]} pixels: it fits none of {len(self.resolutions)} of the model's "
+                f"{len(resolutions)} resolutions"
             )
-        return found
+        return settled
 
     def max_image_tokens(self) -> int:
-        """The whole, then at most 1.1 ** 2 times `anyres_max_N` tiles' features, and a newline for each row of them."""
-        whole = int(self.hf.num_image_tokens)
-        side = math.isqrt(whole)
+        """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""
+        picture_tokens = int(self.hf.num_image_tokens)
+        side = math.isqrt(picture_tokens)
         tile = self.hf.image_processor.size
         height, width = (int(tile.get(edge) or tile["shortest_edge"]) for edge in ("height", "width"))
-        most = 1.21 * int(self.hf.vision_aspect_ratio.removeprefix("anyres_max_"))
+        max_tiles = 1.21 * int(self.hf.vision_aspect_ratio.removeprefix("anyres_max_"))
         tiles = ((h // height, w // width) for h, w in self.resolutions)
         return max(
-            whole + math.floor(min(rows * columns, most) * whole) + rows * side for rows, columns in tiles
+            picture_tokens + math.floor(min(rows * columns, max_tiles) * picture_tokens) + rows * side
+            for rows, columns in tiles
         )
 
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        sizes = torch.cat([each["image_sizes"] for each in made])
-        return {"pixel_values": torch.cat([each["pixel_values"][0] for each in made]), "image_sizes": sizes}
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        sizes = torch.cat([output["image_sizes"] for output in outputs])
+        return {
+            "pixel_values": torch.cat([output["pixel_values"][0] for output in outputs]),
+            "image_sizes": sizes,
+        }
 
 
-def _fitted(size: Size, resolution: Sequence[int]) -> Size:
-    """`size` brought into a resolution, keeping its aspect ratio: one side is the resolution's."""
-    (height, width), (most_high, most_wide) = size, resolution
-    by_height, by_width = most_high / height, most_wide / width
+def _fit(size: Size, resolution: Sequence[int]) -> Size:
+    """Scale `size` into a resolution, keeping its aspect ratio: one side is the resolution's."""
+    (height, width), (max_height, max_width) = size, resolution
+    by_height, by_width = max_height / height, max_width / width
     if by_width < by_height:
-        return min(math.ceil(height * by_width), most_high), most_wide
-    return most_high, min(math.ceil(width * by_height), most_wide)
+        return min(math.ceil(height * by_width), max_height), max_width
+    return max_height, min(math.ceil(width * by_height), max_width)

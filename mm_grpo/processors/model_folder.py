@@ -1,7 +1,7 @@
-"""Checks of a model's folder before its weights: a config that is whole, of known code, and not quantised.
+"""Checks of a model's folder before its weights are loaded: a readable config, of trusted code, and not quantised.
 
-Everything that needs a model's config gets it from `read_config`, so that code which a model brings along
-(`auto_map`) is run where `model.trust_remote_code` says so and nowhere else, and nobody is asked at a terminal.
+Every config of a model is read by `read_config`, so that code in a model's folder (`auto_map`) runs only with
+`model.trust_remote_code`, and nobody is asked at a terminal.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mm_grpo.files import read_json
 from mm_grpo.hub import hub_fault
 
 logger = logging.getLogger("mm_grpo")
-LONGEST = 300
-"""Characters of another library's message that are quoted."""
+MAX_QUOTE = 300
+"""Most characters of another library's message that are quoted."""
 _REACHED: set[str] = set()
-"""Models for which the hub answered, whatever it said: it is not asked again."""
+"""Models for which the hub answered, even with an error: it is not asked again."""
 
 
 def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The transformers config of the model at `path`, a folder or hub name.
+    """Read the transformers config of the model at `path`, a folder or hub name.
 
-    Raises ConfigError for JSON files that are not whole, for a hub that cannot be reached, for code of the model's own
-    that is not trusted, and for quantised weights, which cannot be trained or saved as they are.
+    Raises ConfigError if a JSON file is not complete, the hub cannot be reached, the model has code of its own that is
+    not trusted, or the weights are quantised, which cannot be trained or saved as they are.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -50,7 +50,7 @@ def read_config(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def warn_of_unread_code(path: str, config: Any) -> None:
-    """Say that a model's own code (`auto_map`) is not run, where transformers has classes for its type."""
+    """Warn that a model's own code (`auto_map`) is not run, because transformers has classes for its type."""
     if names := getattr(config, "auto_map", None):
         logger.warning(
             "model.path = '%s' brings code of its own (auto_map: %s), which is not run: transformers' own %s is taken; "
@@ -62,7 +62,7 @@ def warn_of_unread_code(path: str, config: Any) -> None:
 
 
 def refuse_own_code(path: str, error: Exception, trusted: bool) -> None:
-    """Raise ConfigError where `error` is transformers' refusal to run code that a model brings along."""
+    """Raise ConfigError if `error` is transformers' refusal to run code in a model's folder."""
     if not trusted and "trust_remote_code" in str(error):
         raise ConfigError(
             f"model.path = '{path}' brings code of its own (auto_map), which is not run without being asked for; read "
@@ -71,35 +71,35 @@ def refuse_own_code(path: str, error: Exception, trusted: bool) -> None:
 
 
 def quantization_of(config: Any) -> str | None:
-    """Name the quantisation of a model with this transformers config; None where there is none."""
+    """Return the name of the quantisation in a transformers config; None if there is none."""
     for part in (config, config.get_text_config()):
-        if found := getattr(part, "quantization_config", None):
-            method = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+        if options := getattr(part, "quantization_config", None):
+            method = options.get("quant_method") if isinstance(options, dict) else options.quant_method
             return str(getattr(method, "value", method) or "quantization_config")
     return None
 
 
 def quoted(error: BaseException) -> str:
-    """An error's message on one line."""
-    return shorten(error, LONGEST) or type(error).__name__
+    """Return an error's message on one line."""
+    return shorten(error, MAX_QUOTE) or type(error).__name__
 
 
 def _refuse_broken_json(path: str) -> None:
-    """transformers takes a generation_config.json that it cannot read for one that is not there."""
+    """Refuse unreadable JSON; transformers would silently ignore such a generation_config.json."""
     for file in sorted(Path(path).glob("*.json")) if Path(path).is_dir() else ():
         try:
             read_json(file, dict if file.name.endswith("config.json") else object)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"model.path = '{path}': {file.name} cannot be read ({quoted(error)}); it is not whole: copy or "
+                f"model.path = '{path}': {file.name} cannot be read ({quoted(error)}); it is not complete: copy or "
                 "download the model again"
             ) from None
 
 
 def _refuse_unreachable(path: str) -> None:
-    """Ask the hub once, shortly, for a model that is no folder here, unless HF_HUB_OFFLINE is set.
+    """Ask the hub once for a model that is no local folder, unless HF_HUB_OFFLINE is set.
 
-    Where it cannot be reached, a model in the cache is used as with HF_HUB_OFFLINE; for another, ConfigError.
+    If the hub does not answer, a model in the cache is used as with HF_HUB_OFFLINE. ConfigError for any other model.
     """
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -107,22 +107,20 @@ def _refuse_unreachable(path: str) -> None:
     if path in _REACHED or os.path.exists(path):
         return
     try:
-        cached, offline = (
-            isinstance(try_to_load_from_cache(path, "config.json"), str),
-            constants.HF_HUB_OFFLINE,
-        )
+        cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
+        offline = constants.HF_HUB_OFFLINE
         fault = "HF_HUB_OFFLINE is set, and the model is not in the cache" if offline else hub_fault(path)
     except HFValidationError:
         cached, offline, fault = False, False, "that is no name of a model there"
     if fault and cached and not offline:
-        constants.HF_HUB_OFFLINE = True  # each file that is not in the cache would be asked for over minutes
+        constants.HF_HUB_OFFLINE = True  # else each file that is not in the cache is asked for over minutes
         logger.warning("model.path = '%s': %s; the files in the cache are used", path, fault)
     elif not fault:
         _REACHED.add(path)
     if not fault or cached:
         return
     folder = Path(path).parent
-    near = [str(each) for each in folder.iterdir() if each.is_dir()] if folder.is_dir() else []
+    near = [str(entry) for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     raise ConfigError(
         f"model.path = '{path}': there is no folder of that name beside the config or in '{Path.cwd()}', and no such "
         f"model can be got from the hub: {fault}. {did_you_mean(path, near)}Give a model's folder; `hf download {path} "

@@ -1,13 +1,12 @@
 """Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and chat messages to prompts, and how the models are built.
 
-They share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and
-M-RoPE positions; what differs (patch size, position rule) is read from the model's own config, image
-processor and `get_rope_index`, so no layout constant of a family is written here.
+They share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and M-RoPE positions. Patch
+size and position rule differ; they are read from the model's own config, image processor and `get_rope_index`.
 
 The resize. Both sides of an image are rounded to a multiple of `factor`, and the area is kept between two limits
 (`smart_resize` in transformers' image_processing_qwen2_vl, which vLLM calls too). Applied to its own result the rule
-mostly changes nothing, but not always: near the limits the area can fall outside again. Engines cannot be asked
-not to resize, so an image is resized once, to a size that the rule maps to itself, and refused where there is none.
+can change the size again, if the area is near the limits. Engines cannot be asked not to resize, so an image is resized
+once, to a size that the rule maps to itself, and refused if there is none.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_TOKENS = 1280
-"""Most tokens of an image where `data.max_pixels` is not set: what Qwen's model cards advise. The models' own limit is
-16,384, which makes some 15,000 of a 12-megapixel photo."""
+"""Most tokens of an image if `data.max_pixels` is not set, as Qwen's model cards advise. The models' own limit is
+16,384, and a 12-megapixel photo has some 15,000."""
 
 
 class QwenVLFamily(Family):
-    """`model.model.visual` makes features, its merger included; positions are those of M-RoPE.
+    """`model.model.visual` makes features, its merger included; positions are M-RoPE.
 
     In Qwen3.5 most text layers are of linear attention.
     """
@@ -64,7 +63,7 @@ class QwenVLFamily(Family):
 class QwenVLProcessor(HFProcessor):
     """The processor of one Qwen-VL model, read from its folder.
 
-    Where `max_pixels` is None, the model's own limit is lowered to IMAGE_TOKENS; `save` writes the model's own then.
+    If `max_pixels` is None, the limit is IMAGE_TOKENS, and `save` writes the model's own limit.
     """
 
     family = QwenVLFamily()
@@ -85,12 +84,12 @@ class QwenVLProcessor(HFProcessor):
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         image_processor = self.hf.image_processor
         self.factor = int(image_processor.patch_size * image_processor.merge_size)
-        own = {edge: int(image_processor.size[edge]) for edge in ("shortest_edge", "longest_edge")}
-        low = int(min_pixels or own["shortest_edge"])
-        default = max(min(own["longest_edge"], IMAGE_TOKENS * self.factor**2), own["shortest_edge"])
-        high = int(max_pixels or default)
+        model_size = {edge: int(image_processor.size[edge]) for edge in ("shortest_edge", "longest_edge")}
+        lowest, highest = model_size.values()
+        low = int(min_pixels or lowest)
+        high = int(max_pixels or max(min(highest, IMAGE_TOKENS * self.factor**2), lowest))
         image_processor.size = {"shortest_edge": low, "longest_edge": high}
-        self._saved_size = image_processor.size if max_pixels else {**own, "shortest_edge": low}
+        self._saved_size = image_processor.size if max_pixels else {**model_size, "shortest_edge": low}
         return low, high
 
     @property
@@ -105,15 +104,17 @@ class QwenVLProcessor(HFProcessor):
         return self.max_pixels // self.factor**2
 
     def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """All images in one call of the image processor: the placeholder is repeated for each merged patch."""
+        """Process all images in one call of the image processor, and repeat the placeholder for each merged patch."""
         features = self.hf.image_processor(list(images), do_resize=False, return_tensors="pt")
         vision = self.vision([features])
         merge = self.hf.image_processor.merge_size**2
         counts = [int(n) // merge for n in vision["image_grid_thw"].prod(-1)]
         return [[self.image_token_id] * count for count in counts], vision
 
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        return {key: torch.cat([each[key] for each in made]) for key in ("pixel_values", "image_grid_thw")}
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        return {
+            key: torch.cat([output[key] for output in outputs]) for key in ("pixel_values", "image_grid_thw")
+        }
 
     def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
         ids = torch.tensor([token_ids])
@@ -131,7 +132,7 @@ class QwenVLProcessor(HFProcessor):
 
 
 def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """(height, width) in pixels that the rule maps to itself, reached from the given size.
+    """Return the (height, width) in pixels that the rule maps to itself, starting from the given size.
 
     Raises NoFixedPoint when the rule refuses the size (aspect ratio above 200) or does not settle.
     """

@@ -1,8 +1,8 @@
 """SmolVLM and SmolVLM2 (`smolvlm`) and Idefics3 (`idefics3`): rows of square tiles, and the whole picture last.
 
-An image is brought to a longest edge, `size.longest_edge` pixels whatever its own is, then stretched so that both sides
-are whole tiles of `max_image_size.longest_edge`. The tiles come row by row, then a small picture of the whole; an
-image of one tile has that alone. Each of them is written as `<fake_token_around_image>`, its place (`<row_1_col_2>` or
+Every image is resized to a longest edge of `size.longest_edge` pixels, then stretched: both sides are whole tiles
+of `max_image_size.longest_edge`. The tiles come row by row, then a small picture of the whole; an image of one tile is
+that small picture alone. Each tile is written as `<fake_token_around_image>`, its place (`<row_1_col_2>` or
 `<global-img>`) and `image_seq_len` image tokens.
 
 A picture at the model's size has both sides in whole tiles and the longest edge as its longer side: the tiles are cut
@@ -27,7 +27,7 @@ from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import Size, settle
 
 PLACE = re.compile(r"<row_\d+_col_\d+>")
-"""Tokens that say where in the picture a tile lies."""
+"""Tokens for the place of a tile in the picture."""
 
 
 class SmolVLMFamily(TiledFamily):
@@ -43,13 +43,10 @@ class SmolVLMFamily(TiledFamily):
         return layers
 
     def pixels(self, pixel_values: Tensor) -> Tensor:
-        """The model takes the tiles of several rows, padded with zeros to one number: here they are those of one row.
-
-        A tile that is all zero it would drop as padding (a picture is none, a blank one may be): there the first number
-        is no longer 0.
-        """
-        if pixel_values.ndim != 4:  # none are looked at where features are given
+        """Return tiles as of one row: the model takes tiles of several rows, padded with zeros to one number."""
+        if pixel_values.ndim != 4:  # the model does not look at pixels when it gets features
             return pixel_values
+        # the model drops a tile of zeros as padding, and a blank picture may be one: its first number becomes 1e-6
         empty = ~pixel_values.flatten(1).any(1)
         first = torch.zeros_like(pixel_values)
         first[:, 0, 0, 0] = empty * 1e-6
@@ -60,8 +57,8 @@ class SmolVLMFamily(TiledFamily):
 class SmolVLMProcessor(HFProcessor):
     """The processor of one SmolVLM model, read from its folder.
 
-    `max_pixels` bounds the square of the longest edge, in whole tiles. Smaller images are brought to it too: the least
-    area is that of one row of tiles.
+    `max_pixels` bounds the square of the longest edge, in whole tiles. Smaller images are enlarged to that edge: the
+    least area is one row of tiles.
     """
 
     family = SmolVLMFamily()
@@ -85,14 +82,14 @@ class SmolVLMProcessor(HFProcessor):
         if max_pixels is not None:
             longest = math.isqrt(max_pixels) // self.tile * self.tile
             images.size = {"longest_edge": longest}
-        least = self.tile * longest
-        if not longest or (min_pixels or 0) > least:
+        row_area = self.tile * longest
+        if not longest or (min_pixels or 0) > row_area:
             raise ConfigError(
                 f"data.max_pixels = {max_pixels} and data.min_pixels = {min_pixels}: images are grids of tiles of "
                 f"{self.tile}x{self.tile} pixels, with the longest edge that max_pixels allows; max_pixels must be at "
-                f"least {self.tile**2}, and min_pixels at most one row of tiles, {least or self.tile**2}"
+                f"least {self.tile**2}, and min_pixels at most one row of tiles, {row_area or self.tile**2}"
             )
-        return least, max(longest, self.tile) ** 2
+        return row_area, max(longest, self.tile) ** 2
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
@@ -117,9 +114,9 @@ class SmolVLMProcessor(HFProcessor):
         tiles = side * side + 1 if side > 1 else 1
         return tiles * (int(self.hf.image_seq_len) + 2) + 1 + side * 2
 
-    def vision(self, made: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        pixels = [each["pixel_values"][0] for each in made]
-        return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(each) for each in pixels])}
+    def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        pixels = [output["pixel_values"][0] for output in outputs]
+        return {"pixel_values": torch.cat(pixels), "tiles": torch.tensor([len(tiles) for tiles in pixels])}
 
     def _load(self, path: str) -> Any:
         allow_without_num2words()
@@ -127,7 +124,7 @@ class SmolVLMProcessor(HFProcessor):
 
 
 def _to_longest(size: Size, longest: int) -> Size:
-    """The first half of the rule: `longest` pixels on the longer side, the other rounded up to an even number."""
+    """Apply the first half of the rule: `longest` pixels on the longer side, an even number on the other."""
     height, width = size
     if width >= height:
         shorter = int(longest / (width / height))
@@ -137,10 +134,8 @@ def _to_longest(size: Size, longest: int) -> Size:
 
 
 def allow_without_num2words() -> None:
-    """Make SmolVLM's processor loadable where num2words is not installed: it writes out numbers for videos.
-
-    In vLLM too, where it runs in this process. Needless when: transformers asks for it where it needs it.
-    """
+    """Make SmolVLM's processor loadable without num2words, which it needs for videos alone; in vLLM too."""
+    # needless when transformers imports num2words only for videos
     module: Any = processing_smolvlm
     if module.num2words is None:
         module.num2words = _refuse_videos

@@ -1,11 +1,11 @@
-"""A conversation as token ids, whose texts cannot type the model's special tokens.
+"""Token ids of a conversation, without special tokens that a row or a tool typed.
 
-A chat template writes special tokens (`<|im_start|>`, `<|image_pad|>`) as text, and a tokenizer reads them wherever
-they stand: a row whose text holds one would begin a turn, end it, or stand for an image. `conversation_ids` refuses
-such a row; what a tool says goes through `defused` first.
+A chat template writes special tokens (`<|im_start|>`, `<|image_pad|>`) as text, and a tokenizer reads them
+everywhere. In a row's text one would begin a turn, end it, or stand for an image: `conversation_ids` refuses such a
+row. A tool's answer goes through `defused` first.
 
-Special is what the tokenizer calls so. Tokens that are only added to its vocabulary (`<think>`) are text that has an
-id, and are left alone; so are MARKS, which Qwen2-VL's rows are meant to hold.
+A token is special if the tokenizer says so. Tokens that are only added to its vocabulary (`<think>`) are allowed text;
+so are MARKS, which rows for Qwen2-VL may hold.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from mm_grpo.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
 
-MARKS = frozenset(f"<|{what}_{end}|>" for what in ("object_ref", "box", "quad") for end in ("start", "end"))
+MARKS = frozenset(f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad") for end in ("start", "end"))
 """Tokens around references and coordinates in a text: special in Qwen's tokenizers, and written by users."""
 _PATTERNS: WeakKeyDictionary[Any, re.Pattern[str]] = WeakKeyDictionary()
-"""By tokenizer, whose special tokens do not change."""
+"""Pattern of each tokenizer, whose special tokens do not change."""
 
 
 def conversation_ids(
     render: Callable[[list[dict[str, Any]]], str], tokenizer: Any, messages: Messages, row: str
 ) -> list[int]:
-    """The ids of a conversation. DataError, naming `row`, where one of its texts holds a special token.
+    """Return the ids of a conversation. DataError, naming `row`, if one of its texts holds a special token.
 
-    `render` is the chat template, from messages to text with the special tokens that belong there. A message has a
-    role and a content that is a string or a list of parts.
+    `render` makes text of messages by the chat template, with its special tokens. A message has a role and a content
+    that is a string or a list of parts.
     """
     for message in messages:
         for text in _texts(message):
-            if (found := _pattern(tokenizer).search(text)) is not None:
+            if (match := _pattern(tokenizer).search(text)) is not None:
                 role = message["role"]
                 source = ", the row's or data.system_prompt," if role == "system" else ""
                 raise DataError(
-                    f"{row}: a message of role '{role}'{source} holds {found[0]!r} in its text, a special token of the "
+                    f"{row}: a message of role '{role}'{source} holds {match[0]!r} in its text, a special token of the "
                     "model, which the chat template alone may write. Remove it from the text"
                 )
     rendered = render([dict(message) for message in messages])
@@ -49,12 +49,12 @@ def conversation_ids(
 
 
 def defused(text: str, tokenizer: Any) -> str:
-    """The text with a space behind the first character of each special token, which makes it ordinary text."""
-    return _pattern(tokenizer).sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+    """Put a space behind the first character of each special token, which makes it ordinary text."""
+    return _pattern(tokenizer).sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
 def _pattern(tokenizer: Any) -> re.Pattern[str]:
-    """Finds the longest special token at a place, as tokenizers do; nothing without any."""
+    """Return a pattern of the longest special token at a place, as tokenizers read; it matches nothing without any."""
     if tokenizer not in _PATTERNS:
         added = tokenizer.added_tokens_decoder.values()
         tokens = {token.content for token in added if token.special} - MARKS
@@ -64,7 +64,7 @@ def _pattern(tokenizer: Any) -> re.Pattern[str]:
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
-    """The texts of a message; neighbouring text parts count as one."""
+    """Yield the texts of a message; neighbouring text parts count as one."""
     content = message["content"]
     if isinstance(content, str):
         yield content
@@ -73,7 +73,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
             if is_text:
                 yield "".join(part["text"] for part in parts)
     for key, value in message.items():
-        if key not in ("role", "content"):  # what a template may write too: names, calls of tools
+        if key not in ("role", "content"):  # a template may write these too: names, calls of tools
             yield from _strings(value)
 
 

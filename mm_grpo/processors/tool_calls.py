@@ -1,8 +1,8 @@
-"""Tool calls in what a model wrote, and how a chat template shows tools and their answers.
+"""Tool calls in a model's text, and tools and their answers in a chat template.
 
 Two forms are read, both between `<tool_call>` and `</tool_call>`: JSON with `name` and `arguments` (Qwen2.5, Qwen3),
 and `<function=NAME><parameter=KEY>VALUE</parameter></function>` (Qwen3.5). A template that knows no tools (Qwen2-VL,
-Qwen2.5-VL) is given a text in the form that Qwen2.5's own templates use, and answers come as a user's turn.
+Qwen2.5-VL) gets a text in the form of Qwen2.5's own templates, and answers come as a user's turn.
 """
 
 from __future__ import annotations
@@ -23,35 +23,37 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that the model wrote; `problem` says why it cannot be made."""
+    """A call that the model wrote."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str | None = None
+    """Why the call cannot be made; None if it can."""
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """The calls in a text, in order."""
+    """Return the calls in a text, in order."""
     return [_read(match[1]) for match in _CALL.finditer(text)]
 
 
 def _read(body: str) -> ToolCall:
-    if found := _FUNCTION.match(body):
-        return ToolCall(found[1].strip(), {k.strip(): _value(v) for k, v in _PARAMETER.findall(found[2])})
+    if function := _FUNCTION.match(body):
+        parameters = {key.strip(): _value(value) for key, value in _PARAMETER.findall(function[2])}
+        return ToolCall(function[1].strip(), parameters)
     try:
-        given = parse_json(body)
+        call = parse_json(body)
     except ValueError as error:
         return ToolCall("", {}, f"the tool call is no JSON ({error})")
-    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", {}, 'the tool call must be {"name": ..., "arguments": {...}}')
-    arguments = given.get("arguments", {})
+    arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
-        return ToolCall(given["name"], {}, "arguments of the tool call must be a JSON object")
-    return ToolCall(given["name"], arguments)
+        return ToolCall(call["name"], {}, "arguments of the tool call must be a JSON object")
+    return ToolCall(call["name"], arguments)
 
 
 def _value(text: str) -> Any:
-    """A parameter's value: JSON where it is some, else the text."""
+    """Parse a parameter's value as JSON; return the text if it is none."""
     try:
         return parse_json(text)
     except ValueError:
@@ -68,22 +70,22 @@ def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 
 def knows_tools(template: str) -> bool:
-    """True when a chat template shows the tools that it is given."""
+    """Return True if a chat template shows tools."""
     return "tools" in names_read(template)
 
 
 def with_tools(
     messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Messages whose system message tells of the tools, for a template that does not."""
-    told = tools_text(schemas)
-    first, *others = [dict(message) for message in messages]
+    """Describe the tools in the system message, if the template does not show tools."""
+    description = tools_text(schemas)
+    first, *following = [dict(message) for message in messages]
     if first.get("role") != "system":
-        return [{"role": "system", "content": told}, first, *others]
+        return [{"role": "system", "content": description}, first, *following]
     content = first["content"]
     if isinstance(content, str):
-        return [{**first, "content": f"{content}\n\n{told}"}, *others]
-    return [{**first, "content": [*content, {"type": "text", "text": f"\n\n{told}"}]}, *others]
+        return [{**first, "content": f"{content}\n\n{description}"}, *following]
+    return [{**first, "content": [*content, {"type": "text", "text": f"\n\n{description}"}]}, *following]
 
 
 def answer_messages(answers: Sequence[Sequence[Any]], *, as_tool: bool) -> list[dict[str, Any]]:

@@ -7,11 +7,13 @@
 - `outcome.py`    the gate of a reward that says what is right: the others pay nothing where it is no success
 - `required_columns.py` what rewards ask of a dataset's columns, also those that are for some rows only
 - `scorer.py`     `Scorer`: all rewards over one step's completions; totals, raw parts, metrics
-- `call.py`       one call of one function: its arguments by name, the checks of its answer
-- `scores.py`     what is a score, and how what is none is described
+- `batch.py`      the rows of a step, and what functions log
+- `call.py`       calls of one function, and the scores and faults that come back
+- `arguments.py`  the arguments of a call by name
+- `scores.py`     what is a score, and what is wrong with other values
 - `thinking.py`   completions without their thinking
 - `plain.py`      plain functions, in the trainer's process
-- `async_calls.py` async and isolated rewards, on event loops in threads
+- `async_runner.py` async and isolated rewards, on event loops in threads
 - `streaming_rewards.py` rewards that begin while other completions are still being sampled
 - `isolation.py`  isolated rewards, in worker processes that can be killed; `worker.py` what runs in those
 - `builtins/`     the rewards that ship, one file each
@@ -27,7 +29,7 @@ To add a reward of your own, decorate a function anywhere and name it in the con
 Nothing here imports torch, transformers or datasets.
 """
 
-from mm_grpo.rewards.call import TrainerState
+from mm_grpo.rewards.batch import TrainerState
 from mm_grpo.rewards.registry import get, names, reward
 from mm_grpo.rewards.resolve import describe, entry_point_names, resolve_entries, resolve_entry
 from mm_grpo.rewards.scorer import Scorer, Scores

@@ -1,114 +1,39 @@
-"""One call of a reward function: its arguments by name, the checks of its answer, the messages of what fails.
+"""Calls of reward functions, and the scores and faults that come back.
 
-`Batch` holds the step's rows as rewards see them, `Call` is one call of one function, `RewardCalls` one reward's
-calls in a step and what came of them. Trainer and workers check answers by the same functions (`scores.py`), so an
-isolated reward scores as it would without. Not here: weights, totals, metrics and the order of calls (`scorer.py`) and
-processes (`isolation.py`). Axis letters: n = P·G rows, flat.
+`RewardCalls` holds one reward's calls in a step, and `Call` is one of them. Trainer and worker processes check answers
+by the same functions (`scores.py`), so isolation does not change a score. Not here: the rows (`batch.py`), arguments
+(`arguments.py`), totals and the order of calls (`scorer.py`). Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
 
+import math
+import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, score_of, scores_of, shown, total_of
-from mm_grpo.rewards.spec import TURN_ARGUMENTS, RewardSpec, code_of
-from mm_grpo.rewards.thinking import without_thinking
-from mm_grpo.user_code.kept_state import own_copy
+from mm_grpo.rewards.arguments import copied_arguments
+from mm_grpo.rewards.batch import Batch
+from mm_grpo.rewards.scores import (
+    LEGAL,
+    LEGAL_TURNS,
+    Checked,
+    Fault,
+    Score,
+    check_answer,
+    shown,
+    total_of,
+)
+from mm_grpo.rewards.spec import RewardSpec, code_of
 
-if TYPE_CHECKING:
-    from mm_grpo.types import Completion, Prompt, Sample, Turn
-
-Faults = dict[int, RewardError]
+RowErrors = dict[int, RewardError]
 """Errors by the row that is masked for them."""
 LONGEST = 2000
 """Characters kept of an exception's message."""
-
-NOT_COPIED = frozenset(
-    {
-        "completion",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        "environment",
-        "environments",
-    }
-)
-"""Arguments that no other call sees or none can change, and environments, which are the user's."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An exception out of a reward, in plain text: `what` is its type and message; where it was raised."""
-
-    what: str
-    file: str | None = None
-    line: int | None = None
-    trace: str = ""
-
-
-class WorkerTrace(Exception):
-    """The traceback of an exception in a worker process; the cause of the error raised for it."""
-
-    def __str__(self) -> str:
-        return "\n" + "".join(map(str, self.args))
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """What rewards may read of the run: the step being scored and the last one (0 when the run has no bound)."""
-
-    global_step: int
-    max_steps: int = 0
-
-
-@dataclass
-class Batch:
-    """The rows of one step: `prompts[i]` belongs to `completions[i]`, n of each.
-
-    `columns` are the dataset's columns; a row that lacks one reads None. `extra` and `logged` collect
-    what functions log: per column the name of the reward and n values, per metric its values.
-    """
-
-    prompts: Sequence[Prompt]
-    completions: Sequence[Completion]
-    columns: tuple[str, ...]
-    conversational: bool
-    state: TrainerState
-    extra: dict[str, tuple[str, list[Any]]] = field(default_factory=dict)
-    logged: dict[str, list[float]] = field(default_factory=dict)
-
-    def prompt(self, row: int) -> Any:
-        """The messages, in a list of their own so that a function may change it; or the text."""
-        messages = self.prompts[row].sample.messages
-        if self.conversational:
-            return [dict(message) for message in messages]
-        return "\n".join(content_text(message.get("content")) for message in messages)
-
-    def completion(self, spec: RewardSpec, row: int) -> Any:
-        """The answer in TRL's form: messages where the prompt is messages, else the text."""
-        text = self.text(spec, row)
-        if not self.conversational:
-            return text
-        last = {"role": "assistant", "content": text}
-        return [*map(_message, self.completions[row].turns[:-1]), last]
-
-    def text(self, spec: RewardSpec, row: int) -> str:
-        """The completion as a reward gets it: all of it, or what follows the thinking."""
-        text = self.completions[row].text
-        opened = self.prompts[row].opens_thinking
-        return without_thinking(text, opened=opened) if spec.options.strip_thinking else text
-
-    def calls(self, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
-        """One call for each of `rows` that the reward applies to, or one for all of them; none when there are none."""
-        rows = [row for row in rows if spec.applies_to(self.prompts[row].sample.columns)]
-        if spec.kind == "completion":
-            return [Call(self, spec, (row,)) for row in rows]
-        return [Call(self, spec, tuple(rows))] if rows else []
 
 
 @dataclass(frozen=True)
@@ -120,146 +45,49 @@ class Call:
     rows: tuple[int, ...]
 
     def __call__(self) -> Any:
-        """Call the function, with rows of its own to change. An async one gives its coroutine."""
-        given = self.arguments()
-        for name in given.keys() - NOT_COPIED - self.spec.left_alone:
-            given[name] = own_copy(given[name])
-        return self.spec.fn(**given)
+        """Call the function; an async one returns its coroutine."""
+        return self.spec.fn(**copied_arguments(self.batch, self.spec, self.rows))
 
-    def arguments(self) -> dict[str, Any]:
-        """Every argument by name: ours, then columns, then what the config bound."""
-        if self.spec.kind == "completion":
-            ours, columns = self._ours_of_completion(), self.batch.prompts[self.rows[0]].sample.columns
-        else:
-            ours, samples = self._ours_of_batch(), self._samples()
-            columns = {name: [sample.columns.get(name) for sample in samples] for name in self.batch.columns}
-        ours = {n: v for n, v in ours.items() if n not in TURN_ARGUMENTS or n not in self.batch.columns}
-        spec, known = self.spec, self.batch.columns
-        given: dict[str, Any] = {}
-        for name in spec.required + spec.optional:
-            if name in ours:
-                given[name] = ours[name]
-            elif name in columns:
-                given[name] = columns[name]
-            elif name in spec.required:
-                given[name] = None
-        if spec.takes_kwargs:
-            if spec.kind == "batch":  # TRL's functions look these up in their **kwargs
-                given.update({name: value for name, value in ours.items() if name not in given})
-            taken = {*given, *ours, *spec.optional, *spec.config_only}
-            given.update({name: columns.get(name) for name in known if name not in taken})
-        return given | dict(spec.bound)
+    def refused(self, fault: Fault, row: int | None = None) -> RewardError:
+        """Return the error for an answer that is no score."""
+        return RewardError(f"{self.blame(row)} {fault.reason}")
 
-    def refused(self, why: str, row: int | None = None) -> RewardError:
-        """The error for an answer that is no score."""
-        return RewardError(f"{self.blame(row)} {why}")
+    def raised(self, error: BaseException | ExceptionText) -> RewardError:
+        """Return the error for an exception out of the function; the caller chains it with `from`."""
+        text = error if isinstance(error, ExceptionText) else exception_text(error, self.spec.fn, __file__)
+        place = f" at {text.file}:{text.line}" if text.file else ""
+        absent = self._absent_columns()
+        return RewardError(f"{self.blame()} raised {text.message}{place}{absent}. It must answer; {LEGAL}")
 
-    def raised(self, error: BaseException | Fault) -> RewardError:
-        """The message for an exception out of the function; the caller chains it with `from`."""
-        fault = error if isinstance(error, Fault) else fault_of(error, self.spec.fn, __file__)
-        at = f" at {fault.file}:{fault.line}" if fault.file else ""
-        return RewardError(f"{self.blame()} raised {fault.what}{at}{self._absent()}. It must answer; {LEGAL}")
-
-    def too_late(self, late: int, of: int) -> RewardError:
-        """The error for a call without an answer at the deadline, one of `late` such among `of` calls."""
-        also = f"; {late} of {of} calls had not" if of > 1 else ""
+    def too_late(self, late: int, calls: int) -> RewardError:
+        """Return the error for a call without an answer at the deadline; `late` of `calls` had none."""
+        also = f"; {late} of {calls} calls had not" if calls > 1 else ""
         return RewardError(
             f"{self.blame()} had not answered after timeout = {self.spec.options.deadline:g} s{also}; set a "
             f"longer timeout, or on_timeout: mask"
         )
 
-    def log(self, logged: Iterable[tuple[str, str, Any]]) -> None:
-        """Do what a worker process noted: ("extra" or "metric", name, values) each."""
-        for what, name, values in logged:
-            (self._log_extra if what == "extra" else self._log_metric)(name, values)
-
     def blame(self, row: int | None = None) -> str:
-        """Which reward, row and completion a message is about."""
+        """Name the reward, row and completion that a message is about."""
         if row is None and len(self.rows) > 1:
             uids = list(dict.fromkeys(self.batch.prompts[r].uid for r in self.rows))
             listed = ", ".join(repr(uid) for uid in uids[:3]) + (", ..." if len(uids) > 3 else "")
             first = shown(self.batch.completions[self.rows[0]].text)
-            where = f"a batch of {len(self.rows)} completions (rows {listed}; the first is {first})"
+            place = f"a batch of {len(self.rows)} completions (rows {listed}; the first is {first})"
         else:
             row = self.rows[0] if row is None else row
             text = shown(self.batch.completions[row].text)
-            where = f"row {self.batch.prompts[row].uid!r} with the completion {text}"
-        return f"reward {self.spec.name!r}, on {where},"
+            place = f"row {self.batch.prompts[row].uid!r} with the completion {text}"
+        return f"reward {self.spec.name!r}, on {place},"
 
-    def _ours_of_completion(self) -> dict[str, Any]:
-        row = self.rows[0]
-        prompt = self.batch.prompts[row]
-        return {
-            "completion": self.batch.text(self.spec, row),
-            "completion_ids": list(self.batch.completions[row].token_ids),
-            "prompt": self.batch.prompt(row),
-            "images": prompt.engine_prompt.images,
-            "sample": prompt.sample,
-            "trainer_state": self.batch.state,
-            "log_extra": lambda column, value: self._log_extra(column, [value]),
-            "log_metric": self._log_metric,
-            "turns": turns_of(self.batch.completions[row]),
-            "environment": self.batch.completions[row].final_state,
-            "environment_reward": self.batch.completions[row].final_reward,
-        }
-
-    def _ours_of_batch(self) -> dict[str, Any]:
-        batch, rows = self.batch, self.rows
-        done = [batch.completions[row] for row in rows]
-        named = {*self.spec.required, *self.spec.optional} & TURN_ARGUMENTS
-        several = any(c.turns for c in done) or bool(named)  # what is not there is not put into **kwargs
-        turns = {
-            "turns": [turns_of(c) for c in done],
-            "environments": [c.final_state for c in done],
-            "environment_reward": [c.final_reward for c in done],
-        }
-        return (turns if several else {}) | {
-            "prompts": [batch.prompt(row) for row in rows],
-            "completions": [batch.text(self.spec, row) for row in rows]
-            if self.spec.takes_texts
-            else [batch.completion(self.spec, row) for row in rows],
-            "completion_ids": [list(batch.completions[row].token_ids) for row in rows],
-            "images": [list(batch.prompts[row].engine_prompt.images) for row in rows],
-            "samples": self._samples(),
-            "trainer_state": batch.state,
-            "log_extra": self._log_extra,
-            "log_metric": self._log_metric,
-        }
-
-    def _samples(self) -> list[Sample]:
-        return [self.batch.prompts[row].sample for row in self.rows]
-
-    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        values = own_copy(list(values))
-        if len(values) != len(self.rows):
-            wrong = f"log_extra({column!r}) got {len(values)} values for {len(self.rows)} completions"
-            raise RewardError(wrong)
-        owner, held = self.batch.extra.setdefault(
-            column, (self.spec.name, [None] * len(self.batch.completions))
-        )
-        if owner != self.spec.name:
-            raise RewardError(f"log_extra({column!r}): reward {owner!r} logs that column too; rename it")
-        for row, value in zip(self.rows, values, strict=True):
-            held[row] = value
-
-    def _log_metric(self, name: str, value: Any) -> None:
-        try:
-            number = score_of(value)
-        except ValueError:
-            number = None
-        if number is None:
-            raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
-        if name.startswith(("rewards/", "time/")):
-            raise RewardError(f"log_metric({name!r}): names under rewards/ and time/ are the trainer's")
-        self.batch.logged.setdefault(name, []).append(number)
-
-    def _absent(self) -> str:
-        """A hint when a column that the function asked for is None in these rows."""
+    def _absent_columns(self) -> str:
+        """Return a hint if a column that the function asked for is None in these rows, else ""."""
+        samples = [self.batch.prompts[row].sample for row in self.rows]
         absent = [
             name
             for name in self.spec.required
             if name not in self.spec.supplied and name not in self.spec.bound
-            if any(sample.columns.get(name) is None for sample in self._samples())
+            if any(sample.columns.get(name) is None for sample in samples)
         ]
         if not absent:
             return ""
@@ -267,91 +95,140 @@ class Call:
         return f" (here {listed} is None; @reward(..., needs=({listed},)) skips such rows)"
 
 
+def calls_of(batch: Batch, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
+    """Return one call for each of `rows` that the reward applies to, or one for all of them."""
+    rows = [row for row in rows if spec.applies_to(batch.prompts[row].sample.columns)]
+    if spec.kind == "completion":
+        return [Call(batch, spec, (row,)) for row in rows]
+    return [Call(batch, spec, tuple(rows))] if rows else []
+
+
 @dataclass
 class RewardCalls:
-    """One reward's calls in a step and their results: n scores, and the errors of the rows without one.
-
-    Where the reward's options say "stop" an error is raised at once. `seconds` is what the calls took.
-    """
+    """One reward's calls in a step and their results. A fault is raised at once if the reward's options say "stop"."""
 
     spec: RewardSpec
-    scores: list[float | None]
+    scores: list[Score]
+    """The n scores; of a reward with `per_turn` the sums over turns."""
     calls: Sequence[Call] = ()
-    errors: Faults = field(default_factory=dict)
-    timeouts: Faults = field(default_factory=dict)
+    errors: RowErrors = field(default_factory=dict)
+    timeouts: RowErrors = field(default_factory=dict)
     seconds: float = 0.0
-    turns: dict[int, list[float | None]] = field(default_factory=dict)
-    """Of a reward with `per_turn`, by row the scores of its turns, of which `scores` holds the sum."""
+    """Time during which at least one call was running."""
+    turns: dict[int, list[Score]] = field(default_factory=dict)
+    """By row, the scores of the turns of a reward with `per_turn`."""
+    _running: int = 0
+    _since: float = 0.0
 
-    def answered(self, call: Call, answer: Any) -> None:
-        """Take the raw answer of a call that this process made."""
+    def set_answer(self, call: Call, answer: Any) -> None:
+        """Check and store the answer of a call that this process made."""
         try:
-            checked = scores_of(answer, self.spec.kind, len(call.rows), self.spec.options.per_turn)
+            checked = check_answer(answer, self.spec.kind, len(call.rows), self.spec.options.per_turn)
         except ValueError as error:  # a batch's is no list of scores
-            self.failed(call, call.refused(str(error)))
+            self.set_error(call, call.refused(Fault(str(error))))
         else:
-            self.scored(call, checked)
+            self.set_scores(call, checked)
 
-    def scored(self, call: Call, checked: Sequence[Checked]) -> None:
-        """Take a call's checked scores."""
-        for row, value in zip(call.rows, checked, strict=True):
-            if isinstance(value, list):
-                count = len(call.batch.completions[row].turn_lengths)
-                if len(value) == count:
-                    self.turns[row] = value
-                    self.scores[row] = total_of(value)
-                    continue
-                value = f"returned {len(value)} numbers where the model had {count} turns; {LEGAL_TURNS}"
-            if isinstance(value, str):
-                self._fault(self.errors, (row,), call.refused(value, row))
+    def set_scores(self, call: Call, checked: Sequence[Checked]) -> None:
+        """Store a call's checked scores, one for each of its rows."""
+        for row, score in zip(call.rows, checked, strict=True):
+            if isinstance(score, list):
+                turns, count = score, len(call.batch.completions[row].turn_lengths)
+                if len(turns) == count:
+                    self.turns[row], score = turns, total_of(turns)
+                else:
+                    score = Fault(
+                        f"returned {len(turns)} numbers where the model had {count} turns; {LEGAL_TURNS}"
+                    )
+            if isinstance(score, Fault):
+                self._mask_or_raise(self.errors, (row,), call.refused(score, row))
             else:
-                self.scores[row] = value
+                self.scores[row] = score
 
-    def failed(self, call: Call, fault: RewardError, cause: BaseException | None = None) -> None:
-        """Note that a call raised, died or answered with no scores, which concerns all its completions."""
-        self._fault(self.errors, call.rows, fault, cause)
+    def set_error(self, call: Call, error: RewardError, cause: BaseException | None = None) -> None:
+        """Store that a call raised, died or returned no scores; this concerns all its rows."""
+        self._mask_or_raise(self.errors, call.rows, error, cause)
 
-    def late(self, call: Call, fault: RewardError) -> None:
-        """Note that a call had no answer at the deadline."""
-        self._fault(self.timeouts, call.rows, fault)
+    def set_late(self, call: Call, error: RewardError) -> None:
+        """Store that a call had no answer at the deadline."""
+        self._mask_or_raise(self.timeouts, call.rows, error)
 
-    def _fault(self, kept: Faults, rows: Sequence[int], fault: RewardError, cause: Any = None) -> None:
+    def _mask_or_raise(
+        self, errors: RowErrors, rows: Sequence[int], error: RewardError, cause: BaseException | None = None
+    ) -> None:
         options = self.spec.options
-        late = options.on_timeout is not None and kept is self.timeouts
+        late = options.on_timeout is not None and errors is self.timeouts
         if (options.on_timeout if late else options.on_error) == "stop":
-            raise fault from cause
-        kept.update(dict.fromkeys(rows, fault))
+            raise error from cause
+        errors.update(dict.fromkeys(rows, error))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of this reward; see `Scores.metrics`."""
+        name, applied = f"rewards/{self.spec.name}", [score for score in self.scores if score is not None]
+        errors, timeouts = len(self.errors), len(self.timeouts)
+        metrics = {
+            f"{name}/none": float(len(self.scores) - len(applied) - errors - timeouts),
+            f"{name}/errors": float(errors),
+            f"{name}/timeouts": float(timeouts),
+            f"time/reward/{self.spec.name}": self.seconds,
+        }
+        if applied:
+            mean = math.fsum(applied) / len(applied)
+            squares = math.fsum((score - mean) ** 2 for score in applied)
+            metrics[f"{name}/mean"] = mean
+            metrics[f"{name}/std"] = math.sqrt(squares / (len(applied) - 1)) if len(applied) > 1 else 0.0
+        return metrics
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Count the time of a call. Calls that overlap count once."""
+        if not self._running:
+            self._since = time.perf_counter()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self.seconds += time.perf_counter() - self._since
+
+    def stop_clock(self) -> None:
+        """Add the time of calls that still run. Those that go on although cancelled count no further."""
+        if self._running:
+            self.seconds += time.perf_counter() - self._since
+            self._running = 0
 
 
-def turns_of(completion: Completion) -> list[dict[str, Any]]:
-    """The messages of a conversation of several turns, as rewards get them; none of a single answer."""
-    return [turn.shown() for turn in completion.turns]
+class WorkerTrace(Exception):
+    """Traceback of an exception in a worker process; the cause of the error raised for it."""
+
+    def __str__(self) -> str:
+        return "\n" + "".join(map(str, self.args))
 
 
-def _message(turn: Turn) -> dict[str, Any]:
-    """A turn in TRL's form."""
-    if turn.role == "assistant":
-        return {"role": "assistant", "content": turn.text}
-    images = [{"type": "image", "image": image} for image in turn.images]
-    content = [*images, {"type": "text", "text": turn.text}] if images else turn.text
-    return {"role": "tool", "name": turn.name, "content": content}
+@dataclass(frozen=True)
+class ExceptionText:
+    """An exception out of a reward in plain text, which can cross processes; `message` starts with its type."""
+
+    message: str
+    file: str | None = None
+    line: int | None = None
+    trace: str = ""
 
 
-def fault_of(error: BaseException, fn: Callable[..., Any], *own_files: str) -> Fault:
-    """An exception out of `fn` in plain text, with the innermost frame in its file, else outside `own_files`."""
-    name, message = type(error).__name__, str(error)
+def exception_text(error: BaseException, fn: Callable[..., Any], *excluded: str) -> ExceptionText:
+    """Describe an exception out of `fn`, with the innermost frame in its file, else outside the `excluded` files."""
+    kind, message = type(error).__name__, str(error)
     if len(message) > LONGEST:
         message = f"{message[:LONGEST]}... ({len(message)} characters)"
     code = code_of(fn)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in own_files]
-    own = [f for f in frames if code is not None and f.filename == code.co_filename]
-    frame = (own or frames)[-1] if frames else None
-    what, trace = f"{name}: {message}" if message else name, "".join(traceback.format_exception(error))
-    return Fault(what, frame.filename if frame else None, frame.lineno if frame else None, trace)
-
-
-def content_text(content: Any) -> str:
-    """The text of a message's content: the text itself, or its parts of the type "text" joined."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in excluded]
+    in_file = [f for f in frames if code is not None and f.filename == code.co_filename]
+    frame = (in_file or frames)[-1] if frames else None
+    trace = "".join(traceback.format_exception(error))
+    return ExceptionText(
+        f"{kind}: {message}" if message else kind,
+        frame.filename if frame else None,
+        frame.lineno if frame else None,
+        trace,
+    )

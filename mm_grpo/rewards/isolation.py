@@ -1,7 +1,7 @@
 """Isolated rewards: their calls made in worker processes, which are killed at the deadline.
 
-`WorkerPool` holds the workers of one reward, and hands them calls from the event loop of `async_calls.py`. What runs in
-the workers is `worker.py`.
+`WorkerPool` holds the workers of one reward, and hands them calls from the event loop of `async_runner.py`. The workers
+run `worker.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from mm_grpo.errors import RewardError
 from mm_grpo.import_path import digest_of
-from mm_grpo.rewards.call import Call, Fault, RewardCalls, WorkerTrace
+from mm_grpo.rewards.arguments import arguments_of
+from mm_grpo.rewards.call import Call, ExceptionText, RewardCalls, WorkerTrace
 from mm_grpo.rewards.resolve import address_of
+from mm_grpo.rewards.scores import Fault
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
 from mm_grpo.user_code.workers import (
@@ -53,7 +55,6 @@ def check_isolation(spec: RewardSpec) -> None:
 
 class _Job(NamedTuple):
     call: Call
-    results: RewardCalls
     answer: asyncio.Future[Mapping[str, Any]]
 
 
@@ -85,11 +86,11 @@ class WorkerPool:
         while self._waiting and not any(worker.ready for worker in self.workers):
             await asyncio.sleep(TICK / 10)
 
-    async def call(self, call: Call, results: RewardCalls) -> None:
+    async def call(self, reward: RewardCalls, call: Call) -> None:
         """Make a call in a worker, and note what came of it. RewardError when the function cannot be imported. One that
         is cancelled takes its worker with it."""
         await self.start()
-        job = _Job(call, results, asyncio.get_running_loop().create_future())
+        job = _Job(call, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self._look()
         try:
@@ -98,7 +99,7 @@ class WorkerPool:
             for worker in [worker for worker, flying in self.flying.items() if flying is job]:
                 self._end(worker)
             raise
-        _settle(call, results, answer)
+        _store(reward, call, answer)
 
     def trim(self) -> None:
         """End the workers beyond `size`, and start those that are missing, so that the next calls need not wait."""
@@ -178,7 +179,7 @@ def _workers(spec: RewardSpec) -> Workers:
 def _pickled(spec: RewardSpec, call: Call) -> bytes:
     """A call as a worker gets it: with the names of the logging functions, and `samples`, which hold the images at
     their full size, only where the function names them."""
-    arguments = call.arguments()
+    arguments = arguments_of(call.batch, spec, call.rows)
     logs = tuple(name for name in ("log_extra", "log_metric") if arguments.pop(name, None))
     if "samples" not in spec.required + spec.optional:
         arguments.pop("samples", None)
@@ -202,9 +203,10 @@ def _read(outcome: Outcome) -> Mapping[str, Any]:
     return answer if isinstance(answer, dict) else {"died": "sent what is no answer"}
 
 
-def _settle(call: Call, results: RewardCalls, answer: Mapping[str, Any]) -> None:
+def _store(reward: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
+    """Store an answer. Raise RewardError if the worker could not read the call."""
     if "late" in answer:
-        results.late(call, call.too_late(1, 1))
+        reward.set_late(call, call.too_late(1, 1))
     elif "unreadable" in answer:
         raise RewardError(
             f"reward {call.spec.name!r}: its arguments cannot be read in a worker process: {answer['unreadable']}. "
@@ -212,15 +214,22 @@ def _settle(call: Call, results: RewardCalls, answer: Mapping[str, Any]) -> None
         )
     elif "scores" in answer:
         try:
-            call.log(answer["logged"])
+            for loggable, name, values in answer["logged"]:
+                if loggable == "extra":
+                    call.batch.log_extra(call.spec, call.rows, name, values)
+                else:
+                    call.batch.log_metric(name, values)
         except RewardError as error:
-            results.failed(call, call.raised(error), error)
+            reward.set_error(call, call.raised(error), error)
         else:
-            results.scored(call, answer["scores"])
+            scores = answer["scores"]
+            reward.set_scores(call, [Fault(**s) if isinstance(s, dict) else s for s in scores])
     elif "raised" in answer:
-        fault = Fault(*answer["raised"])
-        results.failed(call, call.raised(fault), WorkerTrace(fault.trace))
+        text = ExceptionText(*answer["raised"])
+        reward.set_error(call, call.raised(text), WorkerTrace(text.trace))
     elif "refused" in answer:
-        results.failed(call, call.refused(answer["refused"]))
+        reward.set_error(call, call.refused(Fault(answer["refused"])))
     else:
-        results.failed(call, RewardError(f"{call.blame()} ended its worker process, which {answer['died']}"))
+        reward.set_error(
+            call, RewardError(f"{call.blame()} ended its worker process, which {answer['died']}")
+        )

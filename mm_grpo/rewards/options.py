@@ -129,6 +129,14 @@ class RewardOptions(Section):
         """The time-out in seconds that counts."""
         return ISOLATED_TIMEOUT if self.isolated and self.timeout is None else self.timeout
 
+    def refuse_per_turn(self, name: str) -> None:
+        """Raise RewardError if `per_turn` is set, in a run without turns."""
+        if self.per_turn:
+            raise RewardError(
+                f"reward {name!r}: per_turn = true scores the turns of conversations; set rollout.tools or "
+                "rollout.environment"
+            )
+
     def check_kind(self, name: str, *, is_async: bool, kind: str) -> None:
         """RewardError for options that this kind of function cannot have."""
         plain = not (is_async or self.isolated)

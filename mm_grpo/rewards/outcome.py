@@ -17,7 +17,7 @@ from itertools import combinations
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.spec import RewardSpec
 
-Scored = Mapping[str, Sequence[float | None]]
+ScoresByReward = Mapping[str, Sequence[float | None]]
 """Scores by reward, of the same completions."""
 
 
@@ -31,7 +31,7 @@ def check_outcomes(specs: Sequence[RewardSpec]) -> None:
             )
 
 
-def gated(specs: Sequence[RewardSpec], parts: Scored) -> dict[str, list[float | None]]:
+def gated(specs: Sequence[RewardSpec], parts: ScoresByReward) -> dict[str, list[float | None]]:
     """The scores as they enter totals, not weighted: 0 in place of a gain that an outcome withholds."""
     failed = {
         at

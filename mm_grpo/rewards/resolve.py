@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
@@ -80,6 +80,28 @@ def resolve_entry(entry: Entry) -> RewardSpec:
         bound={**spec.bound, **bound},
         options=options,
     )
+
+
+def gate_levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
+    """Return the rewards in the order of their gates: each level waits for those before it."""
+    names = [spec.name for spec in specs]
+    for spec in specs:
+        for gate in spec.options.only_if:
+            if gate not in names or gate == spec.name:
+                hint = did_you_mean(gate, [n for n in names if n != spec.name])
+                listed = f"no other reward of the list; {hint}its rewards: {', '.join(names)}"
+                raise RewardError(f"reward {spec.name!r}: only_if is {gate!r}, which is {listed}")
+    levels: list[list[RewardSpec]] = []
+    placed: set[str] = set()
+    while waiting := [spec for spec in specs if spec.name not in placed]:
+        level = [spec for spec in waiting if placed.issuperset(spec.options.only_if)]
+        if not level:
+            raise RewardError(
+                f"rewards: only_if goes in a circle among {', '.join(spec.name for spec in waiting)}"
+            )
+        levels.append(level)
+        placed.update(spec.name for spec in level)
+    return levels
 
 
 def describe(spec: RewardSpec) -> dict[str, str | None]:

@@ -1,11 +1,12 @@
-"""From completions to scores: every reward called, its answers checked, weighted, summed and measured.
+"""From completions to scores: call every reward, check its answers, weight, sum and measure them.
 
-Nothing here invents a score (law 9). `None` means that a reward does not apply; an exception, a NaN, a non-number, a
-wrong count, a process that died or a time-out stops the run with a RewardError, or where its options say "mask" leaves
-the completions concerned without a total, counted in the metrics. Plain functions are called one after the other
-(`plain.py`), async rewards and isolated ones, in worker processes (`isolation.py`), on event loops (`async_calls.py`)
-beside the others and while the engine samples (`streaming_rewards.py`); what waits for a gate (`only_if`) comes after
-it. One call's arguments and messages are in `call.py`. Axis letters: n = P·G rows, flat.
+Nothing here invents a score (law 9). `None` means that a reward does not apply. An exception, a NaN, a non-number, a
+wrong count, a process that died or a time-out stops the run with a RewardError. If the reward's options say "mask",
+the completions concerned get no total instead, and are counted in the metrics.
+
+Plain functions are called one after the other (`plain.py`). Async and isolated ones run on event loops
+(`async_runner.py`), together and while the engine samples (`streaming_rewards.py`). Rewards with a gate (`only_if`)
+come after the gate's. Axis letters: n = P·G rows, flat.
 """
 
 from __future__ import annotations
@@ -13,26 +14,25 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import RewardError, did_you_mean
-from mm_grpo.rewards.call import Batch, Call, RewardCalls, TrainerState
-from mm_grpo.rewards.outcome import Scored, check_outcomes, gated
+from mm_grpo.errors import RewardError
+from mm_grpo.rewards.batch import Batch, TrainerState
+from mm_grpo.rewards.call import RewardCalls, calls_of
+from mm_grpo.rewards.outcome import ScoresByReward, check_outcomes, gated
 from mm_grpo.rewards.plain import run_plain
 from mm_grpo.rewards.required_columns import column_faults, routing_faults
-from mm_grpo.rewards.resolve import Entry, resolve_entries
-from mm_grpo.rewards.scores import total_of
+from mm_grpo.rewards.resolve import Entry, gate_levels, resolve_entries
+from mm_grpo.rewards.scores import Score, total_of
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.streaming_rewards import StreamedCalls, is_streamed
-from mm_grpo.user_code.kept_state import kept_state
 
 if TYPE_CHECKING:
     from mm_grpo.background import BackgroundLoop
-    from mm_grpo.rewards.async_calls import AsyncCalls
+    from mm_grpo.rewards.async_runner import AsyncRunner
     from mm_grpo.rewards.isolation import WorkerPool
     from mm_grpo.types import Completion, Prompt
 
@@ -41,32 +41,33 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of n completions.
+    """Scores of n completions."""
 
-    `totals[i]` is the weighted sum of the rewards that apply to completion i; None when none applies or when it is
-    masked. `parts[name][i]` is what the reward answered, not weighted. `metrics` holds, per reward:
-    `rewards/{name}/mean` and `/std` (sample standard deviation, 0 for fewer than two values) of its parts, both absent
-    when it applies to none; the numbers of completions without a part: `rewards/{name}/none`, to which it does not
-    apply, `/errors` and `/timeouts`, masked for that reason; `time/reward/{name}` in seconds (async rewards
-    overlap with the others); and the mean of each value given to `log_metric`. `extra` holds the columns
-    given to `log_extra`, n values each, None where none was given. `turns[i]` are the totals of the turns of the model
-    in completion i: a score of the whole conversation is one of its last turn; () where it has no turns.
-    """
-
-    totals: list[float | None]
-    parts: dict[str, list[float | None]]
+    totals: list[Score]
+    """Weighted sums of the rewards that apply; None if none applies or the completion is masked."""
+    parts: dict[str, list[Score]]
+    """Each reward's scores, not weighted."""
     metrics: dict[str, float]
+    """Per reward `rewards/{name}/mean` and `/std` (sample deviation, 0 for fewer than two scores), both absent if it
+    applies to no completion. Numbers of completions without a score: `/none` (it does not apply), `/errors` and
+    `/timeouts` (masked). `time/reward/{name}` in seconds; async rewards overlap. The mean of each `log_metric`."""
     extra: dict[str, list[Any]]
-    turns: list[tuple[float | None, ...]] = field(default_factory=list)
+    """Columns of `log_extra`, n values each, None for rows without one."""
+    turns: list[tuple[Score, ...]] = field(default_factory=list)
+    """Totals of the model's turns in each completion, () without turns. A score of the whole conversation counts in
+    its last turn."""
 
 
 class Scorer:
     """Scores completions with a list of rewards.
 
-    `entries` is the config's `rewards` list (see `resolve.py`). With `conversational` prompts are messages, and batch
-    functions get completions as `[{"role": "assistant", "content": text}]` and not as strings. `max_steps` is what
-    rewards read in `trainer_state`; `workers` the number of processes for isolated rewards, by default the cores that
-    this rank may use. Without `several_turns` a reward with `per_turn` is refused.
+    Args:
+        entries: the config's `rewards` list (see `resolve.py`).
+        conversational: prompts are messages, and batch functions get completions as
+            `[{"role": "assistant", "content": text}]` and not as strings.
+        max_steps: last step of the run, for `trainer_state`; 0 without a bound.
+        workers: processes for isolated rewards; by default the cores that this rank may use.
+        several_turns: False refuses rewards with `per_turn`.
     """
 
     def __init__(
@@ -82,20 +83,19 @@ class Scorer:
         self.conversational = conversational
         self.max_steps = max_steps
         self.workers = workers
-        self._checked: list[tuple[str, ...]] = []
-        self._streamed: StreamedCalls | None = None
+        self._column_sets: list[tuple[str, ...]] = []
+        self._streamed_calls: StreamedCalls | None = None
         self._loops: dict[bool, BackgroundLoop] = {}
         self._pools: dict[str, WorkerPool] = {}
-        weakref.finalize(self, _close, self._pools, self._loops).atexit = False  # they end with the process
-        self._levels = _levels(self.specs)
+        # atexit=False: at exit the processes and threads end anyway, and joining them could hang
+        weakref.finalize(self, _close, self._pools, self._loops).atexit = False
+        self._levels = gate_levels(self.specs)
         check_outcomes(self.specs)
+        # Two locks: steps that are sampled ahead begin while an evaluation is scored.
         self._scoring, self._beginning = threading.Lock(), threading.Lock()
         for spec in self.specs:
-            if spec.options.per_turn and not several_turns:
-                raise RewardError(
-                    f"reward {spec.name!r}: per_turn = true scores the turns of conversations; set rollout.tools or "
-                    "rollout.environment"
-                )
+            if not several_turns:
+                spec.options.refuse_per_turn(spec.name)
             if spec.options.isolated:
                 from mm_grpo.rewards.isolation import check_isolation
 
@@ -111,12 +111,12 @@ class Scorer:
         rows: Callable[[], Iterable[Mapping[str, Any]]] | None = None,
         trained: bool = True,
     ) -> None:
-        """Compare what the rewards ask for with the dataset's columns, before anything is sampled.
+        """Compare what the rewards ask for with a dataset's columns, before anything is sampled.
 
-        `rows` goes through the columns of all rows, which rewards with `when` need. Raises RewardError for a parameter
-        or a needed column that nothing supplies, an option that shares its name with a column, and a `when` that names
-        an unknown column, or where the rows are `trained` on, none of them. Call it once for each dataset; `score` does
-        it with the columns of its batch when it was never done.
+        Call it once for each dataset; otherwise `score` checks the columns of its first batch. `rows` iterates over the
+        columns of all rows, for rewards with `when`. Raise RewardError if nothing supplies a parameter or a needed
+        column, an option shares its name with a column, or `when` names an unknown column or, in rows that are
+        `trained` on, matches none.
         """
         columns = tuple(dict.fromkeys(columns))
         faults: list[str] = []
@@ -127,135 +127,126 @@ class Scorer:
                 faults += column_faults(spec, columns)
         if faults:
             raise RewardError("\n".join(faults))
-        self._checked.append(columns)
+        self._column_sets.append(columns)
 
     def asking_for(self, arguments: Sequence[str], columns: Sequence[str]) -> list[str]:
-        """The names of the rewards that take one of these arguments, and neither from a column nor from the config."""
-        given = set(arguments) - set(columns)
-        return [s.name for s in self.specs if given & {*s.required, *s.optional} - s.bound.keys()]
+        """Return the rewards that take one of these arguments, unless a column or the config supplies it."""
+        supplied = set(arguments) - set(columns)
+        return [s.name for s in self.specs if supplied & {*s.required, *s.optional} - s.bound.keys()]
 
-    def start(self) -> None:
-        """Start the worker processes of the isolated rewards, and return while they import them. `score` waits
-        for them, outside any deadline, and starts those that are missing."""
+    def start(self, *, conversational: bool | None = None, max_steps: int | None = None) -> None:
+        """Start the worker processes of isolated rewards, and return while they import the functions.
+
+        What only the loaded rows and the plan of the run say may be given here and not to the constructor.
+        `score` waits for the workers, outside any deadline, and starts those that are missing.
+        """
+        self.conversational = self.conversational if conversational is None else conversational
+        self.max_steps = self.max_steps if max_steps is None else max_steps
         for spec in self.specs:
             if spec.options.isolated:
-                self._loop(True).submit(self._pool(spec).start())
-
-    def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
-        """Begin the calls that can be made before all `count` completions of a step are there, whose prompts have these
-        `columns`. None where no reward streams, where nothing was checked before, and while other calls are under way.
-        """
-        if not (self.streams and self._checked):
-            return None
-        state = TrainerState(step, self.max_steps)
-        rows: list[Any] = [None] * count
-        with self._beginning:
-            if self._streamed is not None and not self._streamed.over:
-                return None
-            held = self._held_columns(columns)
-            self._streamed = self._calls_of(Batch(rows, [*rows], held, self.conversational, state))
-            return self._streamed
+                self._loop(isolated=True).submit(self._pool(spec).start())
 
     @property
     def streams(self) -> bool:
-        """Whether some reward can begin before all completions of a step are there."""
+        """True if some reward can begin before all completions of a step are sampled."""
         return any(is_streamed(spec) for spec in self.specs)
+
+    def begin(self, count: int, columns: Iterable[str], step: int) -> StreamedCalls | None:
+        """Begin to score a step of `count` completions that are still to be sampled, of prompts with these `columns`.
+
+        Return None if no reward streams, `check` was never called, or another step's calls are running.
+        """
+        if not (self.streams and self._column_sets):
+            return None
+        with self._beginning:
+            if self._streamed_calls is not None and not self._streamed_calls.over:
+                return None
+            rows: list[Any] = [None] * count
+            batch = self._batch(rows, [*rows], self._dataset_columns(columns), step)
+            rewards = self._reward_calls(count)
+            ungated = [reward for reward in rewards.values() if not reward.spec.options.only_if]
+            self._streamed_calls = StreamedCalls(batch, rewards, self._start_runners(ungated))
+            return self._streamed_calls
 
     def score(
         self,
         prompts: Sequence[Prompt],
         completions: Sequence[Completion],
         step: int,
-        early: StreamedCalls | None = None,
+        streamed_calls: StreamedCalls | None = None,
     ) -> Scores:
-        """Score completions, where `completions[i]` answers `prompts[i]` (n = P·G of each, flat); `early` has the calls
-        that have begun. One thread at a time: an evaluation may meet the rewards of steps that are sampled ahead."""
+        """Score n completions, of which `completions[i]` answers `prompts[i]`; `streamed_calls` began some calls.
+
+        Threads take turns: an evaluation may meet the rewards of steps that are sampled ahead.
+        """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
-        if early is None:
-            columns, state = self._columns(prompts), TrainerState(step, self.max_steps)
-            early = self._calls_of(Batch(prompts, completions, columns, self.conversational, state))
-        elif len(early.batch.completions) != len(completions):
-            early.abandon()
-            raise ValueError(
-                f"{len(completions)} completions where {len(early.batch.completions)} were begun"
-            )
-        early.batch.prompts, early.batch.completions = prompts, completions
+        if streamed_calls is None:
+            batch = self._batch(prompts, completions, self._checked_columns(prompts), step)
+            streamed_calls = StreamedCalls(batch, self._reward_calls(len(completions)), {})
+        elif (count := len(streamed_calls.batch.completions)) != len(completions):
+            streamed_calls.abandon()
+            raise ValueError(f"{len(completions)} completions where {count} were begun")
+        batch, rewards = streamed_calls.batch, streamed_calls.rewards
+        batch.prompts, batch.completions = prompts, completions
         try:
             with self._scoring:
-                return self._score(early)
+                for level in self._levels:
+                    for spec in level:
+                        rewards[spec.name].calls = calls_of(batch, spec, _open_rows(spec, rewards))
+                    self._run([rewards[spec.name] for spec in level], streamed_calls.runners)
+                return self._scores(batch, rewards)
         finally:
-            early.abandon()
-
-    def _score(self, streamed: StreamedCalls) -> Scores:
-        batch, results = streamed.batch, streamed.results
-        for number, level in enumerate(self._levels):
-            for spec in level:
-                results[spec.name].calls = self._calls(spec, batch, results)
-            called = [results[spec.name] for spec in level if results[spec.name].calls]
-            self._run(called, streamed, gated=number > 0)
-        return self._scores(batch, results)
+            streamed_calls.abandon()
 
     def close(self) -> None:
-        """Stop the thread of the async rewards and the worker processes, if there are any."""
-        if self._streamed is not None:
-            self._streamed.abandon()
+        """Stop the event loops and the worker processes."""
+        if self._streamed_calls is not None:
+            self._streamed_calls.abandon()
         _close(self._pools, self._loops)
 
-    def _calls_of(self, batch: Batch) -> StreamedCalls:
-        results = {spec.name: RewardCalls(spec, [None] * len(batch.completions)) for spec in self.specs}
-        return StreamedCalls(batch, results, self._begin)
+    def _batch(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        columns: tuple[str, ...],
+        step: int,
+    ) -> Batch:
+        state = TrainerState(step, self.max_steps)
+        return Batch(prompts, completions, columns, self.conversational, state)
 
-    def _calls(self, spec: RewardSpec, batch: Batch, results: Mapping[str, RewardCalls]) -> list[Call]:
-        """The calls to make: where every gate of the reward has scored above 0."""
-        rows = set(range(len(batch.completions)))
-        for name in spec.options.only_if:
-            rows &= {row for row, score in enumerate(results[name].scores) if score is not None and score > 0}
-        return batch.calls(spec, sorted(rows))
+    def _reward_calls(self, count: int) -> dict[str, RewardCalls]:
+        return {spec.name: RewardCalls(spec, [None] * count) for spec in self.specs}
 
-    def _run(self, rewards: Sequence[RewardCalls], streamed: StreamedCalls, *, gated: bool) -> None:
-        """Make the calls of rewards that do not wait for each other; of those that have begun, the rest."""
-        begun = self._begin(rewards) if gated else streamed.calls
-        together = [one for one in rewards if one.spec.on_loop]
-        for one in together:
-            begun[one.spec.name].add(one.spec.name, streamed.missing(one.spec.name, one.calls))
-        calls = dict.fromkeys(begun[one.spec.name] for one in together)
-        for each in calls:
-            each.close()
-        try:
-            for one in rewards:
-                if not one.spec.on_loop:
-                    self._run_here(one)
-            for each in calls:
-                each.finish()
-        except BaseException:
-            for each in calls:
-                each.abandon()
-            raise
+    def _run(self, level: Sequence[RewardCalls], runners: dict[str, AsyncRunner]) -> None:
+        """Make the calls of rewards that do not wait for each other, except those that `runners` started before."""
+        on_loop = [reward for reward in level if reward.spec.on_loop and reward.calls]
+        runners |= self._start_runners([reward for reward in on_loop if reward.spec.name not in runners])
+        for reward in on_loop:
+            runners[reward.spec.name].add(reward, reward.calls)
+        running = dict.fromkeys(runners[reward.spec.name] for reward in on_loop)
+        for runner in running:
+            runner.close()
+        # Plain functions run here while the loops work: finish() comes last.
+        for reward in level:
+            if reward.calls and not reward.spec.on_loop:
+                run_plain(reward)
+        for runner in running:
+            runner.finish()
 
-    def _run_here(self, one: RewardCalls) -> None:
-        start = time.perf_counter()
-        try:
-            with kept_state(f"reward {one.spec.name!r}"):
-                run_plain(one)
-        finally:
-            one.seconds += time.perf_counter() - start
+    def _start_runners(self, rewards: Sequence[RewardCalls]) -> dict[str, AsyncRunner]:
+        """Return the runner of each async or isolated reward, by name."""
+        runners: dict[str, AsyncRunner] = {}
+        for isolated in (False, True):  # two loops: user code may block that of the async rewards
+            group = [r for r in rewards if r.spec.on_loop and r.spec.options.isolated == isolated]
+            if group:
+                # imported here: asyncio would take most of the import time of mm_grpo.rewards
+                from mm_grpo.rewards.async_runner import AsyncRunner
 
-    def _begin(self, rewards: Sequence[RewardCalls]) -> dict[str, AsyncCalls]:
-        """By reward, what makes its calls on an event loop: one of the async ones, which may block it, and another one
-        of those in worker processes."""
-        begun: dict[str, AsyncCalls] = {}
-        for isolated in (False, True):
-            own = [one for one in rewards if one.spec.on_loop and one.spec.options.isolated == isolated]
-            if own:
-                # asyncio costs most of the import of mm_grpo.rewards
-                from mm_grpo.rewards.async_calls import AsyncCalls
-
-                pools = {one.spec.name: self._pool(one.spec) for one in own} if isolated else None
-                begun |= dict.fromkeys(
-                    (one.spec.name for one in own), AsyncCalls(self._loop(isolated), own, pools)
-                )
-        return begun
+                pools = {reward.spec.name: self._pool(reward.spec) for reward in group} if isolated else None
+                runner = AsyncRunner(self._loop(isolated), group, pools)
+                runners |= dict.fromkeys((reward.spec.name for reward in group), runner)
+        return runners
 
     def _loop(self, isolated: bool) -> BackgroundLoop:
         from mm_grpo.background import BackgroundLoop
@@ -269,116 +260,83 @@ class Scorer:
             self._pools[spec.name] = WorkerPool(spec, self.workers)
         return self._pools[spec.name]
 
-    def _columns(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
-        """The columns of the dataset that the prompts come from: the smallest checked set that has them all.
+    def _checked_columns(self, prompts: Sequence[Prompt]) -> tuple[str, ...]:
+        """Return the columns of the dataset that the prompts come from; check these if none were checked."""
+        columns = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns))
+        if not self._column_sets and prompts:
+            self.check(columns, lambda: (prompt.sample.columns for prompt in prompts), trained=False)
+        return self._dataset_columns(columns)
 
-        Rows of a mixed dataset need not hold every column, yet functions see the same ones at each step.
-        """
-        present = tuple(dict.fromkeys(name for prompt in prompts for name in prompt.sample.columns))
-        if not self._checked and prompts:
-            self.check(present, lambda: (prompt.sample.columns for prompt in prompts), trained=False)
-        return self._held_columns(present)
-
-    def _held_columns(self, present: Iterable[str]) -> tuple[str, ...]:
-        """The smallest checked set of columns that has all of these."""
+    def _dataset_columns(self, present: Iterable[str]) -> tuple[str, ...]:
+        # Rows of a mixed dataset need not hold every column, yet functions must see the same ones at each step:
+        # the smallest checked set that has them all.
         columns = tuple(dict.fromkeys(present))
-        return min((c for c in self._checked if set(columns) <= set(c)), key=len, default=columns)
+        return min((c for c in self._column_sets if set(columns) <= set(c)), key=len, default=columns)
 
-    def _scores(self, batch: Batch, results: Mapping[str, RewardCalls]) -> Scores:
-        # A part of weight 0 is only watched: alone it would make an invented 0.
-        counted = [one for one in results.values() if one.spec.weight != 0]
-        entering = gated(self.specs, {name: one.scores for name, one in results.items()})
+    def _scores(self, batch: Batch, rewards: Mapping[str, RewardCalls]) -> Scores:
+        # A reward of weight 0 is only logged: alone it would invent a total of 0.
+        weighty = [reward for reward in rewards.values() if reward.spec.weight != 0]
+        entering = gated(self.specs, {name: reward.scores for name, reward in rewards.items()})
         weighted = {
-            one.spec.name: [None if s is None else one.spec.weight * s for s in entering[one.spec.name]]
-            for one in counted
+            reward.spec.name: [
+                None if score is None else reward.spec.weight * score for score in entering[reward.spec.name]
+            ]
+            for reward in weighty
         }
-        totals = [
-            total_of([part[row] for part in weighted.values()]) for row in range(len(batch.completions))
-        ]
+        count = len(batch.completions)
+        totals = [total_of([scores[row] for scores in weighted.values()]) for row in range(count)]
         metrics: dict[str, float] = {}
-        for name, one in results.items():
-            metrics.update(_metrics(name, one))
-            for kept in filter(None, (one.errors, one.timeouts)):
-                totals = [None if row in kept else total for row, total in enumerate(totals)]
-                step, first = batch.state.global_step, next(iter(kept.values()))
-                log.warning("%d completions masked at step %d: %s", len(kept), step, first)
-        metrics.update({name: math.fsum(values) / len(values) for name, values in batch.logged.items()})
+        for reward in rewards.values():
+            metrics |= reward.metrics()
+            for errors in filter(None, (reward.errors, reward.timeouts)):
+                totals = [None if row in errors else total for row, total in enumerate(totals)]
+                step, first = batch.state.global_step, next(iter(errors.values()))
+                log.warning("%d completions masked at step %d: %s", len(errors), step, first)
+        metrics |= {name: math.fsum(values) / len(values) for name, values in batch.logged.items()}
         return Scores(
             totals=totals,
-            parts={name: one.scores for name, one in results.items()},
+            parts={name: reward.scores for name, reward in rewards.items()},
             metrics=metrics,
             extra={column: values for column, (_, values) in batch.extra.items()},
             turns=[
-                _turn_totals(row, len(done.turn_lengths), [] if totals[row] is None else counted, weighted)
-                for row, done in enumerate(batch.completions)
+                _turn_totals(row, len(c.turn_lengths), [] if totals[row] is None else weighty, weighted)
+                for row, c in enumerate(batch.completions)
             ],
         )
 
 
 def _close(pools: dict[str, WorkerPool], loops: Mapping[bool, BackgroundLoop]) -> None:
     for pool in pools.values():
-        loops[True].call_soon(pool.close)
+        loops[True].call_soon(pool.close)  # only the loop's thread may use a pool
     for loop in loops.values():
         loop.close()
     pools.clear()
 
 
+def _open_rows(spec: RewardSpec, rewards: Mapping[str, RewardCalls]) -> list[int]:
+    """Return the rows in which every gate of the reward scored above 0."""
+    rows = range(len(rewards[spec.name].scores))
+    gates = [rewards[name].scores for name in spec.options.only_if]
+    return [row for row in rows if all((scores[row] or 0.0) > 0 for scores in gates)]
+
+
 def _turn_totals(
-    row: int, turns: int, counted: Iterable[RewardCalls], weighted: Scored
-) -> tuple[float | None, ...]:
-    """The total of each turn of one completion, as `_scores` makes that of all of it.
+    row: int, turns: int, rewards: Iterable[RewardCalls], weighted: ScoresByReward
+) -> tuple[Score, ...]:
+    """Return the total of each turn of one completion.
 
-    Where an outcome withholds the gain of a whole conversation, the reward is 0 in each of its turns.
+    If an outcome withholds the gain of the whole conversation, the reward is 0 in each turn.
     """
-    parts: list[list[float | None]] = [[] for _ in range(turns)]
-    for one in counted if turns else ():
-        scores: list[float | None]
-        entered = weighted[one.spec.name][row]
-        if row in one.turns:
-            withheld = entered == 0 and one.scores[row] != 0
-            factor = 0.0 if withheld else one.spec.weight
-            scores = [None if score is None else factor * score for score in one.turns[row]]
-        else:  # a score that is one for all turns is paid when the conversation has ended
-            scores = [*[None] * (turns - 1), entered]
-        for own, value in zip(parts, scores, strict=True):
-            own.append(value)
-    return tuple(map(total_of, parts))
-
-
-def _metrics(name: str, results: RewardCalls) -> dict[str, float]:
-    applied = [score for score in results.scores if score is not None]
-    errors, timeouts = len(results.errors), len(results.timeouts)
-    metrics = {
-        f"rewards/{name}/none": float(len(results.scores) - len(applied) - errors - timeouts),
-        f"rewards/{name}/errors": float(errors),
-        f"rewards/{name}/timeouts": float(timeouts),
-        f"time/reward/{name}": results.seconds,
-    }
-    if applied:
-        mean = math.fsum(applied) / len(applied)
-        squares = math.fsum((score - mean) ** 2 for score in applied)
-        metrics[f"rewards/{name}/mean"] = mean
-        metrics[f"rewards/{name}/std"] = math.sqrt(squares / (len(applied) - 1)) if len(applied) > 1 else 0.0
-    return metrics
-
-
-def _levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
-    """The rewards in the order of their gates: each level waits for those before it."""
-    names = [spec.name for spec in specs]
-    for spec in specs:
-        for gate in spec.options.only_if:
-            if gate not in names or gate == spec.name:
-                hint = did_you_mean(gate, [n for n in names if n != spec.name])
-                listed = f"no other reward of the list; {hint}its rewards: {', '.join(names)}"
-                raise RewardError(f"reward {spec.name!r}: only_if is {gate!r}, which is {listed}")
-    levels: list[list[RewardSpec]] = []
-    done: set[str] = set()
-    while left := [spec for spec in specs if spec.name not in done]:
-        level = [spec for spec in left if done.issuperset(spec.options.only_if)]
-        if not level:
-            raise RewardError(
-                f"rewards: only_if goes in a circle among {', '.join(spec.name for spec in left)}"
-            )
-        levels.append(level)
-        done.update(spec.name for spec in level)
-    return levels
+    by_turn: list[list[Score]] = [[] for _ in range(turns)]
+    for reward in rewards if turns else ():
+        scores: list[Score]
+        whole_score = weighted[reward.spec.name][row]
+        if row in reward.turns:
+            withheld = whole_score == 0 and reward.scores[row] != 0
+            factor = 0.0 if withheld else reward.spec.weight
+            scores = [None if score is None else factor * score for score in reward.turns[row]]
+        else:  # a score of the whole conversation is paid when it has ended
+            scores = [*[None] * (turns - 1), whole_score]
+        for turn_scores, score in zip(by_turn, scores, strict=True):
+            turn_scores.append(score)
+    return tuple(map(total_of, by_turn))

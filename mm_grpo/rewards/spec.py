@@ -65,9 +65,11 @@ class RewardSpec:
         return self.is_async or self.options.isolated
 
     @property
-    def left_alone(self) -> frozenset[str]:
-        """Settings that every call gets as they are: what a partial holds, and objects, such as a large array. Lists
-        and mappings of an entry may be those of another entry too."""
+    def shared_settings(self) -> frozenset[str]:
+        """Settings that calls get without a copy: what a partial holds, and objects, such as a large array.
+
+        Lists and mappings are copied, because two entries of the config may share one.
+        """
         partial = self.fn.keywords if isinstance(self.fn, functools.partial) else {}
         entry = {name for name, value in self.bound.items() if isinstance(value, list | Mapping)}
         return frozenset({*partial, *self.bound.keys() - entry})

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mm_grpo.rewards.call import fault_of
+from mm_grpo.rewards.call import exception_text
 from mm_grpo.rewards.resolve import resolve_entry
-from mm_grpo.rewards.scores import scores_of
+from mm_grpo.rewards.scores import Fault, check_answer
 from mm_grpo.rewards.spec import is_async
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.worker import require_unchanged
@@ -69,10 +69,10 @@ class RewardWorker:
             if inspect.isawaitable(answer) and is_async(fn):
                 answer = self.awaited(answer)
         except BaseException as error:  # whatever it is, only this call has failed
-            fault = fault_of(error, fn, __file__)
-            return {"raised": [fault.what, fault.file, fault.line, fault.trace[-LONGEST_TRACE:]]}
+            text = exception_text(error, fn, __file__)
+            return {"raised": [text.message, text.file, text.line, text.trace[-LONGEST_TRACE:]]}
         try:
-            return {"scores": scores_of(answer, kind, rows, self.source.per_turn), "logged": logged}
+            return {"scores": check_answer(answer, kind, rows, self.source.per_turn), "logged": logged}
         except ValueError as error:
             return {"refused": str(error)}
 
@@ -90,7 +90,9 @@ class RewardWorker:
 
 
 def _plain(value: Any) -> Any:
-    """A logged value that JSON does not know, as one that it does."""
+    """Convert a fault, or a logged value that JSON does not know."""
+    if isinstance(value, Fault):
+        return {"reason": value.reason}
     for method in ("tolist", "item"):
         if hasattr(value, method):
             return getattr(value, method)()

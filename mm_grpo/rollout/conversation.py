@@ -1,8 +1,8 @@
 """A conversation of several turns, as a growing list of tokens that is never tokenized again.
 
-It begins as a prompt. What the model samples is appended as it was sampled, what a tool or an environment answers as
-the tokens that the chat template puts there; so the ids of a turn always begin with those of the turn before. That is
-checked at every turn, and the engine's own ids are compared with them as with every prompt.
+It begins as a prompt. Sampled tokens are appended as they are; answers of tools and environments are appended as the
+tokens that the chat template gives. So the ids of a turn always begin with the ids of the turn before. That is checked
+at every turn, and the engine's ids are compared with them as with every prompt.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ class Conversation:
         """Tokens after the start, expanded: sampled ones and observations."""
         return len(self.prompt.token_ids) - len(self.start.token_ids)
 
-    def answered(self, completion: Completion) -> None:
+    def add_answer(self, completion: Completion) -> None:
         """Append what the model sampled to `prompt`."""
         self.answers.append(completion)
-        after = self.processor.extended(self.prompt, completion.token_ids, ())
-        self._go_on(after, (), sampled=completion.token_ids)
+        prompt = self.processor.extended(self.prompt, completion.token_ids, ())
+        self._go_on(prompt, (), sampled=completion.token_ids)
 
-    def observed(
+    def add_observation(
         self, token_ids: Sequence[int], pictures: Sequence[Picture], below: int | None = None
     ) -> int | None:
         """Append an observation: collapsed ids, with one image token for each picture. Returns the count of new tokens.
 
-        None, with nothing appended, where `run_length` would not stay below `below`.
+        Returns None, and appends nothing, if `run_length` would not stay below `below`.
         """
-        after, length = self.processor.extended(self.prompt, token_ids, pictures), len(self.prompt.token_ids)
-        if below is not None and len(after.token_ids) - len(self.start.token_ids) >= below:
+        prompt, length = self.processor.extended(self.prompt, token_ids, pictures), len(self.prompt.token_ids)
+        if below is not None and len(prompt.token_ids) - len(self.start.token_ids) >= below:
             return None
-        self._go_on(after, pictures)
-        return len(after.token_ids) - length
+        self._go_on(prompt, pictures)
+        return len(prompt.token_ids) - length
 
     def _go_on(
-        self, after: Prompt, pictures: Sequence[Picture], sampled: tuple[int, ...] | None = None
+        self, prompt: Prompt, pictures: Sequence[Picture], sampled: tuple[int, ...] | None = None
     ) -> None:
-        """Take `after` for the prompt, which adds what was `sampled`, or where that is None an observation."""
+        """Replace the prompt by a longer one, which adds `sampled`, or an observation if that is None."""
         before = self.prompt
         length = len(before.token_ids)
-        kept = after.token_ids[:length] == before.token_ids
-        kept = kept and bool((after.position_ids[..., :length] == before.position_ids).all())
-        if not kept or (sampled is not None and after.token_ids[length:] != sampled):
+        unchanged = prompt.token_ids[:length] == before.token_ids
+        unchanged = unchanged and bool((prompt.position_ids[..., :length] == before.position_ids).all())
+        if not unchanged or (sampled is not None and prompt.token_ids[length:] != sampled):
             raise GuardStop(
                 f"{self.start.uid}: turn {len(self.answers)} changed tokens that were there before it, or their "
                 "positions; the model would be trained on others than it sampled. Check `extended` of the processor"
             )
-        self.prompt = after
-        self._sampled += [sampled is not None] * (len(after.token_ids) - length)
+        self.prompt = prompt
+        self._sampled += [sampled is not None] * (len(prompt.token_ids) - length)
         self._pictures += pictures
 
     def tail(self) -> Tail | None:

@@ -9,11 +9,10 @@ observations) belongs to one row. So a prompt is neither copied nor read once fo
 Both end at the right: a shorter prompt or tail begins in a later column. A new token is a column of all tails. Scores
 over prompt and tail are put side by side, [R, K, H / K, L + T], for one softmax.
 
-Layers of linear attention have no such parts: their states [R, ...] are selected and concatenated by rows, as
-transformers keeps them. Sliding windows are counted in tokens of prompt and tail together.
+Layers of linear attention have no such parts: their states [R, ...] are selected and concatenated by rows. Sliding
+windows are counted in tokens of prompt and tail together.
 
-transformers' models write to a `Cache` and call the attention that is registered under the name in their config.
-`DecodeCache` provides both for forward passes of one token for each row.
+transformers' models write to a `Cache` and call the attention that their config names; `DecodeCache` provides both.
 """
 
 from __future__ import annotations
@@ -174,8 +173,6 @@ class DecodeCache:
                 parts.append(torch.stack([_widen(row, width) for row in rows]))
             cache.update(parts[0], parts[1], number)
         return cache, (torch.arange(width)[None] >= width - lengths[:, None]).long()
-
-    # a pass of one token for each row --------------------------------------------------------
 
     @contextmanager
     def decoding(self) -> Iterator[dict[str, Any]]:

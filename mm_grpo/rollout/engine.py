@@ -1,8 +1,7 @@
 """The interface of a rollout engine, and its requests.
 
-A `Request` is one generation: a prompt, a seed and a sampling setting. Requests that share a prompt
-object stand side by side, so that an engine can run the prompt once for all of them; the seeds stay
-one per generation however the engine batches.
+Requests that share a prompt object stand side by side, so that an engine can run the prompt once for all of them. Each
+request has its own seed however the engine batches.
 
 An engine answers through a `RequestStream`: each request when it is done, with others added meanwhile. `generate` sends
 one whole batch through a stream. An engine that can only answer whole batches returns a `BatchStream`.
@@ -28,7 +27,7 @@ Digest = Mapping[str, str]
 
 
 class ReplicaLost(EngineError):
-    """One of several servers failed while it was checked; the others still answer."""
+    """A check failed on one of several servers; the others still answer."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One generation: prompt, seed and sampling parameters."""
+    """Request for one generation."""
 
     prompt: Prompt
     seed: int
@@ -93,6 +92,7 @@ class RequestStream(ABC):
     def step(self) -> list[tuple[int, Completion]]:
         """Work for a moment, such as a token of each request. Return the numbers and answers that are done."""
 
+    # answered requests stay in memory without it, if the engine keeps rows to continue
     def release(self, number: int) -> None:  # noqa: B027
         """Forget an answered request, because none will follow it."""
 
@@ -128,7 +128,7 @@ class RolloutEngine(ABC):
 
     @property
     def sentence(self) -> str:
-        """Return what the engine runs on, for the log; "" if there is nothing to say."""
+        """Return a line of the log about the engine; "" for none."""
         return ""
 
     @property
@@ -151,15 +151,13 @@ class RolloutEngine(ABC):
         return frozenset()
 
     def use_adapters(self, layers: frozenset[str]) -> None:  # noqa: B027
-        """Apply the factors of these `layers` from now on. `layers` are the result of `adapter_layers`.
-
-        Factors come with the other tensors, by the names of peft's files (`learner/lora.py`).
-        """
+        """Apply the factors of these `layers` from now on. `layers` are the result of `adapter_layers`."""
+        # factors come with the other tensors, by the names of peft's files (learner/lora.py)
 
     def share(self, parameters: Mapping[str, Parameter]) -> int:
-        """Make frozen `parameters` views of the engine's own tensors if they are equal to the bit.
+        """Make frozen `parameters` views of the engine's own tensors if these are equal to the bit.
 
-        `parameters` are by the names under which they were sent. Returns the bytes that became free.
+        `parameters` have the names under which they were sent. Return the bytes that became free.
         """
         return 0
 
@@ -176,10 +174,8 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
-        """Take the learner's tensors as weights number `version`, and return the digests as received.
-
-        `tensors` are whole layers (see `weights.unit_of`) that changed since the last update.
-        """
+        """Take the learner's tensors as weights number `version`, and return the digests as received."""
+        # whole layers come (`weights.unit_of`), because engines fuse neighbours such as q, k and v into one
 
     @abstractmethod
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
@@ -200,7 +196,7 @@ class RolloutEngine(ABC):
 
 
 class Replica(Protocol):
-    """One of several servers, as an engine for checks: both methods raise ReplicaLost if it fails."""
+    """Interface of one of several servers, for checks. Both methods raise ReplicaLost if it fails."""
 
     @property
     def name(self) -> str: ...
@@ -228,6 +224,7 @@ class BatchStream(RequestStream):
         return number
 
     def step(self) -> list[tuple[int, Completion]]:
+        # emptied first: if `generate` raises, no later step must repeat the batch
         batch, self.waiting = self.waiting, []
         if not batch:
             return []
@@ -286,7 +283,9 @@ def require_answers(requests: Sequence[Request], completions: Sequence[Completio
                 f"{label} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
                 f"{request.sampling.max_tokens} tokens, and a log-prob for each"
             )
-        if completion.weight_versions != ((0, version),):
+        if completion.weight_versions != (
+            (0, version),
+        ):  # one span from token 0: an update during sampling adds another
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
                 f"{label} was sampled under weight version {listed}, and the learner is at version {version}: the "

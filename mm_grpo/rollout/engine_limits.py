@@ -1,7 +1,7 @@
-"""vLLM's limits of sequence length and images, where the config leaves them to the rows.
+"""Limits in tokens: of a prompt, and those of vLLM that the config leaves to the rows.
 
-vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least, so the whole context of a model (128,000
-tokens of Qwen2.5-VL) is more than a run needs and often more than fits. Rows are read with their images closed; an
+vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least. The whole context of a model (128,000
+tokens of Qwen2.5-VL) is more than a run needs and often more than fits. So rows are read with their images closed; an
 image counts as large as `data.max_pixels` lets it be.
 """
 
@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mm_grpo.errors import ConfigError
+
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
@@ -19,28 +21,61 @@ if TYPE_CHECKING:
     from mm_grpo.types import Sample
 
 ROWS = 1000
-"""Rows of a set that are looked at: of a list the longest ones, else evenly spaced ones."""
+"""Rows of a set that are looked at: the longest ones of a list, else evenly spaced ones."""
 IMAGE = 5000
-"""Characters that an image counts as there."""
+"""Characters that an image counts as when the longest rows are chosen."""
 MARGIN = 1.25
-"""Factor on the longest row that was looked at, where there are others."""
+"""Factor on the longest row that was looked at, if there are more rows."""
 STEP = 256
 OPENED = 8
-"""Rows whose environment is begun, to see how long what it shows first is."""
+"""Rows whose environment is begun, to see how long its first observation is."""
 UNKNOWN = 32768
-"""Tokens of a sequence where there are neither rows to look at nor a context in the model's config."""
+"""Tokens of a sequence when there are neither rows to look at nor a context in the model's config."""
+
+
+def prompt_limit(
+    config: GRPOConfig, context: int | None, max_model_len: int | None, *, training: bool
+) -> tuple[str | None, int | None]:
+    """Return the smallest limit of a prompt of training or evaluation: its name and tokens; (None, None) without one.
+
+    `context` is the model's, `max_model_len` vLLM's. Raises ConfigError when the longest completion takes all of one.
+    """
+    field, answer = "rollout.max_completion_length", config.rollout.max_completion_length
+    if not training:
+        field, answer = (
+            "rollout.eval.max_completion_length",
+            config.rollout.eval.max_completion_length or answer,
+        )
+    limits = [("data.max_prompt_length", config.data.max_prompt_length)]
+    for name, size, extra in (
+        (f"the model's context of {context}", context, 0),
+        (f"rollout.vllm.max_model_len = {max_model_len}", max_model_len, 1),  # scoring samples one token more
+    ):
+        room = None if size is None else size - answer - extra
+        if room is not None and room < 1:
+            raise ConfigError(
+                f"{field} = {answer}: {name} leaves a prompt none of it; lower the first, or raise the second where it "
+                "can be"
+            )
+        limits.append((f"{name} less {field}", room))
+    if training and config.data.on_overlong == "drop":
+        pack = config.optim.max_tokens_per_pack
+        limits.append((f"optim.max_tokens_per_pack = {pack}, with any completion,", config.pack_room))
+    finite = [(name, limit) for name, limit in limits if limit is not None]
+    return min(finite, key=lambda pair: pair[1]) if finite else (None, None)
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Most tokens of a sequence, and most images of a prompt. `sentence` says where they come from; "" if set."""
+    """Largest sequence, in tokens, and largest number of images in a prompt."""
 
     max_model_len: int
     max_images: int
     sentence: str = ""
+    """Origin of the limits, for the user; "" if the config sets both."""
 
     def in_config(self, config: GRPOConfig) -> GRPOConfig:
-        """The config with these for its limits."""
+        """Return the config with these limits."""
         fields = {"max_model_len": self.max_model_len, "max_images": self.max_images}
         return config.with_values({f"rollout.vllm.{name}": value for name, value in fields.items()})
 
@@ -52,45 +87,45 @@ def engine_limits(
     context: int | None,
     toolbox: Toolbox | None = None,
 ) -> EngineLimits:
-    """The limits of `rollout.vllm`, and for those that are null what the rows of `datasets` need.
+    """Return the limits of `rollout.vllm`, and in place of null what the rows of `datasets` need.
 
-    A sequence is a prompt, the longest completion of training or evaluation, and one token for scoring; it is never
+    A sequence is a prompt, the longest completion of training or evaluation, and one token for scoring. It is never
     longer than the model's `context`, and as long without rows. Raises DataError for a row that is wrong.
     """
-    given, rollout = config.rollout.vllm, config.rollout
+    vllm, rollout = config.rollout.vllm, config.rollout
     answer = max(rollout.max_completion_length, rollout.eval.max_completion_length or 0) + 1
-    if given.max_model_len is not None and given.max_images is not None:
-        return EngineLimits(given.max_model_len, given.max_images)
-    parts = [part for each in datasets for part in each.sources]
-    looked, total = [(part, i) for part in parts for i in _rows_to_look_at(part)], sum(map(len, parts))
+    if vllm.max_model_len is not None and vllm.max_images is not None:
+        return EngineLimits(vllm.max_model_len, vllm.max_images)
+    parts = [part for dataset in datasets for part in dataset.sources]
+    places, total = [(part, i) for part in parts for i in _rows_to_look_at(part)], sum(map(len, parts))
     longest = images = 1
-    for dataset, index in looked:
+    for dataset, index in places:
         fields = dataset.fields(index)
         row, count = dataset.row_name(index), len(fields.images)
         longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
         images = max(images, count)
     if toolbox is not None:
-        added = [_added(toolbox, processor, dataset.sample(index)) for dataset, index in looked[:OPENED]]
+        added = [_added(toolbox, processor, dataset.sample(index)) for dataset, index in places[:OPENED]]
         longest += max((tokens for tokens, _ in added), default=0)
-        images += max((shown for _, shown in added), default=0) + rollout.max_images_per_episode
-    if len(looked) < total:
+        images += max((more for _, more in added), default=0) + rollout.max_images_per_episode
+    if len(places) < total:
         longest = int(longest * MARGIN)
-    most = min(longest, config.data.max_prompt_length or longest)
-    need = -(-(most + answer) // STEP) * STEP if total else context or UNKNOWN
-    length, images = given.max_model_len or min(need, context or need), given.max_images or images
+    prompt = min(longest, config.data.max_prompt_length or longest)
+    need = -(-(prompt + answer) // STEP) * STEP if total else context or UNKNOWN
+    length, images = vllm.max_model_len or min(need, context or need), vllm.max_images or images
     return EngineLimits(
         length,
         images,
         f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len) and "
-        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {len(looked):,} of {total:,} rows",
+        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {len(places):,} of {total:,} rows",
     )
 
 
 def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
-    """The tokens and images that tools and environment add to the prompt of a row."""
+    """Return the tokens and images that tools and environment add to the prompt of a row."""
     prepared = toolbox.prepare(sample)
-    lengths = [len(processor.prompt(one).token_ids) for one in (sample, prepared)]
-    return lengths[1] - lengths[0], len(prepared.images) - len(sample.images)
+    before, after = (len(processor.prompt(version).token_ids) for version in (sample, prepared))
+    return after - before, len(prepared.images) - len(sample.images)
 
 
 def _rows_to_look_at(dataset: Rows) -> list[int]:

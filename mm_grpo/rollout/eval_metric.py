@@ -1,4 +1,4 @@
-"""What evaluations are judged by (`run.headline`), and 95 % intervals of shares and means.
+"""The number that evaluations are judged by (`run.headline`), with 95 % intervals; pass@k.
 
 `run.headline` names one reward: the share of completions to which it gives at least a mark (accuracy), or its mean
 score; without it the mean total reward counts.
@@ -6,7 +6,7 @@ score; without it the mean total reward counts.
 A share has Wilson's score interval (Wilson 1927, doi:10.1080/01621459.1927.10502953), which stays in [0, 1] and has a
 width at shares of 0 and 1 too. A mean has the normal interval, mean ± 1.96 standard errors, over the means of rows.
 Both count rows, not completions: several completions of one row are not independent, and do not narrow an interval.
-They say how far another draw of rows might lie away, and nothing of other training seeds.
+An interval covers another draw of rows, not other training seeds.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class EvalMetric:
-    """The share of completions whose reward `name` is >= `mark`, its mean without a mark, the mean total without a
-    name."""
+    """Metric of `run.headline`: a share, or a mean."""
 
     name: str | None = None
+    """Reward whose scores count; None for the total."""
     mark: float | None = None
+    """Least score that counts as right, for a share; None for a mean."""
 
     @classmethod
     def of(cls, config: GRPOConfig, rewards: Sequence[str]) -> EvalMetric:
@@ -43,16 +44,16 @@ class EvalMetric:
             return cls()
         if ">=" in text:
             name, _, mark = (part.strip() for part in text.rpartition(">="))
-            found = cls(name, float(mark))
+            metric = cls(name, float(mark))
         else:
             name = text.removesuffix("mean").strip()
-            found = cls(name)
+            metric = cls(name)
         if name not in rewards:
             raise ConfigError(
                 f"run.headline = '{text}': no reward of the run is named '{name}'; they are named "
                 f"{', '.join(rewards)}. {did_you_mean(name, rewards)}".rstrip()
             )
-        return found
+        return metric
 
     def __str__(self) -> str:
         if self.name is None:
@@ -64,24 +65,24 @@ class EvalMetric:
         return self.mark is not None
 
     def values(self, group: Group) -> list[float]:
-        """Value of each completion of a scored group: 0 or 1, or a score; without those it does not apply to."""
-        scores = group.rewards if self.name is None else group.parts[self.name]
-        known = [score for score in scores if score is not None]
-        return known if self.mark is None else [float(score >= self.mark) for score in known]
+        """Return a value for each completion of a scored group that has a score: 0 or 1, or the score."""
+        all_scores = group.rewards if self.name is None else group.parts[self.name]
+        scores = [score for score in all_scores if score is not None]
+        return scores if self.mark is None else [float(score >= self.mark) for score in scores]
 
     def interval(self, rows: Sequence[Sequence[float]]) -> Interval | None:
-        """The 95 % interval of the mean of all values, which are given row by row."""
+        """Return the 95 % interval of the mean of all values; `rows` has the values row by row."""
         return wilson(rows) if self.is_share else normal(rows)
 
 
 def mean(rows: Sequence[Sequence[float]]) -> float | None:
-    """The mean over all values of all rows; None where there is none."""
+    """Return the mean over all values of all rows; None without values."""
     values = [value for row in rows for value in row]
     return fmean(values) if values else None
 
 
 def wilson(rows: Sequence[Sequence[float]]) -> Interval | None:
-    """Wilson's 95 % interval of the share of ones among the values of n rows.
+    """Return Wilson's 95 % interval of the share of ones among the values of n rows.
 
     >>> "{:.4f} {:.4f}".format(*wilson([[1.0]] * 10))
     '0.7225 1.0000'
@@ -95,7 +96,7 @@ def wilson(rows: Sequence[Sequence[float]]) -> Interval | None:
 
 
 def normal(rows: Sequence[Sequence[float]]) -> Interval | None:
-    """The normal 95 % interval of the mean, by the means of rows; None of fewer than two rows."""
+    """Return the normal 95 % interval of the mean, by the means of rows; None for fewer than two rows."""
     means = [fmean(row) for row in rows if row]
     centre = mean(rows)
     if centre is None or len(means) < 2:
@@ -105,10 +106,10 @@ def normal(rows: Sequence[Sequence[float]]) -> Interval | None:
 
 
 def pass_at(rows: Sequence[Sequence[float]], k: int) -> float | None:
-    """The chance that at least one of k completions is right, over the rows that have k at least.
+    """Return the chance that at least one of k completions is right, over the rows with at least k completions.
 
-    The unbiased estimator of Chen et al. 2021, arXiv:2107.03374, section 2.1: of n completions, c of them right, the
-    mean over rows of 1 - C(n - c, k) / C(n, k). `rows` hold 1.0 for right and 0.0 for wrong. None where no row has k.
+    The unbiased estimator of Chen et al. 2021, arXiv:2107.03374, section 2.1: with n completions, c of them right, the
+    mean over rows of 1 - C(n - c, k) / C(n, k). `rows` hold 1.0 for right and 0.0 for wrong. None if no row has k.
 
     >>> pass_at([[1.0, 0.0, 0.0, 0.0]], 2)
     0.5

@@ -1,6 +1,6 @@
 """Metrics of scored groups: rewards, completions, conversations, and the same for each task of a mixture.
 
-Those by task are made where the column `task` holds a few short texts (`Rows.by_task`). An entry of a mixture puts
+Metrics by task are made if the column `task` holds a few short texts (`Rows.by_task`). An entry of a mixture puts
 the column on its rows with `task: NAME`; rows may have it themselves.
 """
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Reward and completion statistics of scored groups, under TRL's metric names; lengths are in tokens.
+    """Return reward and completion statistics of scored groups, under TRL's metric names; lengths are in tokens.
 
     `frac_reward_none` is the share of completions without a total, `completions/mean_logprob` the mean over all
-    sampled tokens, in nats: less it is an estimate of the policy's entropy.
+    sampled tokens, in nats: its negative is an estimate of the policy's entropy.
     """
     completions = [c for g in groups for c in g.completions]
     lengths = [len(c.token_ids) for c in completions]
-    known = [[r for r in g.rewards if r is not None] for g in groups]
-    rewards = [r for of_group in known for r in of_group]
+    values = [[r for r in g.rewards if r is not None] for g in groups]
+    rewards = [r for of_group in values for r in of_group]
     logprobs = [logp for c in completions for logp in c.logprobs]
     metrics = {
         "completions/mean_length": fmean(lengths),
@@ -36,13 +36,13 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completions/clipped_ratio": fmean(c.finish_reason == "length" for c in completions),
         "completions/unique_ratio": unique_ratio(groups),
         "completions/mean_logprob": sum(logprobs) / max(len(logprobs), 1),
-        "frac_reward_zero_std": fmean(len(set(of_group)) < 2 for of_group in known),
+        "frac_reward_zero_std": fmean(len(set(of_group)) < 2 for of_group in values),
         "frac_reward_none": 1 - len(rewards) / len(completions),
     }
     if rewards:
         metrics["reward"] = fmean(rewards)
         metrics["reward_min"], metrics["reward_max"] = min(rewards), max(rewards)
-        metrics["reward_std"] = fmean(stdev(r) if len(r) > 1 else 0.0 for r in known)
+        metrics["reward_std"] = fmean(stdev(r) if len(r) > 1 else 0.0 for r in values)
     metrics |= turn_metrics(completions)
     if kl := [value for g in groups for value in g.kl]:
         metrics["kl"] = sum(kl) / max(completion_tokens(groups), 1)
@@ -50,7 +50,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def turn_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Of conversations of several turns: turns, calls and their failures by kind, tokens of observations; else empty.
+    """Return turns, calls, their failures by kind, and tokens of observations; {} without conversations.
 
     `tools/call_frequency` is calls per conversation and `tools/failure_frequency` failures per call, as TRL has them.
     """
@@ -75,25 +75,26 @@ def completion_tokens(groups: Sequence[Group]) -> int:
 
 
 def by_value(values: Iterable[tuple[Any, T]]) -> dict[str, list[T]]:
-    """What has each value, in the order of the values as text; without those that have None or ""."""
-    found: dict[str, list[T]] = {}
-    for value, one in values:
+    """Return the members of each value, in the order of the values as text; values None and "" are left out."""
+    members: dict[str, list[T]] = {}
+    for value, member in values:
         if value is not None and value != "":
-            found.setdefault(str(value), []).append(one)
-    return dict(sorted(found.items()))
+            members.setdefault(str(value), []).append(member)
+    return dict(sorted(members.items()))
 
 
 def task_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Of each task in scored groups: `task/{task}/prompts`, `/reward`, `/frac_reward_zero_std` and `/mean_length`.
+    """Return `task/{task}/prompts`, `/reward`, `/frac_reward_zero_std`, `/mean_length` of each task of scored groups.
 
-    They are those of `group_metrics` over its groups; groups without a task are in none.
+    They are the numbers of `group_metrics` over the groups of the task.
     """
     tasks = ((group.prompt.sample.columns.get(TASK), group) for group in groups)
     metrics: dict[str, float] = {}
-    for task, own in by_value((task, group) for task, group in tasks if isinstance(task, str)).items():
-        found = group_metrics(own)
-        found |= {"prompts": float(len(own)), "mean_length": found["completions/mean_length"]}
+    pairs = ((task, group) for task, group in tasks if isinstance(task, str))
+    for task, task_groups in by_value(pairs).items():
+        values = group_metrics(task_groups)
+        values |= {"prompts": float(len(task_groups)), "mean_length": values["completions/mean_length"]}
         for name in ("prompts", "reward", "frac_reward_zero_std", "mean_length"):
-            if name in found:  # there is no mean reward where no reward applied
-                metrics[f"task/{task}/{name}"] = found[name]
+            if name in values:  # no mean reward if no reward applied
+                metrics[f"task/{task}/{name}"] = values[name]
     return metrics

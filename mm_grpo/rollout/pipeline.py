@@ -1,22 +1,20 @@
 """When the groups of a step are made: in the step itself, or ahead of it while the learner works (max_staleness k > 0).
 
 `Synchronous` makes them when they are asked for. `Lockstep` samples step s under weight version max(0, s - 1 - k) and
-no other: a job for each step, one after the other in a thread of its own, and an update lands when every job that was
-begun has ended. What is sampled follows from the schedule alone, not from the time that anything takes, so a run
-repeats, on any number of servers and after it was killed.
+no other: one job per step, one after the other in a thread; an update lands when no job runs. Samples follow from the
+schedule, not from the time that anything takes, so a run repeats, on any number of servers and after a resume.
 
     version 0            1            2                       k = 1
     engine  [1][2]       [3]          [4]                     job of a step: prompts, completions, rewards, advantages
     learner       learn 1      learn 2      learn 3           update 1 lands between the jobs of 2 and of 3
 
-The schedule is that of verl's one-step-off-policy recipe and of prime-rl, for any k. What runs where:
+The schedule is that of verl's one-step-off-policy recipe and of prime-rl, for any k. The threads:
 
-- main thread: the learner, weight sync, evaluation, guards, callbacks, checkpoints. An update with its checks, and an
-  evaluation, come when no job runs: the checks ask the engine, and would wait behind what it samples.
-- the jobs' thread: prompts (images are decoded by the threads of prefetch.py), the engine's `generate` or the loop of
-  turns with its tools, rewards in the trainer's process (others have processes of their own), and the collectives of
-  those, over a gloo group that only this thread uses (`Ranks.second`). Every process has the same jobs in the same
-  order, so the collectives meet. Those of the main thread go over the other groups.
+- main thread: the learner, weight sync, evaluation, guards, callbacks, checkpoints. Updates and evaluations come when
+  no job runs.
+- job thread: prompts (prefetch.py decodes images in more threads), sampling, rewards in the trainer's process, and the
+  collectives of these, over a gloo group that only this thread uses (`Ranks.second`). Every process has the same jobs
+  in the same order, so the collectives meet.
 
 The engine holds its weights outside this process and may be called from both threads (`remote`, engine.py).
 """
@@ -44,10 +42,10 @@ class Synchronous:
         self.collector, self.engine = collector, engine
 
     def begin(self, done: int, ahead: Mapping[int, Rollout]) -> None:
-        """Go on after step `done`, with the steps that a checkpoint kept."""
+        """Continue after step `done`, with the steps ahead that a checkpoint kept."""
 
     def take(self, step: int) -> Rollout:
-        """The groups of a step, with rewards and advantages. Collective."""
+        """Return the groups of a step, with rewards and advantages. Collective."""
         return collect_step(self.collector, Rollout(step))
 
     def sleep(self) -> None:
@@ -58,14 +56,14 @@ class Synchronous:
         """Wait until no job runs. Collective."""
 
     def landed(self, step: int) -> None:
-        """Called when the weights of `step` have arrived."""
+        """Note that the engine has the weights of `step`."""
 
     def finished(self) -> dict[int, Rollout]:
-        """Return the steps ahead for a checkpoint."""
+        """Return the steps ahead that a checkpoint has to keep."""
         return {}
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no further job."""
 
 
 class Lockstep(Synchronous):
@@ -86,37 +84,37 @@ class Lockstep(Synchronous):
 
     def take(self, step: int) -> Rollout:
         self._start(step)
-        waited = self._wait([self.jobs[step]])
+        seconds = self._wait([self.jobs[step]])
         self.current = rollout = self.jobs.pop(step).result()
-        rollout.times["time/wait"] = waited
+        rollout.times["time/wait"] = seconds
         return rollout
 
     def sleep(self) -> None:
-        """The engine goes on."""
+        """Do nothing: the engine samples on."""
 
     def drain(self) -> None:
-        """Wait for every job that was begun: it is to be sampled under the weights that the engine has."""
-        waited = self._wait([job for _, job in sorted(self.jobs.items())])
+        # a job is to be sampled under the weights that the engine has now; checks would wait behind it
+        seconds = self._wait([job for _, job in sorted(self.jobs.items())])
         if self.current is not None:
-            self.current.times["time/wait"] += waited
+            self.current.times["time/wait"] += seconds
 
     def landed(self, step: int) -> None:
-        """Begin what these weights are for, unless an evaluation comes first."""
         self.learned = step
-        every = self.collector.config.run.eval_every
-        if not every or step % every:
+        interval = self.collector.config.run.eval_every
+        # an evaluation comes before the next job: both would ask the engine
+        if not interval or step % interval:
             self._start(step + 1)
 
     def finished(self) -> dict[int, Rollout]:
-        """The steps that were sampled before the newest weights landed: the others begin anew under these."""
-        kept = sorted(step for step in self.jobs if step <= self.learned + self.staleness)
-        return {step: self.jobs[step].result() for step in kept}
+        # steps that began under the newest weights are sampled again after a resume, from the same seeds
+        steps = sorted(step for step in self.jobs if step <= self.learned + self.staleness)
+        return {step: self.jobs[step].result() for step in steps}
 
     def close(self) -> None:
         self.thread.close()
 
     def _start(self, step: int) -> None:
-        """Begin with the steps whose weight version the engine has when `step` is the next to be learned."""
+        """Begin the steps whose weight version the engine has when `step` is the next to be learned."""
         last = min(step + self.staleness, self.collector.max_steps)
         for ahead in range(step, last + 1):
             if ahead not in self.jobs:
@@ -134,26 +132,27 @@ class Lockstep(Synchronous):
 
 
 def collect_step(
-    collect: Collector, rollout: Rollout, going_on: Callable[[], None] = lambda: None
+    collector: Collector, rollout: Rollout, require_open: Callable[[], None] = lambda: None
 ) -> Rollout:
-    """Prompts, completions, rewards and advantages of a step, attempt after attempt. Collective.
+    """Make prompts, completions, rewards and advantages of a step, attempt after attempt. Collective.
 
-    `going_on` is called between them, and raises when the run has ended.
+    `require_open` is called between them, and raises when the run has ended.
     """
-    for _ in range(collect.config.rollout.max_attempts):  # more than one with dynamic sampling alone
-        prompts = collect.prompts(rollout)
-        going_on()
-        completions = collect.completions(rollout, prompts)
-        going_on()
-        collect.rewards(rollout, completions)
-        going_on()
+    # above 1 only with dynamic sampling
+    for _ in range(collector.config.rollout.max_attempts):
+        prompts = collector.prompts(rollout)
+        require_open()
+        groups = collector.completions(rollout, prompts)
+        require_open()
+        collector.rewards(rollout, groups)
+        require_open()
         if not rollout.zero_std_slots:
             break
-    return collect.advantages(rollout)
+    return collector.advantages(rollout)
 
 
 def scheduled_version(step: int, staleness: int) -> int:
-    """The weight version that a step is sampled under.
+    """Return the weight version that a step is sampled under.
 
     >>> [scheduled_version(step, 2) for step in (1, 2, 3, 4, 5)]
     [0, 0, 0, 1, 2]

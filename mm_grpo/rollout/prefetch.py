@@ -1,15 +1,11 @@
 """Prompts made ahead of the step that asks for them, in background threads.
 
 While the engine samples and the learner works, the images of the next rows are decoded, resized and made into tensors.
-Which rows those are, their order and their seeds are decided by others, and do not depend on it. What is wrong with
-a row is raised when its prompt is asked for, never earlier.
+Which rows come next, their order and their seeds do not depend on it. What is wrong with a row is raised when its
+prompt is asked for, never earlier. Memory: the prompts of the step that runs, and those of the next one.
 
 Threads, because decoding, resizing and tensors release Python's lock, and nothing has to be copied between processes.
-Each computes alone: helpers that OpenMP keeps for it would, by their number, make those of the training thread sleep
-between two operations. Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in
-any thread, and the processor is used by one thread at a time (tokenizers and image processors keep state in a call).
-
-Memory: the prompts of the step that runs, and those of the next one.
+Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -33,33 +29,38 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Made:
+class Prefetched:
     """A prompt, and how many images were decoded for it."""
 
     prompt: Prompt
     decoded: int
 
 
+class SamplePreparer(Protocol):
+    """Something that changes samples before the processor gets them."""
+
+    @property
+    def same_thread(self) -> bool:
+        """True if `prepare` has to run in the thread that asks for the prompt."""
+
+    def prepare(self, sample: Sample) -> Sample: ...
+
+
 class Prefetcher:
-    """Makes prompts of a dataset's rows: before they are asked for where `ahead` names them, else when they are.
+    """Makes prompts of a dataset's rows: in the background after `ahead`, else when they are asked for.
 
     Args:
         processor: makes a prompt of a sample.
         workers: threads; 0 makes every prompt in the calling thread, when it is asked for.
-        prepare: changes a sample before the processor gets it.
+        preparer: changes a sample before the processor gets it.
     """
 
-    def __init__(
-        self,
-        processor: Processor,
-        workers: int,
-        prepare: Callable[[Sample], Sample] | None = None,
-    ) -> None:
-        self.prepare = prepare
-        self.processor, self.workers = processor, workers
+    def __init__(self, processor: Processor, workers: int, preparer: SamplePreparer | None = None) -> None:
+        self.processor, self.preparer = processor, preparer
+        self.workers = 0 if preparer is not None and preparer.same_thread else workers
         self._threads: BackgroundThreads | None = None
-        self._ahead: dict[tuple[Rows, int], Callable[[], Made]] = {}
-        self._processing = Lock()
+        self._ahead: dict[tuple[Rows, int], Callable[[], Prefetched]] = {}
+        self._processing = Lock()  # tokenizers and image processors keep state in a call
         self._asking = Lock()  # an evaluation and a step that is sampled ahead may ask at once
 
     def ahead(self, dataset: Rows, rows: Iterable[int]) -> None:
@@ -67,53 +68,57 @@ class Prefetcher:
         with self._asking:
             for row in rows if self.workers else ():
                 if (dataset, row) not in self._ahead:
-                    self._ahead[dataset, row] = self._begun(dataset, row)
+                    self._ahead[dataset, row] = self._start(dataset, row)
 
-    def begin(self, dataset: Rows, row: int) -> Callable[[], Made]:
-        """Ask for the prompt of a row. The function that is returned waits for it, and raises what is wrong with it.
+    def begin(self, dataset: Rows, row: int) -> Callable[[], Prefetched]:
+        """Ask for the prompt of a row; returns a function that waits for it, and raises what is wrong with the row.
 
-        Rows that are begun before the first is waited for are made side by side.
+        Prompts that begin before the first is waited for are made side by side.
         """
         with self._asking:
-            return self._ahead.pop((dataset, row), None) or self._begun(dataset, row)
+            return self._ahead.pop((dataset, row), None) or self._start(dataset, row)
 
     def process(self, sample: Sample) -> Prompt:
-        """The prompt of a sample; one thread at a time."""
+        """Return the prompt of a sample; one thread at a time."""
         with self._processing:
-            return self.processor.prompt(self.prepare(sample) if self.prepare is not None else sample)
+            return self.processor.prompt(sample if self.preparer is None else self.preparer.prepare(sample))
 
     def close(self) -> None:
-        """Forget what was begun. A thread ends when the prompt that it is making is finished."""
+        """Forget all prompts. A thread ends when the prompt that it is making is finished."""
         self._ahead.clear()
         if self._threads is not None:
             self._threads.close()
         self._threads = None
 
-    def _begun(self, dataset: Rows, row: int) -> Callable[[], Made]:
+    def _start(self, dataset: Rows, row: int) -> Callable[[], Prefetched]:
         try:
             opener = dataset.opener(row)
         except Exception as error:
-            failed: Future[Made] = Future()
+            failed: Future[Prefetched] = Future()
             failed.set_exception(error)
             return failed.result
         if not self.workers:
             return partial(self._make, opener)
         if self._threads is None:
-            begin = partial(_compute_alone, torch.get_num_threads())
+            begin = partial(_use_one_thread, torch.get_num_threads())
             self._threads = BackgroundThreads(self.workers, "mm_grpo prompts", begin)
         return self._threads.submit(partial(self._make, opener)).result
 
-    def _make(self, opener: Callable[[], Sample]) -> Made:
+    def _make(self, opener: Callable[[], Sample]) -> Prefetched:
         before = decoded_here()
         sample = opener()
         decoded = decoded_here() - before
-        return Made(self.process(sample), decoded)
+        return Prefetched(self.process(sample), decoded)
 
 
-def _compute_alone(others: int) -> None:
-    """Limit torch to this thread for what it computes; threads that are made later use `others` as before."""
+def _use_one_thread(default: int) -> None:
+    """Limit torch to this thread for what it computes; threads that are made later use `default` as before.
+
+    OpenMP keeps helpers for each thread that computes. More of them than cores would make those of the training thread
+    sleep between two operations.
+    """
     torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
     torch.set_num_threads(1)  # of this thread, and the default of those to come
-    restoring = Thread(target=torch.set_num_threads, args=(others,))
+    restoring = Thread(target=torch.set_num_threads, args=(default,))
     restoring.start()
     restoring.join()

@@ -1,8 +1,10 @@
-"""Which completions are a success, and what of a step's advantages comes from groups without one.
+"""Success of completions, and the share of a step's advantages that comes from groups without one.
 
-Success is a score of at least a mark: by the reward with `outcome` that applies to the completion; else by that of
-`run.headline`, whose mark is HALF where it has none (`iou mean`); without a headline by the reward of the greatest
-weight that applies, with HALF.
+A completion is a success if one reward's score is at least a mark. The reward is the first that applies to it:
+
+1. a reward with `outcome`, and its mark;
+2. the reward of `run.headline`, and its mark, or HALF if it has none (`iou mean`);
+3. without a headline: the reward of the greatest weight, with HALF.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Success:
-    """Rewards by name with their marks; of those that apply to a completion the first decides."""
+    """Rewards with their marks, the first to decide first."""
 
     marks: Sequence[tuple[str, float]]
+    """(name of a reward, least score of a success)."""
 
     @classmethod
     def of(cls, config: GRPOConfig, specs: Sequence[RewardSpec]) -> Success:
-        """What counts as success in a run. ConfigError where `run.headline` names none of its rewards."""
+        """Return what counts as success in a run. ConfigError if `run.headline` names none of its rewards."""
         headline = EvalMetric.of(config, [spec.name for spec in specs])
         outcomes = [(spec.name, mark) for spec in specs if (mark := spec.options.mark) is not None]
         if headline.name is not None:
@@ -38,29 +41,29 @@ class Success:
         return cls([*outcomes, *((spec.name, HALF) for spec in heaviest)])
 
     def scores(self, group: Group) -> list[tuple[float, bool]]:
-        """Of each completion that such a reward applies to its score, and whether it is a success."""
-        found = []
+        """Return (score, is a success) of each completion that one of the rewards applies to."""
+        scores = []
         for at in range(len(group.completions)):
-            known = ((group.parts[name][at], mark) for name, mark in self.marks)
-            found += [(score, score >= mark) for score, mark in known if score is not None][:1]
-        return found
+            candidates = ((group.parts[name][at], mark) for name, mark in self.marks)
+            scores += [(score, score >= mark) for score, mark in candidates if score is not None][:1]
+        return scores
 
     def share(self, group: Group) -> float | None:
-        """The share of a group's completions that are a success; None where that applies to none."""
+        """Return the share of successes among a group's completions; None if no reward applies to any."""
         scores = self.scores(group)
         return fmean(success for _, success in scores) if scores else None
 
     def phantom_share(self, groups: Iterable[Group]) -> float | None:
-        """The share of all |advantages| that lies in groups without a success, whose other rewards alone differ.
+        """Return the share of all |advantages| in groups without a success that differ only in other rewards.
 
-        Of a group whose scores differ below the mark (boxes that overlap a little) the advantages are not counted: they
-        lead there. None where all advantages are 0.
+        None if all advantages are 0.
         """
         total = phantom = 0.0
         for group in groups:
             turns = group.turn_advantages or [group.advantages]
             size = sum(abs(advantage) for of_turns in turns for advantage in of_turns)
             total += size
+            # scores that differ below the mark (boxes that overlap a little) lead to a success: not phantom
             scores = set(self.scores(group))
             phantom += size if len(scores) == 1 and not any(success for _, success in scores) else 0.0
         return phantom / total if total else None

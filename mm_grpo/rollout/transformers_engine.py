@@ -69,7 +69,6 @@ class TransformersEngine(RolloutEngine):
         return TransformersStream(self)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probabilities [T] of `token_ids` after `prompt`: no media mask, temperature 1."""
         with self.evaluating(), torch.no_grad():
             ids = torch.tensor([[*prompt.token_ids, *token_ids]])
             tail = prompt.next_position + torch.arange(len(token_ids)).expand(*self.family.position_axes, -1)
@@ -224,8 +223,6 @@ class TransformersStream(RequestStream):
         self.cache = DecodeCache(self.cache.config)
         self._stack.close()
 
-    # rows that join --------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Start waiting requests, in their order, while there is room. Only one kind of sampling runs at a time."""
         new_groups: list[list[_Row]] = []
@@ -305,8 +302,6 @@ class TransformersStream(RequestStream):
 
     def _join(self, hidden: Tensor) -> None:
         self.hidden = hidden if self.hidden is None else torch.cat([self.hidden, hidden])
-
-    # a step ----------------------------------------------------------------------------------
 
     def _draw(self) -> list[int]:
         """Draw a token of each row. Return the indices of rows that end with it, in order."""

@@ -1,14 +1,14 @@
 """Conversations of several turns: the model samples, tools answer, and the model goes on, until it calls no tool.
 
-No conversation waits for another: each goes on as soon as its own turn has ended and its tools have answered, while the
-engine works on the others (`RequestStream`) and so do the tools, in their processes. An engine that answers whole
-batches alone is asked turn by turn. A turn is an ordinary request whose prompt is the conversation so far
-(conversation.py), with the seed that the seed law gives it (seeds.py), so nothing hangs on the order in which tools
-answer, and what engines run is compared with what the learner trains on as ever.
+No conversation waits for another: each goes on as soon as its turn has ended and its tools have answered. Meanwhile the
+engine works on the others (`RequestStream`), and so do the tools, in their processes. An engine that can only answer
+whole batches is asked turn by turn. A turn is an ordinary request: its prompt is the conversation so far
+(conversation.py), its seed the one of the seed law (seeds.py). So no sample depends on the order in which tools answer,
+and the engine's tokens are compared with the learner's as ever.
 
 A conversation ends when the model writes no call, when its environment is done, after `rollout.max_turns` turns, or
 when the next observation does not fit into `rollout.max_completion_length`, which bounds all tokens after the prompt.
-In the last two cases it is flagged as a completion that was cut off (`finish_reason` "length").
+In the last two cases its `finish_reason` is "length", as of a completion that was cut off.
 """
 
 from __future__ import annotations
@@ -41,40 +41,48 @@ class Sampler(Protocol):
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
+    def stream(self) -> RequestStream: ...
+
 
 @dataclass(eq=False)
-class _Running:
-    """One generation on its way; `finished` says how it ended, None while it goes on. `number` is that of its last
-    request in the engine's stream, `shown` the images that it was shown since. `calls` are those of its last turn, and
-    `tasks` the host's for those that can be made."""
+class _Talk:
+    """One conversation on its way, with what the engine, the tools and the learner need of it."""
 
     request: Request
     conversation: Conversation
     episode: Episode
     turns: list[Turn] = field(default_factory=list)
-    images: int = 0
-    finished: FinishReason | None = None
+    image_count: int = 0
+    """Images of all observations."""
+    finish_reason: FinishReason | None = None
+    """None while the conversation goes on."""
     number: int | None = None
-    shown: Sequence[Picture] = ()
+    """Number of its last request in the engine's stream."""
+    new_pictures: Sequence[Picture] = ()
+    """Images of observations since that request."""
     calls: Sequence[ToolCall] = ()
+    """Calls of its last turn."""
     tasks: Sequence[Task] = ()
+    """The host's tasks for the well-formed `calls`."""
 
     @property
-    def called(self) -> bool:
-        """True when its tools have answered."""
+    def tools_answered(self) -> bool:
         return all(task.finished for task in self.tasks)
 
     def tool_answers(self) -> list[tuple[ToolCall, Observation]]:
-        """Each call with its answer, in order."""
-        made = iter(self.tasks)
+        """Return each call with its answer, in order."""
+        tasks = iter(self.tasks)
         return [
-            (c, next(made).answer if c.problem is None else failed("malformed_call", c.problem))
+            (c, next(tasks).answer if c.problem is None else failed("malformed_call", c.problem))
             for c in self.calls
         ]
 
 
 class TurnLoop:
-    """Answers requests with whole conversations. `version` gives the number of the weights that the engine holds."""
+    """Sampler that answers each request with a whole conversation.
+
+    `version` returns the number of the weights that the engine holds.
+    """
 
     def __init__(
         self,
@@ -89,137 +97,144 @@ class TurnLoop:
         self.toolbox, self.seeds, self.version = toolbox, seeds, version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One conversation per request, in order. Environments stay open until the next call, for rewards.
+        """Return one conversation per request, in order. Environments stay open until the next call, for rewards.
 
         Raises what the engine raises, ToolError for an environment that cannot be used, and GuardStop when a turn
         changed tokens of the turn before.
         """
         self.close()
         episodes = self.toolbox.episodes([request.prompt.sample for request in requests])
-        running = [
-            _Running(request, Conversation(request.prompt, self.processor), episode)
+        talks = [
+            _Talk(request, Conversation(request.prompt, self.processor), episode)
             for request, episode in zip(requests, episodes, strict=True)
         ]
-        self._run(running)
-        rewards = self.toolbox.host.rewards(episodes, [one.turns for one in running])
-        return [self._completion(one, reward) for one, reward in zip(running, rewards, strict=True)]
+        self._run(talks)
+        rewards = self.toolbox.host.rewards(episodes, [talk.turns for talk in talks])
+        return [self._completion(talk, reward) for talk, reward in zip(talks, rewards, strict=True)]
+
+    def stream(self) -> RequestStream:
+        """Open a stream that answers whole batches."""
+        return BatchStream(self.generate)
 
     def close(self) -> None:
         """Close the environments of the last call, which rewards could still look at."""
         self.toolbox.host.close_episodes()
 
-    def _run(self, running: Sequence[_Running]) -> None:
+    def _run(self, talks: Sequence[_Talk]) -> None:
         """Lead the conversations to their ends."""
         host, pictures = self.toolbox.host, dict[bytes, Picture]()
-        called: list[_Running] = []
+        calling: list[_Talk] = []
         try:
             with self.engine.stream() as stream:
-                together = self.config.rollout.synchronous_turns or isinstance(stream, BatchStream)
-                asked = dict(self._ask(stream, one) for one in running)
-                while asked or called:
-                    for number, answer in stream.step() if asked else ():
-                        one, request = asked.pop(number)
+                in_step = self.config.rollout.synchronous_turns or isinstance(stream, BatchStream)
+                sampling = dict(self._ask(stream, talk) for talk in talks)
+                while sampling or calling:
+                    for number, answer in stream.step() if sampling else ():
+                        talk, request = sampling.pop(number)
                         require_answers([request], [answer], self.version())
-                        if calls := self._answered(one, answer):
-                            made = [(one.episode, c.name, c.arguments) for c in calls if c.problem is None]
-                            one.calls, one.tasks = calls, host.start(made)
-                            called.append(one)
+                        talk.calls = self._take_turn(talk, answer)
+                        if talk.calls:
+                            well_formed = (call for call in talk.calls if call.problem is None)
+                            talk.tasks = host.start(
+                                [(talk.episode, c.name, c.arguments) for c in well_formed]
+                            )
+                            calling.append(talk)
                         else:
                             stream.release(number)
-                    host.work(wait=not asked)
-                    if together and (asked or not all(one.called for one in called)):
+                    host.work(wait=not sampling)
+                    if in_step and (sampling or not all(talk.tools_answered for talk in calling)):
                         continue
-                    for one in [one for one in called if one.called]:
-                        called.remove(one)
-                        self._observe(one, pictures)
-                        if one.finished is None:
-                            asked |= [self._ask(stream, one)]
-                        elif one.number is not None:
-                            stream.release(one.number)
+                    for talk in [talk for talk in calling if talk.tools_answered]:
+                        calling.remove(talk)
+                        self._observe(talk, pictures)
+                        if talk.finish_reason is None:
+                            sampling |= [self._ask(stream, talk)]
+                        elif talk.number is not None:
+                            stream.release(talk.number)
         finally:
-            if called:
+            if calling:
                 host.abandon()
 
-    def _ask(self, stream: RequestStream, one: _Running) -> tuple[int, tuple[_Running, Request]]:
+    def _ask(self, stream: RequestStream, talk: _Talk) -> tuple[int, tuple[_Talk, Request]]:
         """Ask for a conversation's next turn."""
-        request = self._request(one)
-        follows = None if one.number is None else Follows(one.number, one.shown)
-        one.number, one.shown = stream.add_request(request, follows), ()
-        return one.number, (one, request)
+        request, conversation = talk.request, talk.conversation
+        if turn := len(conversation.answers):
+            tokens = request.sampling.max_tokens - conversation.run_length
+            seed = self.seeds.of_turn(request.seed, turn)
+            request = Request(conversation.prompt, seed, replace(request.sampling, max_tokens=tokens))
+        follows = None if talk.number is None else Follows(talk.number, talk.new_pictures)
+        talk.number, talk.new_pictures = stream.add_request(request, follows), ()
+        return talk.number, (talk, request)
 
-    def _request(self, one: _Running) -> Request:
-        sampling, conversation = one.request.sampling, one.conversation
-        turn = len(conversation.answers)
-        if turn == 0:
-            return one.request
-        left = replace(sampling, max_tokens=sampling.max_tokens - conversation.run_length)
-        return Request(conversation.prompt, self.seeds.of_turn(one.request.seed, turn), left)
-
-    def _answered(self, one: _Running, answer: Completion) -> list[ToolCall]:
-        """Take the model's turn; the calls to be made, none where the conversation has ended."""
-        one.conversation.answered(answer)
-        one.turns.append(Turn("assistant", answer.text, len(answer.token_ids), seed=answer.seed))
+    def _take_turn(self, talk: _Talk, answer: Completion) -> list[ToolCall]:
+        """Append the model's turn; returns the calls to be made, [] if the conversation has ended."""
+        talk.conversation.add_answer(answer)
+        talk.turns.append(Turn("assistant", answer.text, len(answer.token_ids), seed=answer.seed))
         calls = tool_calls(answer.text)
         if answer.finish_reason != "stop" or not calls:
-            one.finished = answer.finish_reason
-        elif len(one.conversation.answers) == self.config.rollout.max_turns:
-            one.finished = "length"
-        return [] if one.finished is not None else calls
+            talk.finish_reason = answer.finish_reason
+        elif len(talk.conversation.answers) == self.config.rollout.max_turns:
+            talk.finish_reason = "length"
+        return [] if talk.finish_reason is not None else calls
 
-    def _observe(self, one: _Running, pictures: dict[bytes, Picture]) -> None:
-        """Append what the calls of a turn answered, where it fits, and note what they were paid."""
-        one.turns[-1] = replace(one.turns[-1], reward=one.episode.take_step_reward())
-        if one.episode.masked is not None:
-            one.finished = "stop"
+    def _observe(self, talk: _Talk, pictures: dict[bytes, Picture]) -> None:
+        """Append the answers to the calls of a turn, if they fit, and note the turn's reward."""
+        talk.turns[-1] = replace(talk.turns[-1], reward=talk.episode.take_step_reward())
+        if talk.episode.masked is not None:
+            talk.finish_reason = "stop"
             return
-        made: list[tuple[Turn, list[Picture], Observation]] = []
-        most = self.config.rollout.max_images_per_episode
-        for call, seen in one.tool_answers():
-            if one.images + len(seen.images) > most:
-                seen = failed("too_many_images", f"no more than {most} images are shown in a conversation")
+        turns: list[Turn] = []
+        contents: list[list[str | Image]] = []
+        new_pictures: list[Picture] = []
+        limit = self.config.rollout.max_images_per_episode
+        for call, observation in talk.tool_answers():
+            if talk.image_count + len(observation.images) > limit:
+                text = f"no more than {limit} images are shown in a conversation"
+                observation = failed("too_many_images", text)
             try:
-                shown = [self._picture(one, image, pictures) for image in seen.images]
+                resized = [self._picture(talk, image, pictures) for image in observation.images]
             except DataError as error:  # a strip of pixels, say, that no resizing makes legal
-                seen, shown = failed("bad_result", str(error)), []
-            one.images += len(shown)
-            images = tuple(picture.image for picture in shown)
-            turn = Turn("tool", seen.text, 0, None, call.name, dict(call.arguments), images, seen.fault)
-            made.append((turn, shown, seen))
-        answers = [_resized(seen, shown) for _, shown, seen in made]
-        ids = self.processor.observation(answers, row=one.conversation.start.uid)
-        shown = [picture for _, of_call, _ in made for picture in of_call]
-        added = one.conversation.observed(ids, shown, below=one.request.sampling.max_tokens)
-        if added is None:  # not a token of the next turn would be left
-            one.finished = "length"
+                observation, resized = failed("bad_result", str(error)), []
+            talk.image_count += len(resized)
+            images = tuple(picture.image for picture in resized)
+            arguments, fault = dict(call.arguments), observation.fault
+            turns.append(Turn("tool", observation.text, 0, None, call.name, arguments, images, fault))
+            contents.append(_content(observation, images))
+            new_pictures += resized
+        conversation = talk.conversation
+        ids = self.processor.observation(contents, row=conversation.start.uid)
+        length = conversation.add_observation(ids, new_pictures, below=talk.request.sampling.max_tokens)
+        if length is None:  # no token would be left for the next turn
+            talk.finish_reason = "length"
             return
-        first, *others = (turn for turn, _, _ in made)
-        one.turns += [replace(first, tokens=added), *others]
-        one.shown = shown
-        if one.episode.done:
-            one.finished = "stop"
+        # the tokens of all answers are counted at the first one
+        talk.turns += [replace(turns[0], tokens=length), *turns[1:]]
+        talk.new_pictures = new_pictures
+        if talk.episode.done:
+            talk.finish_reason = "stop"
 
-    def _picture(self, one: _Running, image: Image, pictures: dict[bytes, Picture]) -> Picture:
-        """An image at its final size; equal ones of a call are one object, which the learner encodes once."""
+    def _picture(self, talk: _Talk, image: Image, pictures: dict[bytes, Picture]) -> Picture:
+        """Return an image at its final size; equal images are one object, which the learner encodes once."""
         key = sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).digest()
         if key not in pictures:
-            pictures[key] = self.processor.picture(image, row=one.conversation.start.uid)
+            pictures[key] = self.processor.picture(image, row=talk.conversation.start.uid)
         return pictures[key]
 
-    def _completion(self, one: _Running, reward: float | None) -> Completion:
+    def _completion(self, talk: _Talk, reward: float | None) -> Completion:
         """Return what the model sampled in a conversation as one completion."""
-        answers = one.conversation.answers
+        answers = talk.conversation.answers
         return Completion(
             token_ids=tuple(token for answer in answers for token in answer.token_ids),
             logprobs=tuple(logp for answer in answers for logp in answer.logprobs),
             text=answers[-1].text,
-            finish_reason=one.finished or "length",
-            seed=one.request.seed,
+            finish_reason=talk.finish_reason or "length",
+            seed=talk.request.seed,
             weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
-            tail=one.conversation.tail(),
-            turns=tuple(one.turns),
-            final_state=one.episode.environment,
+            tail=talk.conversation.tail(),
+            turns=tuple(talk.turns),
+            final_state=talk.episode.environment,
             final_reward=reward,
-            masked=one.episode.masked,
+            masked=talk.episode.masked,
         )
 
 
@@ -237,7 +252,7 @@ def sampler_of(
     return TurnLoop(config, cast("ConversationProcessor", processor), engine, toolbox, seeds, version)
 
 
-def _resized(seen: Observation, pictures: Sequence[Picture]) -> list[str | Image]:
-    """The parts of an observation with its images at their final size."""
-    following = iter(pictures)
-    return [part if isinstance(part, str) else next(following).image for part in seen.parts]
+def _content(observation: Observation, images: Sequence[Image]) -> list[str | Image]:
+    """Return the parts of an observation with its images at their final size."""
+    resized = iter(images)
+    return [part if isinstance(part, str) else next(resized) for part in observation.parts]

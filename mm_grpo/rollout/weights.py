@@ -1,4 +1,4 @@
-"""Tensors that a rollout engine is due, and the digests that prove what arrived.
+"""The tensors that a rollout engine is due, and the digests that prove what arrived.
 
 `WeightLedger` is the one record of what an engine holds. It digests each of the learner's tensors once, sends the
 engine those layers in which something changed, and compares with the digests that the engine makes of what it
@@ -34,7 +34,7 @@ _CPU_ROWS = 256  # 1 MiB, which the products stay in a core's cache with: eight 
 
 
 def unit_of(name: str) -> str:
-    """The unit that a tensor belongs to, by its in-memory name.
+    """Return the unit that a tensor belongs to, by its in-memory name.
 
     >>> unit_of("model.language_model.layers.0.self_attn.q_proj.weight")
     'model.language_model.layers.0.self_attn'
@@ -48,7 +48,7 @@ def unit_of(name: str) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """XXH3 of 128 bits of a tensor's dtype, shape and bytes, the bytes folded on its own device first.
+    """Return XXH3 of 128 bits of a tensor's dtype, shape and bytes, the bytes folded on its own device first.
 
     Each row of 512 words of 8 bytes becomes one word: their sum modulo 2^64, weighted by odd numbers that
     differ by column. A change of any one word always shows, a change of several but for one chance in
@@ -59,43 +59,43 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests(tensors: Sequence[Tensor]) -> list[str]:
-    """The `digest` of each of some tensors, of one device, which sends all that is folded at once."""
-    folded = [_folded(tensor.detach()) for tensor in tensors]
-    whole = folded[0] if len(folded) == 1 else torch.cat(folded)
-    parts = whole.cpu().split([len(each) for each in folded])
-    found = []
+    """Return the `digest` of each tensor. All are on one device, which sends the folded bytes at once."""
+    folds = [_fold(tensor.detach()) for tensor in tensors]
+    joined = folds[0] if len(folds) == 1 else torch.cat(folds)
+    parts = joined.cpu().split([len(fold) for fold in folds])
+    results = []
     for tensor, part in zip(tensors, parts, strict=True):
         state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         state.update(part.numpy().data)
-        found.append(str(state.hexdigest()))
-    return found
+        results.append(str(state.hexdigest()))
+    return results
 
 
-def _folded(tensor: Tensor) -> Tensor:
-    """Bytes [n] that stand for a tensor's: of each whole row its word, and what is left of the last one."""
+def _fold(tensor: Tensor) -> Tensor:
+    """Return bytes [n] that stand for a tensor's: one word for each full row, then the bytes of the last row."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % 8:
         flat = flat.clone()
-    whole = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
+    length = flat.numel() // (8 * _COLUMNS) * (8 * _COLUMNS)
     weights, rows = _weights(flat.device), _CPU_ROWS if flat.device.type == "cpu" else _ROWS
-    if not whole:
+    if not length:
         return flat
     words = [
-        (part * weights).sum(1) for part in flat[:whole].view(torch.int64).view(-1, _COLUMNS).split(rows)
+        (part * weights).sum(1) for part in flat[:length].view(torch.int64).view(-1, _COLUMNS).split(rows)
     ]
-    return torch.cat([*(word.view(torch.uint8) for word in words), flat[whole:]])
+    return torch.cat([*(word.view(torch.uint8) for word in words), flat[length:]])
 
 
 @dataclass
 class Transfer:
-    """One update on its way: the tensors to send, in order, and the digests of those that were handed out.
-
-    Iterating it digests and yields the tensors one by one; `digests` is complete when it is exhausted.
-    """
+    """One update on its way. Iterating it yields the tensors to send, with their names, one by one."""
 
     tensors: Iterator[tuple[str, Tensor, str]]
+    """(name, tensor, digest) of what is to be sent, in order."""
     digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the tensors that were yielded so far, by name."""
     bytes: int = 0
+    """Their size."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor, value in self.tensors:
@@ -126,7 +126,7 @@ class WeightLedger:
         transfer = Transfer(self._due(tensors))
         try:
             received = engine.update_weights(transfer, version)
-            for _ in transfer:  # what the engine did not take is due all the same
+            for _ in transfer:  # tensors that the engine did not take are digested too, and so found missing
                 pass
             if (message := missing_tensors(transfer.digests, received)) is not None:
                 raise GuardStop(f"weight sync: {message}")
@@ -140,7 +140,7 @@ class WeightLedger:
 
     @property
     def empty(self) -> bool:
-        """True where every tensor is due."""
+        """True when every tensor is due."""
         return not self._held
 
     def forget(self) -> None:
@@ -148,14 +148,14 @@ class WeightLedger:
         self._held.clear()
 
     def _due(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, str]]:
-        """The part of the learner's `tensors` that the engine is due, in whole units.
+        """Yield the part of the learner's `tensors` that the engine is due, in whole units.
 
-        `tensors` may leave units out; a unit that changed must be complete. Nothing is held longer than
-        its unit takes to complete.
+        `tensors` may leave units out; a unit that changed must be complete. A tensor is held only until its unit is
+        complete.
         """
         if not self._units:
             for _, unit_tensors in groupby(tensors, key=lambda pair: unit_of(pair[0])):
-                yield from _digested(dict(unit_tensors))
+                yield from _with_digests(dict(unit_tensors))
             return
         pending: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors:
@@ -164,23 +164,23 @@ class WeightLedger:
             members[name] = tensor
             if members.keys() < self._units[unit]:
                 continue
-            digested = _digested(pending.pop(unit))
+            digested = _with_digests(pending.pop(unit))
             if any(self._held.get(member) != value for member, _, value in digested):
                 yield from digested
         for unit, members in pending.items():
-            if any(self._held.get(member) != value for member, _, value in _digested(members)):
+            if any(self._held.get(member) != value for member, _, value in _with_digests(members)):
                 raise GuardStop(
                     f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - set(members)))}; "
                     "engines fuse such neighbours into one layer, so all of them must be sent together"
                 )
 
 
-def _digested(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, str]]:
+def _with_digests(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, str]]:
     return list(zip(tensors, tensors.values(), digests([*tensors.values()]), strict=True))
 
 
 def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str | None:
-    """Compare the `sent` tensors with what arrived, by digests: a message, or None when they are the same."""
+    """Compare the `sent` tensors with what arrived, by digests; return a message, or None when they are the same."""
     missing = sorted(sent.keys() - received.keys())
     extra = sorted(received.keys() - sent.keys())
     altered = sorted(name for name, value in received.items() if sent.get(name, value) != value)
@@ -189,7 +189,7 @@ def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str
     parts = (("never arrived", missing), ("arrived changed", altered), ("were never sent", extra))
     return (
         f"of {len(sent)} tensors "
-        + "; ".join(f"{len(names)} {what}: {_few(names)}" for what, names in parts if names)
+        + "; ".join(f"{len(names)} {fault}: {_few(names)}" for fault, names in parts if names)
         + ". The engine would sample from other weights than the learner's; nothing after this can be "
         "trusted. Check the engine's version and the transport of its weights"
     )
@@ -197,7 +197,7 @@ def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """The odd column weights of the fold [512], by the SplitMix64 sequence."""
+    """Return the odd column weights of the fold [512], by the SplitMix64 sequence."""
     mask, values = (1 << 64) - 1, []
     for i in range(1, _COLUMNS + 1):
         z = i * 0x9E3779B97F4A7C15 & mask
@@ -210,5 +210,5 @@ def _weights(device: torch.device) -> Tensor:
 
 def _few(names: Iterable[str]) -> str:
     listed = list(names)
-    rest = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(f"'{n}'" for n in listed[:3]) + rest
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(f"'{n}'" for n in listed[:3]) + more

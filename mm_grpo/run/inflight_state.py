@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 KEY = "ahead"
 MADE_AGAIN = (
-    "prompt", "kl", "advantages", "turn_advantages", "tail", "environment", "own", "times", "scoring",
+    "prompt", "kl", "advantages", "turn_advantages", "tail", "environment", "local_groups", "times",
+    "streamed_calls",
 )  # fmt: skip
 """Fields of a rollout, its groups and completions that are not kept with them."""
 Values = dict[str, Any]
@@ -95,7 +96,7 @@ def _rollout(
     ]
     groups = _groups(packed, step, collector, processor)
     own = {group.slot: group for one, group in zip(wanted, groups, strict=True) if is_own(one)}
-    return Rollout(**{**values, "sampled": groups if ranks.first else [], "own": own})
+    return Rollout(**{**values, "sampled": groups if ranks.first else [], "local_groups": own})
 
 
 def _packed_group(group: Group) -> Values:

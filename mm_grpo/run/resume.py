@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.inflight_state import pack_ahead
@@ -74,11 +73,6 @@ class RunState:
         self.step, self.extra, self.log = checkpoint.step, checkpoint.extra, checkpoint.log
         return self.step
 
-    def restore_order(self) -> None:
-        """Give the order of rows the state that it had."""
-        if isinstance(self.order, PassRateOrder):
-            self.order.restore(self.extra)
-
     def save(
         self, step: int, tokens_seen: int, finished: Callable[[], Mapping[int, Rollout]], *, due: bool
     ) -> Path | None:
@@ -93,7 +87,7 @@ class RunState:
             "tokens_seen": tokens_seen,
             **self.identity(),
             **self.evaluations.state(),
-            **(self.order.state() if isinstance(self.order, PassRateOrder) else {}),
+            **self.order.state(),
             **pack_ahead(finished(), self.ranks),
         }
         return self.checkpoints.save(step, extra, spared=best)

@@ -28,7 +28,9 @@ def summary_of(found: Evaluations, seconds: float, steps: int, stopped: str | No
     ends = [sets[first].score if first else None for sets in (before, after)]
     scores = dict(zip(("before", "after", "best"), [*ends, best.score if best else None], strict=True))
     details = (
-        {"before": before.get(first), "best": found.best_found, "after": after.get(first)} if first else {}
+        {"before": before.get(first), "best": best.evaluation if best else None, "after": after.get(first)}
+        if first
+        else {}
     )
     return {
         "headline": str(headline),

@@ -17,6 +17,7 @@ from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
+from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, WholeModel
@@ -27,43 +28,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SetResult:
-    """One set, or the rows of it that share a value: its evaluation, and pass@k by k where there is a mark to pass."""
+    """Evaluation of one set, or of its rows that share a value."""
 
     evaluation: Evaluation
     pass_at: Mapping[int, float] = field(default_factory=dict)
+    """pass@k by k, if the headline has a mark."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """All sets by name, and by the values of the column `by` in each; `sampling` is how they were answered."""
+    """Results of all sets by name, and by the values of the column `by` in each."""
 
     model: str
     headline: str
     sampling: Mapping[str, Any]
+    """Sampling options, number of completions and seed."""
     sets: Mapping[str, SetResult]
     by: str | None = None
     groups: Mapping[str, Mapping[str, SetResult]] = field(default_factory=dict)
     seconds: float = 0.0
     first: bool = True
+    """True on the process that has the results."""
 
 
 def evaluate_config(
     config: GRPOConfig,
-    found: RunCheckpoint | WholeModel,
+    model: RunCheckpoint | WholeModel,
     *,
     by: str | None = None,
     phase: Callable[[str], None] = lambda text: None,
     report: Callable[[str, int, int], None] | None = None,
 ) -> Results:
-    """Answer the evaluation sets of `config` with the model `found` (`model_to_evaluate`), and the blind controls that
-    `run.eval_blind` asks for.
+    """Answer the evaluation sets of `config` with a model (`model_to_evaluate`), and the blind controls of
+    `run.eval_blind`.
 
     `report` gets the name of a set, the rows that are answered and all rows; `phase` what begins. Every process of a
-    launcher calls it; `Results.first` says which one has the results. Raises UserError for what the user can mend.
+    launcher calls it. Raises UserError for faults of config, rows, rewards and model.
     """
     ranks = start(config.model.device, config.run.process_timeout)
-    tell: Callable[[str], None] = phase if ranks.first else lambda text: None
-    tell("reading the rows")
+    print_phase: Callable[[str], None] = phase if ranks.first else lambda text: None
+    print_phase("reading the rows")
     toolbox = toolbox_of(config, None, None)
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)
     headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
@@ -72,36 +76,37 @@ def evaluate_config(
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
     for name, rows in sets.items():
-        if by is not None and by not in (known := rows.columns):
-            hint = f"{did_you_mean(by, known)}They have {', '.join(known) or 'none'}"
+        if by is not None and by not in (columns := rows.columns):
+            hint = f"{did_you_mean(by, columns)}They have {', '.join(columns) or 'none'}"
             raise ConfigError(f"--by {by}: the rows of {name} have no such column. {hint}")
     evaluations = Evaluations(config, sets, headline, several_turns=toolbox is not None, controlled=None)
     if toolbox is not None:
-        columns = [c for rows in sets.values() for c in rows.columns]
-        toolbox.place(scorer.asking_for(("environment", "environments"), columns), processes=ranks.world)
-    scorer.conversational = next(iter(sets.values())).conversational
-    model = config.model if found.config is None else found.config.model
-    changed = config.model_copy(update={"model": model})
-    put = partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None
+        every_column = [column for rows in sets.values() for column in rows.columns]
+        toolbox.place(scorer.asking_for(("environment", "environments"), every_column), processes=ranks.world)
+    section = config.model if model.config is None else model.config.model
+    sampled_config = config.model_copy(update={"model": section})
+    put = partial(put_in, found=model) if isinstance(model, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
-    opened = open_sampler(changed, evaluations.datasets, scorer, toolbox, put_in=put, phase=tell)
+    opened = open_sampler(
+        sampled_config, evaluations.datasets, scorer, toolbox, put_in=put, phase=print_phase
+    )
     with opened as (prompt_builder, sampler):
         clock = time.perf_counter()
         if ranks.first:
-            scorer.start()
-        given = (prompt_builder, sampler, scorer, ranks)
-        for name, scored, control, kind in evaluations.rows(given, 0, report=report):
+            scorer.start(conversational=next(iter(sets.values())).conversational)
+        runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
+        for name, scored, control, kind in evaluations.rows(runner, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:
-                blind, split = rows_by(control, by), rows_by(scored, by)
+                blind = rows_by(control, by)
                 groups[name] = {
-                    value: _result(own, blind.get(value, []), kind, headline, repeats)
-                    for value, own in split.items()
+                    value: _result(value_rows, blind.get(value, []), kind, headline, repeats)
+                    for value, value_rows in rows_by(scored, by).items()
                 }
     sampling = {**vars(sampling_of(config)), "num_generations": repeats, "seed": config.run.seed}
     seconds = time.perf_counter() - clock
-    return Results(found.name, str(headline), sampling, results, by, groups, seconds, ranks.first)
+    return Results(model.name, str(headline), sampling, results, by, groups, seconds, ranks.first)
 
 
 def _result(

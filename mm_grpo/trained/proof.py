@@ -22,11 +22,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.health.checks import LIMITS
+from mm_grpo.health.checks import LIMITS, LogprobGap
 from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.lora import ADAPTER
 from mm_grpo.learner.quantization import nf4_options, run_exactly
-from mm_grpo.parity.gaps import Gap, gap_of
+from mm_grpo.parity.gaps import gap_of
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest
@@ -66,7 +66,7 @@ class Expected:
 class Proof:
     """The gap [nats] over some prompts, and what it was held against: the largest in float32, the mean in bfloat16."""
 
-    gap: Gap
+    gap: LogprobGap
     prompts: int
     limit: float
     dtype: str

@@ -41,8 +41,8 @@ def test_a_script_of_trl() -> None:
         "optim": {"updates_per_step": 2, "learning_rate": 1e-5, "warmup_steps": 40, "lr_scheduler_type": "cosine"},
         "run": {"dir": "runs/vlm", "eval_every": 20, "max_steps": 100, "save_every": 25, "trackers": ["wandb"]},
     }  # fmt: skip
-    assert set(found.left) == {"attn_implementation", "lora_dropout", "logging_steps"}
-    assert "write auto" in found.left["attn_implementation"]
+    assert set(found.omitted) == {"attn_implementation", "lora_dropout", "logging_steps"}
+    assert "write auto" in found.omitted["attn_implementation"]
 
 
 def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_what_trl_does_by_default_is_written_out() -> None:
     ],
 )
 def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str) -> None:
-    assert why in convert(given).left[key]
+    assert why in convert(given).omitted[key]
 
 
 def test_a_value_that_does_not_go_together_with_the_others_is_left_out() -> None:
     found = convert({"dataset_name": "a.jsonl", "delta": 1.1})
-    assert found.left["delta"].startswith("algorithm.delta = 1.1: ")
+    assert found.omitted["delta"].startswith("algorithm.delta = 1.1: ")
     assert found.values["algorithm"] == {} and found.values["data"] == {"train": "a.jsonl"}
 
 
@@ -124,7 +124,7 @@ def test_a_config_of_ms_swift() -> None:
     model = {"path": "Qwen/Q", "lora": lora, "dtype": "bfloat16", "freeze_vision": True}
     assert found.values["model"] == model and found.values["run"] == {"max_steps": 10}
     assert found.values["data"] == {"train": ["a.jsonl"]} and found.values["rewards"] == ["format"]
-    assert list(found.left) == ["rlhf_type"]
+    assert list(found.omitted) == ["rlhf_type"]
     full = convert({"rlhf_type": "grpo", "tuner_type": "full"}).values
     assert "lora" not in full["model"] and full["optim"]["learning_rate"] == 1e-5
 
@@ -157,11 +157,11 @@ def test_a_config_of_verl() -> None:
     assert found.values["algorithm"] == {"epsilon_high": 0.28}
     assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99}
     assert found.values["run"] == {"save_every": 20}
-    assert list(found.left) == [
+    assert list(found.omitted) == [
         "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.model.path",
         "trainer.total_epochs",
     ]  # fmt: skip
-    assert found.left["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
+    assert found.omitted["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
 
 
 def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:

@@ -87,15 +87,15 @@ def test_sources() -> None:
 def test_options_of_losses_and_features_have_defaults_and_bounds() -> None:
     made = config(algorithm={"loss_type": "sapo", "sapo_temperature_pos": 2.0}).algorithm
     assert (made.sapo_temperature_pos, made.sapo_temperature_neg) == (2.0, 1.05)
-    made = config(algorithm={"perception_coef": 0.1, "perception": {"mask_ratio": 0.5}}).algorithm
-    assert (made.perception.mask_ratio, made.perception.entropy_coef) == (0.5, 0.0)
+    made = config(algorithm={"perception_coef": 0.1, "perception_mask_ratio": 0.5}).algorithm
+    assert (made.perception_mask_ratio, made.perception_entropy_coef) == (0.5, 0.0)
     assert config(algorithm={"loss_type": "vespo", "vespo_k_neg": 0}).algorithm.vespo_k_neg == 0
     for algorithm, line in (
         ({"loss_type": "sapo", "vespo_k_pos": 1}, "vespo_k_pos = 1: is for loss_type = vespo"),
         ({"loss_type": "sapo", "sapo_temperature_neg": 0}, "sapo_temperature_neg = 0: must be a number > 0"),
         ({"loss_type": "vespo", "vespo_k_neg": -1}, "vespo_k_neg = -1: must be a number >= 0"),
-        ({"perception_coef": 0.1, "perception": {"mask_ratio": 1.5}}, "perception.mask_ratio = 1.5: must be"),
-        ({"perception": {"mask_ratio": 0.5}}, "perception: is for perception_coef > 0"),
+        ({"perception_coef": 0.1, "perception_mask_ratio": 1.5}, "perception_mask_ratio = 1.5: must be"),
+        ({"perception_mask_ratio": 0.5}, "perception_mask_ratio = 0.5: is for perception_coef > 0"),
     ):
         with pytest.raises(ConfigError, match=f"^algorithm.{line}"):
             config(algorithm=algorithm)
@@ -104,8 +104,8 @@ def test_options_of_losses_and_features_have_defaults_and_bounds() -> None:
 def test_former_options_of_the_loss_are_refused_with_their_new_names() -> None:
     former = {
         "sapo_temperature_pos": "sapo_temperature_pos", "vespo_lambda_neg": "vespo_lambda_neg",
-        "perception_mask_ratio": "perception.mask_ratio, and for credit algorithm.credit.mask_ratio",
-        "perception_entropy_coef": "perception.entropy_coef", "pgpo_tau": "credit.tau, with rule pgpo",
+        "perception_mask_ratio": "perception_mask_ratio",
+        "perception_entropy_coef": "perception_entropy_coef", "pgpo_tau": "credit.tau, with rule pgpo",
         "pgpo_beta": "credit.beta, with rule pgpo", "vppo_top_share": "credit.top_share, with rule vppo",
         "vppo_beta_min": "credit.beta_min, with rule vppo",
     }  # fmt: skip

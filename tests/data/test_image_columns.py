@@ -97,7 +97,7 @@ def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
 
 
 def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_check, "LOOKED_AT", 10)
+    monkeypatch.setattr(image_check, "SAMPLED_ROWS", 10)
     dataset = datasets.Dataset.from_list([row() for _ in range(35)])
     assert "(rows looked at: 9 of 35, from train row 0)" in refusal(dataset)
 

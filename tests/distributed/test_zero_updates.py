@@ -64,7 +64,7 @@ def matrix() -> list[Case]:
         )
         for stage in (0, 2)
     ]
-    perceived = {"perception_coef": 0.3, "perception": {"entropy_coef": 0.1}}
+    perceived = {"perception_coef": 0.3, "perception_entropy_coef": 0.1}
     cases.append(case("perception", set="apart", algorithm=perceived))
     cases.append(case("credit", set="uneven", algorithm={"credit": "pgpo"}))
     crops = {"twin_view": {"view": "crop", "coef": 500.0}}  # as large as the advantages

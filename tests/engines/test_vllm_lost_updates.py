@@ -152,4 +152,4 @@ def test_sound_updates_raise_no_alarm(models: dict[str, Path]) -> None:
     run = Run(models["qwen2_5_vl"], 1e-7)
     reports = [run.update(version) for version in range(1, UPDATES + 1)]
     assert [r.problem for r in reports if r.problem] == []
-    assert all((r.moved or 0) < 0.05 for r in reports)
+    assert all((r.move or 0) < 0.05 for r in reports)

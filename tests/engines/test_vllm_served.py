@@ -40,7 +40,7 @@ from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, wait
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
-from mm_grpo.rollout.served.protocol import RECEIVED, Limits, ask, model_sizes
+from mm_grpo.rollout.served.protocol import RECEIVED, ServerLimits, ask, model_sizes
 from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.requests import EngineRequest
@@ -81,7 +81,9 @@ class Half(Rig):
             [ServerClient(url, key=KEY, timeout=60) for url in urls],
             transfer or FileTransfer(timeout=60.0),
             self.processor,
-            limits=Limits(**{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}),
+            limits=ServerLimits(
+                **{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}
+            ),
             max_images=3,
         )
         self.engines.append(engine)
@@ -376,7 +378,7 @@ def test_two_ranks_that_lose_a_server_make_the_run_of_one(half: Half, tmp_path: 
             assert len(digests) > 90 and digests.items() <= learned.items()
     ended.set()
     killer.join()
-    assert "it is started anew" in half.said[0]
+    assert "it is restarted" in half.said[0]
     plan = SeedPlan(run_seed=0, prompts=PROMPTS, generations=GENERATIONS, attempts=1, max_steps=STEPS)
     for step in range(1, STEPS + 1):
         rows = rollouts_of(tmp_path / "killed", step)

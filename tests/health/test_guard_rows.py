@@ -11,7 +11,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.values import GuardName
 from mm_grpo.errors import GuardStop
 from mm_grpo.health.guards import Guards
-from mm_grpo.health.rows import rows_of
+from mm_grpo.health.rows import guard_rows
 from mm_grpo.rewards.resolve import resolve_entries
 
 HEALTHY = {
@@ -179,7 +179,7 @@ def test_a_guard_fires_at_the_step_and_with_the_action_that_its_row_says(
 def test_the_config_names_every_guard_and_no_other() -> None:
     of_one_moment = {"duplicate_completions", "logp_gap", "update_happens", "unread_images"}
     config = GRPOConfig.from_dict({"model": {"path": "m"}, "algorithm": {"beta": 0.1}})
-    rows = {row.name for row in rows_of(config, resolve_entries(EXACT))}
+    rows = {row.name for row in guard_rows(config)}
     assert rows | of_one_moment | {"sight_lost", "no_update"} == set(get_args(GuardName))
 
 

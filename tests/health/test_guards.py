@@ -13,7 +13,7 @@ from torch import Tensor
 from mm_grpo.errors import GuardStop
 from mm_grpo.health import apply_guard
 from mm_grpo.health.checks import (
-    SampledGap,
+    LogprobGap,
     copies_chance,
     duplicate_completions,
     finite_loss,
@@ -111,25 +111,25 @@ def test_the_limit_of_each_number_format() -> None:
 
 
 def test_a_gap_past_the_limit_is_named_with_its_values() -> None:
-    assert logp_gap(1e-3, 4e-2, 1e-3) is None
-    message = str(logp_gap(0.25, 1.5, 1e-3, "given completions of train:3"))
+    assert logp_gap(LogprobGap(1e-3, 4e-2, 8), 1e-3) is None
+    message = str(logp_gap(LogprobGap(0.25, 1.5, 8), 1e-3, "given completions of train:3"))
     for value in ("given completions of train:3", "0.25", "1.5", "0.001", "run.guards.logp_gap"):
         assert value in message
-    assert "nan" in str(logp_gap(math.nan, math.nan, 1e-3))
+    assert "nan" in str(logp_gap(LogprobGap(math.nan, math.nan, 8), 1e-3))
 
 
 @pytest.mark.parametrize(
     ("gap", "moved", "stopped"),
     [
-        (SampledGap(1e-3, 0.1), 0.0, False),  # of the learner's own weights: the limit alone
-        (SampledGap(1.1e-3, 0.1), 0.0, True),
-        (SampledGap(0.99, 2.0), 0.1, False),
-        (SampledGap(1.01, 2.0), 0.1, True),
-        (SampledGap(9.0, 9.0), math.inf, False),  # what the learner moved is not known
+        (LogprobGap(1e-3, 0.1, 8), 0.0, False),  # of the learner's own weights: the limit alone
+        (LogprobGap(1.1e-3, 0.1, 8), 0.0, True),
+        (LogprobGap(0.99, 2.0, 8), 0.1, False),
+        (LogprobGap(1.01, 2.0, 8), 0.1, True),
+        (LogprobGap(9.0, 9.0, 8), math.inf, False),  # what the learner moved is not known
     ],
 )
 def test_stale_samples_may_be_as_far_as_the_learner_moved(
-    gap: SampledGap, moved: float, stopped: bool
+    gap: LogprobGap, moved: float, stopped: bool
 ) -> None:
     assert (sampled_gap(gap, 1e-3, moved) is not None) == stopped
 

@@ -25,11 +25,11 @@ def conversation(
     made, legal = Conversation(start, processor), legal_tokens(processor)
     for turn in range(turns):
         ids = tuple(rng.choices(legal, k=rng.randint(1, 6)))
-        made.answered(Completion(ids, (0.0,) * len(ids), "", "stop", turn))
+        made.add_answer(Completion(ids, (0.0,) * len(ids), "", "stop", turn))
         if turn < turns - 1:
             pictures = rng.choices(shown, k=rng.choice([0, 1, 1, 2]))
             parts = ["seen " * rng.randrange(3), *(picture.image for picture in pictures), "end"]
-            made.observed(processor.observation([parts], row="a"), pictures)
+            made.add_observation(processor.observation([parts], row="a"), pictures)
     return made
 
 

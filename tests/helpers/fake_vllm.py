@@ -29,7 +29,7 @@ from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
-from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, GENERATE, INFO, NEEDED, RPC, Limits
+from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, ENDPOINTS, GENERATE, INFO, RPC, ServerLimits
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.weights import digest
@@ -293,7 +293,7 @@ class FakeVLLM:
     def control(self, path: str, body: Any, query: str) -> Any:
         fixed = {
             "/health": None,
-            "/openapi.json": {"paths": {path: {} for path in {*NEEDED} - set(self.missing)}},
+            "/openapi.json": {"paths": {path: {} for path in {*ENDPOINTS} - set(self.missing)}},
             "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
             "/get_world_size": {"world_size": self.count},
             INFO: {"weight_version": self.name},
@@ -440,7 +440,7 @@ def engine_of(
         [ServerClient(fake.url, key=key, timeout=5) for fake in fakes],
         transfer,
         Processor(),  # type: ignore[arg-type]
-        limits=Limits(**given),
+        limits=ServerLimits(**given),
         max_images=2,
         ranks=ranks,
     )

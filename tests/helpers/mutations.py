@@ -133,8 +133,8 @@ learner/linear_attention.py < learner/test_linear_attention.py
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
     * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
-    * budget | sampling.max_tokens - conversation.run_length) ==> sampling.max_tokens - conversation.run_length + 1)
-    * seeds by turn | self.seeds.of_turn(one.request.seed, turn) ==> self.seeds.of_turn(one.request.seed, 1)
+    * budget | sampling.max_tokens - conversation.run_length ==> sampling.max_tokens - conversation.run_length + 1
+    * seeds by turn | self.seeds.of_turn(request.seed, turn) ==> self.seeds.of_turn(request.seed, 1)
     * skipped check | require_answers([request], [answer], self.version()) ==> None
 rollout/conversation.py < rollout/test_turns.py
     * budget | len(self.start.token_ids) >= below: ==> len(self.start.token_ids) > below:
@@ -155,14 +155,14 @@ rollout/decode_cache.py < processors/test_families.py
 rollout/group_metrics.py < rollout/test_collect.py
     denominator | sum(kl) / max(completion_tokens(groups), 1) ==> sum(kl) / max(len(kl), 1)
     denominator | sum(faults.values()) / max(len(answers), 1) ==> sum(faults.values()) / len(completions)
-    wrong sample | fmean(stdev(r) if len(r) > 1 else 0.0 for r in known) ==> stdev(rewards) if len(rewards) > 1 else 0.0
+    wrong sample | fmean(stdev(r) if len(r) > 1 else 0.0 for r in values) ==> stdev(rewards if rewards[1:] else [0, 0])
 rollout/evaluate.py < rollout/test_evaluate.py
     denominator | sum(row.clipped for row in rows) / len(lengths) ==> sum(row.clipped for row in rows) / len(rows)
     denominator | length=fmean(lengths) if ==> length=sum(lengths) / len(rows) if
-    sign | [[fmean(own) - fmean(row.values)] ==> [[fmean(row.values) - fmean(own)]
+    sign | [[fmean(s) - fmean(row.values)] ==> [[fmean(row.values) - fmean(s)]
     bound | best is not None and score <= best.score) ==> best is not None and score < best.score)
 rollout/collect.py < rollout/test_collect.py trainer/test_dynamic_sampling.py rollout/test_turns.py ! slow
-    * seeds by attempt | slot, rollout.attempts) ==> slot, 0)
+    * seeds by attempt | self.seeds.group(step, slot, attempt) ==> self.seeds.group(step, slot, 0)
 rollout/vllm/requests.py < rollout/test_served_engine.py rollout/test_engine_limits.py rollout/test_seeds.py ! slow
     * seeds in a request | and last.seed + 1 == request.seed ==> and last.seed < request.seed
     * budget | if length + room > max_model_len: ==> if length + room > max_model_len + 1:
@@ -178,15 +178,15 @@ rollout/vllm/internals.py < rollout/test_vllm_handle.py
     not shared | parameter.data = part ==> parameter.data = part.clone()
     skipped check | raise failures[0] ==> pass
 rollout/served/plugin.py < rollout/test_served_transfer.py
-    * earlier run | self.account.factors = group, {} ==> self.account.factors = group, self.account.factors
-    * factors at rest | {name: held[name] for name in self.digests.keys() & held.keys()} ==> held
+    * earlier run | factors = init_info.group, {} ==> factors = init_info.group, self.account.factors
+    * factors at rest | {name: digests[name] for name in self.digests.keys() & digests.keys()} ==> digests
     * dropped adapter | self.finished, self.put = True, not self.factors ==> self.finished, self.put = True, True
 rollout/served/pool.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
-    * another version | if found != self.current: ==> if ":" not in found:
+    * another version | if weights != self.current: ==> if ":" not in weights:
     * another version | self._require(server, answer.weights) ==> self._require(server, str(self.current))
 rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served_engine.py ! slow
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
-    * another version | self.timeout))) == held ==> self.timeout)))[:8] == held[:8]
+    * another version | self.timeout))) == name ==> self.timeout)))[:8] == name[:8]
     missing clone | tensor.detach().to("cpu", copy=True).contiguous() ==> tensor.detach().to("cpu").contiguous()
     stale group | self._joined.pop(client.url, None) ==> pass
     dropped worker | if any(account.group != ==> if all(account.group !=
@@ -196,15 +196,15 @@ rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_fau
 rollout/pipeline.py < trainer/test_lockstep.py ! slow
     * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)
     * kept steps | if step <= self.learned + self.staleness) ==> if step < self.learned + self.staleness)
-parity/canary.py < parity/test_canary.py
-    * scale | * max(floor, *(float(scores.gap.mean()) for ==> * min(floor, *(float(scores.gap.mean()) for
+parity/fixed_completions.py < parity/test_fixed_completions.py
+    * scale | * max(floor, *(scores.gap.mean for ==> * min(floor, *(scores.gap.mean for
     * scale | self.rounding = max(floor, *( ==> self.rounding = min(floor, *(
     * count | + 1 if lost else 0 ==> + 1 if lost else self._unmoved.get(name, 0)
     * dropped check | return visible and torch.equal( ==> return torch.equal(
-    sign | difference = (now.engine - now.learner) - ( ==> difference = (now.engine - now.learner) + (
+    sign | error = now.difference - before ==> error = now.difference + before
     * dropped term | excess = abs(share) * size - len(move) * min( ==> excess = abs(share) * size - 0 * min(
-    * stale scores | for scores in (first, recent[0], recent[-1])} ==> for scores in (recent[-1],)}
-    * late lies | for scores in (first, recent[0], recent[-1])} ==> for scores in (first,)}
+    * stale scores | earlier = (self._first(name), recent[0], recent[-2]) ==> earlier = (recent[-2],)
+    * late lies | earlier = (self._first(name), recent[0], recent[-2]) ==> earlier = (self._first(name),)
 rollout/vllm/read_back.py < rollout/test_read_back.py
     wrong axis | .apply(layer, rows, None).t()) ==> .apply(layer, rows, None))
     off by one | rows[:, start:].fill_diagonal_(1) ==> rows[:, :].fill_diagonal_(1)
@@ -212,18 +212,18 @@ rollout/vllm/adapters.py < engines/test_vllm_adapters.py
     * dropped check | digest(buffer.contiguous() if differs else factor) ==> digest(factor)
 parity/sync.py < parity
     * scale | min(self.limit, self._history.gap_limit) ==> self.limit
-    * wrong prompt | [group.prompt, *others[:1]], ==> [group.prompt],
+    * wrong prompt | [group.prompt, *other_prompts[:1]], ==> [group.prompt],
     * staleness | (self.version - version) * farthest ==> farthest
-    threshold | and gap.mean > moved / 2: ==> and gap.mean > moved * 2:
+    threshold | and gap.mean > move / 2: ==> and gap.mean > move * 2:
 health/checks.py < health/test_guards.py
-    * bound | max(limit, FOLLOWED * moved) ==> max(limit, moved)
+    * bound | max(limit, MAX_GAP_PER_MOVE * move) ==> max(limit, move)
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     wrong axis | image.resize((width, height) ==> image.resize((height, width)
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
     another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
-    skipped check | following == found and all(found): ==> following == found:
+    skipped check | following == current and all(current): ==> following == current:
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
     skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:

@@ -14,13 +14,19 @@ import mm_grpo
 
 ROOT = Path(mm_grpo.__file__).parent
 EXAMPLES = ROOT.parent / "examples"
-BARE = frozenset(
-    "found own each one given made held known kept asked done said taken left wanted planned counted sent seen read "
-    "written drawn moved ended begun shown named tried every other others both some these those what which theirs ours "
-    "mine it them whole rest most least ever alone apart beside".split()
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+BARE = words(
+    """found own each one given made held known kept asked done said taken left wanted planned counted sent seen read
+    written drawn moved ended begun shown named tried every other others both some these those what which theirs ours
+    mine it them whole rest most least ever alone apart beside"""
 )
 """Participles and pronouns: as a name they say that something is, not what."""
-OPENINGS = frozenset("What Whether Those One Of How None".split())
+OPENINGS = words("What Whether Those One Of How None")
 """First words of a docstring that does not say what the function does."""
 NAMES, OPENING_SHARE = 0.010, 0.025
 """Largest share of assigned names that are bare, and of docstrings with such an opening."""
@@ -28,11 +34,16 @@ WORDS = {r"\swhere\s": 1.5, r"\sthose\s": 0.8, r",\sfor\s": 0.2}
 """Most occurrences in 1,000 words of docstrings: a condition is said with "if" or "when", a reason with "because"."""
 SPINE_LINES, SPINE_COMMENTS = 5_600, 0.02
 """Most lines of the spine, and the least share of them that are comments, which stand at traps."""
-FEATURES = "perception twin credit top_entropy sight pass_rate environment toolbox openenv adapter".split()
-PUBLIC = {"trainer": ("environment_factory", "save_adapter"), "rollout/engine": ("adapter",), "parity/sync": ("adapter",)}
+FEATURES = words("perception twin credit top_entropy sight pass_rate environment toolbox openenv adapter")
+PUBLIC = {
+    "trainer": ("environment_factory", "save_adapter"),
+    "rollout/engine": ("adapter",),
+    "parity/sync": ("adapter",),
+    "learner/learner": ("adapter",),
+}
 """Names of the public API, and the word of the engine's interface, that a file of the spine may hold."""
-ANNEXES = frozenset(
-    "environments run trained pages preflight cli testing migrate user_code hub terminal health import_path files".split()
+ANNEXES = words(
+    """environments run trained pages preflight cli testing migrate user_code hub terminal health import_path files"""
 )
 """Parts of the package that the spine does not import."""
 

@@ -90,8 +90,8 @@ def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
         : after.index(processor.tokenizer.eos_token_id) + 1
     ]  # in some templates with a space before it
     made = Conversation(start, processor)
-    made.answered(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
-    made.observed(processor.observation(parts, row="a"), pictures)
+    made.add_answer(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
+    made.add_observation(processor.observation(parts, row="a"), pictures)
     assert made.prompt.token_ids == whole.token_ids
     assert torch.equal(made.prompt.position_ids, whole.position_ids)
     assert made.prompt.vision.keys() == whole.vision.keys()

@@ -109,8 +109,8 @@ def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int
 @pytest.mark.parametrize(
     ("packs", "algorithm"),
     [
-        (4096, {"credit": {"rule": "pgpo", "mask_ratio": 0.9}}),
-        (70, {"credit": {"rule": "vppo", "mask_ratio": 0.5}, "loss_type": "grpo"}),
+        (4096, {"credit": "pgpo", "perception_mask_ratio": 0.9}),
+        (70, {"credit": "vppo", "loss_type": "grpo", "perception_mask_ratio": 0.5}),
     ],
 )
 def test_the_gradient_is_that_of_plain_autograd(
@@ -121,8 +121,7 @@ def test_the_gradient_is_that_of_plain_autograd(
     config = config_for(path, **changes)
     forward = _forward_of(path, config)
     groups = rows_of(path, forward)
-    assert config.algorithm.credit is not None
-    controls = after_masked(path, groups, config.algorithm.credit.mask_ratio)
+    controls = after_masked(path, groups, config.algorithm.perception_mask_ratio)
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
     theirs, weights = oracle(path, groups, controls, config.algorithm, forward)
     assert_alike(ours, theirs)
@@ -212,7 +211,10 @@ def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
         ("loss_type", {"loss_type": "gmpo"}),
         ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
         ("credit", {"credit": "prpo"}),
-        ("credit = {'rule': 'pgpo', 'beta_min': 0.5}: has", {"credit": {"rule": "pgpo", "beta_min": 0.5}}),
+        (
+            "credit = {'rule': 'pgpo', 'beta_min': 0.5}: must have",
+            {"credit": {"rule": "pgpo", "beta_min": 0.5}},
+        ),
         ("credit.tau", {"credit": {"rule": "pgpo", "tau": 1.5}}),
     ],
 )

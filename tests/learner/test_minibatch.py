@@ -10,9 +10,9 @@ import torch
 from helpers import tiny
 from helpers.steps import config_for
 
-from mm_grpo.algorithm.correction import Mode
 from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import AlgorithmConfig
+from mm_grpo.config.sections import CorrectionMode
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
 from mm_grpo.learner.minibatch import (
@@ -145,7 +145,7 @@ def test_the_share_that_the_off_policy_mask_drops_by_hand() -> None:
     assert "sampling/off_policy_ratio" not in unmasked.metrics()
 
 
-MODES: list[dict[str, Any]] = [{"importance_sampling_mode": mode} for mode in get_args(Mode)]
+MODES: list[dict[str, Any]] = [{"importance_sampling_mode": mode} for mode in get_args(CorrectionMode)]
 
 
 @pytest.mark.parametrize("fields", [*({"loss_type": name} for name in LOSSES), *MODES], ids=str)

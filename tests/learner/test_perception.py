@@ -24,7 +24,7 @@ from mm_grpo.learner.features.perception import Perception, masked_prompt
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
-TERM = {"perception_coef": 0.3, "perception": {"entropy_coef": 0.1, "mask_ratio": 0.5}}
+TERM = {"perception_coef": 0.3, "perception_entropy_coef": 0.1, "perception_mask_ratio": 0.5}
 
 
 def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str, Tensor], float, float]:
@@ -39,14 +39,14 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
         logp = plain_logp(model, config, media, group, c)[0]
         loss = -weight * advantage * torch.exp(logp - logp.detach()).sum()  # on policy nothing is clipped
         if group.prompt.vision:
-            ratio, seed = algorithm.perception.mask_ratio, group.completions[0].seed
+            ratio, seed = algorithm.perception_mask_ratio, group.completions[0].seed
             prompt = masked_prompt(processor, group.prompt, ratio, seed)
             other = Group(group.slot, prompt, group.completions)
             masked = plain_logp(model, config, media, other, c)[0]
             ratio_of = torch.exp(masked - logp)  # far from the bounds here
             kl = ratio_of - torch.log(ratio_of) - 1
             loss = loss - algorithm.perception_coef * weight * kl.sum()
-            loss = loss - algorithm.perception.entropy_coef / tokens * (logp + masked).sum()
+            loss = loss - algorithm.perception_entropy_coef / tokens * (logp + masked).sum()
             kls += kl.tolist()
         total = total + loss
     total.backward()

@@ -32,7 +32,7 @@ def test_its_log_probs_are_the_teachers_own(models: dict[str, Path], teacher: Pa
     model = load(models["qwen2_5_vl"])
     model.model.visual.requires_grad_(False)
     learner, groups = made(models["qwen2_5_vl"], teacher, model, optim={"updates_per_step": 2})
-    learner._keep_features(2)
+    learner._keep_image_features(2)
     assert learner.module.features is not None
     found = learner.reference_logprobs([(g.prompt, g.completions) for g in groups])
     own, media = load(teacher), sorted(learner.processor.media_token_ids)

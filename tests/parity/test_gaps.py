@@ -16,10 +16,11 @@ from helpers.fake_engines import FakeRemoteEngine
 from mm_grpo import GRPOConfig
 from mm_grpo.build import build_engine
 from mm_grpo.errors import DataError, GuardStop
+from mm_grpo.health.checks import LogprobGap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
-from mm_grpo.parity import canary
-from mm_grpo.parity.gaps import Gap, check_start, compare, first_with_image, gap_of, past_limit
+from mm_grpo.parity import fixed_completions
+from mm_grpo.parity.gaps import check_start, compare, first_with_image, gap_of, past_limit
 from mm_grpo.parity.sync import SyncReport, VerifiedSync, stale_samples
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of
@@ -147,16 +148,16 @@ def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> No
 
 
 def test_new_samples_of_older_weights_show_against_the_noise() -> None:
-    def said(mean: float, moved: float, noise: float = 1e-6) -> str | None:
-        return stale_samples(Gap(mean, mean, 8), moved, noise, 1e-3, "new samples for r:0")
+    def message(mean: float, move: float, noise: float = 1e-6) -> str | None:
+        return stale_samples(LogprobGap(mean, mean, 8), move, noise, 1e-3, "new samples for r:0")
 
-    assert said(1e-6, 1e-4) is None  # followed
-    assert said(1e-4, 1e-4) is not None  # still the old weights, though far below the limit
-    assert "moved the learner's log-probs by 0.0001 per token" in str(said(1e-4, 1e-4))
-    assert said(5e-6, 5e-6) is None  # such a move cannot be told from noise
-    assert said(3e-5, 5e-5, noise=1e-5) is None
-    assert "the limit is 0.001" in str(said(2e-3, 0.0))
-    assert said(math.nan, 0.0) is not None
+    assert message(1e-6, 1e-4) is None  # followed
+    # still the old weights, though far below the limit
+    assert "moved the learner's log-probs by 0.0001 per token" in str(message(1e-4, 1e-4))
+    assert message(5e-6, 5e-6) is None  # such a move cannot be told from noise
+    assert message(3e-5, 5e-5, noise=1e-5) is None
+    assert "the limit is 0.001" in str(message(2e-3, 0.0))
+    assert message(math.nan, 0.0) is not None
 
 
 # a sound engine ------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ def test_a_sound_engine_passes_and_sends_every_tensor(models: dict[str, Path]) -
     both = Both(models["qwen3_vl"])
     names = dict(both.learner.named_tensors())
     first = both.step(1)
-    assert first.problem is None and first.moved is not None and first.moved > 1e-3
+    assert first.problem is None and first.move is not None and first.move > 1e-3
     assert first.score is not None and first.score.max < 1e-5
     assert first.probe is not None and first.probe.max < 1e-5
     assert first.tensors == len(names)
@@ -177,7 +178,7 @@ def test_a_sound_engine_passes_and_sends_every_tensor(models: dict[str, Path]) -
 
 def test_what_both_sides_round_differently_is_no_stale_engine(models: dict[str, Path]) -> None:
     """Rare tokens have large log-probs, and in bfloat16 a large rounding, which no sampled token shows."""
-    moved = Both(models["qwen2_vl"]).step(1).moved
+    moved = Both(models["qwen2_vl"]).step(1).move
     assert moved is not None and moved > 1e-3
     both = Both(models["qwen2_vl"])
     both.sync.limit, score = 1.0, both.engine.score
@@ -218,7 +219,7 @@ def test_weights_that_arrive_and_are_not_loaded_stop_the_run(models: dict[str, P
 
 def test_lost_updates_count_in_a_row(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16, where an update that moves the learner is not always seen at once."""
-    monkeypatch.setitem(canary.UNMOVED_UPDATES, "bfloat16", 2)
+    monkeypatch.setitem(fixed_completions.UNMOVED_UPDATES, "bfloat16", 2)
     both = Both(models["qwen2_vl"], dtype=torch.bfloat16)
     for version, fault in enumerate(("no load", "", "no load"), 1):
         both.engine.fault = fault  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from mm_grpo.algorithm.advantages import Objective, gdpo
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.rewards import Scorer, get, reward
 from mm_grpo.rewards.options import RewardOptions
-from mm_grpo.rollout.collect import compute_advantages, with_scores
+from mm_grpo.rollout.scored_groups import compute_advantages, with_scores
 from mm_grpo.types import Completion, Group, Turn
 
 TEXTS = "abcd"

@@ -34,10 +34,10 @@ def checked(scorer):
 def begun(one, batch, order, columns=(), step=1):
     """Scores of a batch whose completions came in that order."""
     prompts, completions = batch
-    early = one.begin(len(prompts), columns, step)
+    streamed_calls = one.begin(len(prompts), columns, step)
     for row in order:
-        early.add(row, prompts[row], completions[row])
-    return one.score(prompts, completions, step, early)
+        streamed_calls.add(row, prompts[row], completions[row])
+    return one.score(prompts, completions, step, streamed_calls)
 
 
 async def judged(completion, kind, log_extra, log_metric, trainer_state):
@@ -114,16 +114,16 @@ def test_calls_are_made_before_the_others_are_there(rows, checked, tmp_path):
 
     one = checked({"name": noted, "as": "noted"}, apart, last)
     prompts, completions = rows(["p", "q", "r"])
-    early = one.begin(3, (), 1)
-    early.add(1, prompts[1], completions[1])
+    streamed_calls = one.begin(3, (), 1)
+    streamed_calls.add(1, prompts[1], completions[1])
     until(lambda: called == ["q"] and (tmp_path / "q").exists())
-    early.add(0, prompts[0], completions[0])
+    streamed_calls.add(0, prompts[0], completions[0])
     until(lambda: called == ["q", "p"] and (tmp_path / "p").exists())
     assert (
         later == []
     )  # a plain function is not called from two threads, nor while the engine works in its own
-    early.add(2, prompts[2], completions[2])
-    scores = one.score(prompts, completions, 1, early)
+    streamed_calls.add(2, prompts[2], completions[2])
+    scores = one.score(prompts, completions, 1, streamed_calls)
     assert scores.totals == [3.0] * 3
     assert later == [(threading.current_thread(), text) for text in "pqr"]
     assert 0 < scores.metrics["time/reward/touch"] < 20 and scores.metrics["time/reward/noted"] < 1
@@ -136,12 +136,12 @@ def test_a_timeout_counts_from_the_last_completion(rows, checked):
     one.start()
     prompts, completions = rows(["wait 0", "wait 600", "wait 0"])
     one.score(prompts[:1], completions[:1], 1)  # workers have started
-    early = one.begin(3, (), 1)
+    streamed_calls = one.begin(3, (), 1)
     for row in (0, 1):
-        early.add(row, prompts[row], completions[row])
+        streamed_calls.add(row, prompts[row], completions[row])
     time.sleep(0.7)
-    early.add(2, prompts[2], completions[2])
-    scores = one.score(prompts, completions, 1, early)
+    streamed_calls.add(2, prompts[2], completions[2])
+    scores = one.score(prompts, completions, 1, streamed_calls)
     assert [part is None for part in scores.parts["apart"]] == [False, True, False]
     assert (scores.metrics["rewards/apart/timeouts"], scores.metrics["rewards/apart/errors"]) == (1, 0)
 
@@ -149,15 +149,16 @@ def test_a_timeout_counts_from_the_last_completion(rows, checked):
 def test_what_fails_early_stops_the_run_when_all_are_there(rows, checked):
     batch = rows(["a", "opaque", "c"])
     one = checked(isolated("behave"))
-    early = one.begin(3, (), 1)
-    early.add(1, batch[0][1], batch[1][1])
-    calls = early.calls["apart"].running["apart"]
-    until(lambda: calls._failed)
-    early.add(0, batch[0][0], batch[1][0])
-    early.add(2, batch[0][2], batch[1][2])
+    streamed_calls = one.begin(3, (), 1)
+    streamed_calls.add(1, batch[0][1], batch[1][1])
+    until(lambda: streamed_calls.runners["apart"]._stopped)
+    streamed_calls.add(0, batch[0][0], batch[1][0])
+    streamed_calls.add(2, batch[0][2], batch[1][2])
     with fails("reward 'apart', on row 'row:1' with the completion 'opaque', raised"):
-        one.score(*batch, 1, early)
-    assert early.over and begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0  # and it goes on
+        one.score(*batch, 1, streamed_calls)
+    assert (
+        streamed_calls.over and begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0
+    )  # and it goes on
 
 
 def test_calls_that_nobody_waits_for_are_ended(rows, checked):
@@ -175,11 +176,11 @@ def test_calls_that_nobody_waits_for_are_ended(rows, checked):
     until(lambda: len(workers()) == 2)
     started = workers()
     prompts, completions = rows(["loop", "b"])
-    early = one.begin(2, (), 1)
-    early.add(0, prompts[0], completions[0])
+    streamed_calls = one.begin(2, (), 1)
+    streamed_calls.add(0, prompts[0], completions[0])
     until(lambda: one._pools["apart"].flying)
     assert one.begin(2, (), 1) is None  # one batch at a time
-    early.abandon()
+    streamed_calls.abandon()
     assert cancelled == ["loop"]
     until(lambda: len(set(started) & set(workers())) == 1)  # without the one that was at the call
     assert one.begin(2, (), 1) is not None
@@ -192,6 +193,6 @@ def test_where_nothing_can_begin_early(rows, checked):
     unchecked = Scorer([judged])
     assert unchecked.streams and unchecked.begin(3, (), 1) is None
     one = checked({"name": gated, "as": "g"})
-    early = one.begin(3, (), 1)
+    streamed_calls = one.begin(3, (), 1)
     with pytest.raises(ValueError, match="1 completions where 3 were begun"):
-        one.score(*rows("a"), 1, early)
+        one.score(*rows("a"), 1, streamed_calls)

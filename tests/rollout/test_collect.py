@@ -13,8 +13,8 @@ from mm_grpo.config import AlgorithmConfig
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.scorer import Scores
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.rollout.collect import compute_advantages, has_zero_std, with_scores
 from mm_grpo.rollout.group_metrics import group_metrics, turn_metrics
+from mm_grpo.rollout.scored_groups import compute_advantages, has_zero_std, with_scores
 from mm_grpo.types import Completion, Group, Turn
 
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,9 +19,9 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.streaming_rewards import StreamedCalls
-from mm_grpo.rollout.collect import begin_scoring, sample
-from mm_grpo.rollout.engine import BatchStream, Request, RolloutEngine, Sampling, requests_for
-from mm_grpo.rollout.prompts import StepPrompts
+from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts
+from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.transformers_engine import TransformersStream
 from mm_grpo.types import Completion
 
@@ -68,24 +69,28 @@ def test_a_run_with_rewards_that_begin_early_is_the_run_without(
     assert len(ended) == len(called) and before[0] == 0 and before[-1] >= len(ended) - 3
 
 
-def test_what_was_begun_is_given_up_and_several_processes_begin_nothing(models: dict[str, Path]) -> None:
+def test_an_engine_that_fails_ends_streamed_calls_and_several_processes_begin_none(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken:
-        def stream(self) -> BatchStream:
-            return BatchStream(self.generate)
-
         def generate(self, requests: Sequence[Request]) -> list[Completion]:
             raise ConnectionError
 
     async def reward(completion: str) -> float:
         return 1.0
 
-    scorer, engine = Scorer([reward]), cast("RolloutEngine", Broken())
+    scorer, builder = Scorer([reward]), cast("PromptBuilder", None)
     scorer.check([])
     prompt = load_processor(str(models["qwen2_5_vl"])).prompt(tiny.sample("r:0", "what"))
-    asked = StepPrompts([1], [prompt], 0)
-    scoring = begin_scoring(scorer, asked, 2, 1, Ranks())
+    calls: list[StreamedCalls] = []
+    abandon = StreamedCalls.abandon
+    monkeypatch.setattr(
+        StreamedCalls, "abandon", lambda streamed: calls.append(streamed) or abandon(streamed)
+    )
+    runner = RolloutRunner(builder, Broken(), scorer, Ranks())
     with pytest.raises(ConnectionError):
-        sample(engine, requests_for([prompt], [range(2)], Sampling(1)), scoring, version=0)
-    assert scoring is not None and scoring.over
-    assert begin_scoring(scorer, asked, 2, 1, Ranks(0, 2)) is None
+        runner.sample(StepPrompts([1], [prompt], 0), [range(2)], Sampling(1), 1, "rollout", version=0)
+    assert len(calls) == 1 and calls[0].over
+    assert runner.begin_scoring([prompt], 2, 1) is not None
+    assert replace(runner, ranks=Ranks(0, 2)).begin_scoring([prompt], 2, 1) is None
     scorer.close()

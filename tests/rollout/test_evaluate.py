@@ -178,7 +178,7 @@ def test_chunks_change_nothing(
         monkeypatch.setattr(evaluate, "CHUNK", chunk)
         rows, done = list[tuple[int, str]](), list[int]()
         trainer.evaluations.answer(
-            (trainer.prompt_builder, trainer.sampler, trainer.scorer, trainer.ranks),
+            trainer.runner,
             0,
             keep=lambda name, blind, groups, rows=rows: rows.extend(
                 (g.slot, g.completions[0].text) for g in groups

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_thread_that_makes_prompts_computes_alone_and_no_other_does(processor:
         found.append(torch.get_num_threads())
         return sample
 
-    prefetcher = Prefetcher(processor, 2, noted)
+    prefetcher = Prefetcher(processor, 2, SimpleNamespace(prepare=noted, same_thread=False))
     data = dataset(rows(4))
     waits = [prefetcher.begin(data, row) for row in range(4)]
     for wait in waits:

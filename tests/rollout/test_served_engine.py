@@ -30,7 +30,7 @@ from mm_grpo.build import build_engine
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.rollout.engine import ReplicaLost, Request, Sampling
 from mm_grpo.rollout.served import pool
-from mm_grpo.rollout.served.protocol import NEEDED
+from mm_grpo.rollout.served.protocol import ENDPOINTS
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.types import Completion
 
@@ -312,7 +312,7 @@ OTHER = {"model_type": "other", "text_config.hidden_size": 64}
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"missing": (NEEDED[0],)}, NEEDED[0]),
+        ({"missing": (ENDPOINTS[0],)}, ENDPOINTS[0]),
         ({"max_model_len": 50}, r"rollout\.vllm\.max_model_len"),
         ({"model": OTHER}, r"another model: its text_config\.hidden_size is 64"),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),

@@ -196,7 +196,7 @@ def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
         os.kill(first[0], signal.SIGKILL)
         until(lambda: len(started(tmp_path / "pids")) == 4 and server.ready)
         assert server.url == url and gone(first)  # its worker too
-        assert len(said) == 1 and f"{url} was ended by SIGKILL" in said[0] and "started anew" in said[0]
+        assert len(said) == 1 and f"{url} was ended by SIGKILL" in said[0] and "restarted" in said[0]
         fake(monkeypatch, tmp_path / "pids", "broken")
         os.kill(started(tmp_path / "pids")[2], signal.SIGKILL)
         until(lambda: len(said) == 1 + launch.RESTARTS)

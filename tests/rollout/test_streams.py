@@ -144,12 +144,12 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
         return run(ids, positions, mask, *rest)
 
     for i, (talk, answer) in enumerate(zip(talks, first, strict=True)):
-        talk.answered(answer)
+        talk.add_answer(answer)
         shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
             : i + 1 if i < 2 else 0
         ]
         text = setup.processor.observation([[p.image for p in shown] + ["seen"]], row="r")
-        assert talk.observed(text, shown) is not None
+        assert talk.add_observation(text, shown) is not None
         follows = Follows(i, shown) if follow else None
         numbers.append(stream.add_request(Request(talk.prompt, 100 + i, Sampling(8)), follows))
     with patch.object(setup.engine, "hidden_states", noted):

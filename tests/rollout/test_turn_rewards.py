@@ -20,7 +20,7 @@ from mm_grpo.environments.session import CallResult
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.environments.worker import packed_answer, unpacked_answer
 from mm_grpo.errors import ConfigError, RewardError, ToolError
-from mm_grpo.rollout.collect import advantage_fields, has_zero_std
+from mm_grpo.rollout.scored_groups import advantage_fields, has_zero_std
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
 SMALL = {

@@ -349,7 +349,7 @@ def test_tokens_that_are_tokenized_again_are_caught(begun: Any, monkeypatch: pyt
         processor, "extended", lambda prompt, ids, pictures: real(prompt, again(ids), pictures)
     )
     with pytest.raises(GuardStop, match="train:0: turn 1 changed tokens that were there before it"):
-        conversation.answered(answer_of(merged))
+        conversation.add_answer(answer_of(merged))
 
 
 def other_tokens(made: Prompt) -> Prompt:
@@ -363,11 +363,11 @@ def other_positions(made: Prompt) -> Prompt:
 @pytest.mark.parametrize("change", [other_tokens, other_positions])
 def test_a_prompt_that_changes_is_caught(begun: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     processor, conversation = begun
-    conversation.answered(answer_of([50, 60]))
+    conversation.add_answer(answer_of([50, 60]))
     real = processor.extended
     monkeypatch.setattr(processor, "extended", lambda *given: change(real(*given)))
     with pytest.raises(GuardStop, match="changed tokens that were there before it"):
-        conversation.observed([50], ())
+        conversation.add_observation([50], ())
 
 
 def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, Path]) -> None:

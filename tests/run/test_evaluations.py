@@ -92,9 +92,9 @@ def test_metrics_and_summary_have_the_blind_control_and_the_gap(finished: tuple[
 def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path) -> None:
     made = trainer(models["qwen2_vl"], tmp_path / "run", run={"eval_blind": "removed", "max_steps": 1})
     kept: list[tuple[str | None, Any]] = []
-    parts = (made.prompt_builder, made.sampler, made.scorer, made.ranks)
+
     found = made.evaluations.answer(
-        parts, 0, keep=lambda n, blind, groups: kept.extend((blind, g) for g in groups)
+        made.runner, 0, keep=lambda n, blind, groups: kept.extend((blind, g) for g in groups)
     )
     made.close()
     prompts = {(blind, g.slot): g.prompt for blind, g in kept}

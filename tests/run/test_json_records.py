@@ -49,8 +49,8 @@ def test_a_conversation_outlives_a_checkpoint() -> None:
     ahead = unpack_ahead(kept, collector, processor, Ranks())
     found = ahead[4]
     assert (found.attempts, found.metrics, found.zero_std_slots) == (2, {"x": 1.5}, [3])
-    assert found.sampled[0] == first and found.own[0] is found.sampled[1]
-    own = found.own[0]
+    assert found.sampled[0] == first and found.local_groups[0] is found.sampled[1]
+    own = found.local_groups[0]
     assert (own.rewards, own.extra) == ((1.0, None), {"e": [None, 3]})
     assert {name: getattr(own, name) for name in scores} == scores
     again, other = own.completions

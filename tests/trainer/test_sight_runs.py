@@ -54,7 +54,7 @@ def test_it_changes_no_update_and_0_leaves_it_out(models: dict[str, Path], tmp_p
 def test_the_perception_term_of_a_run_and_a_run_that_has_nothing_to_mask(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
-    term = {"perception_coef": 0.5, "perception": {"entropy_coef": 0.1}}
+    term = {"perception_coef": 0.5, "perception_entropy_coef": 0.1}
     config = config_for(models["qwen2_vl"], tmp_path / "r", algorithm=term, run={"max_steps": 2})
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "r")

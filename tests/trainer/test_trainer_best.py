@@ -31,7 +31,7 @@ def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
     """Step 2 is the best, and checkpoints are due every fourth."""
 
     def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = ACCURACIES[given[5]]
+        score = ACCURACIES[given[3]]
         return [RowScores(0, [score], [score], {}, [1], 0, {})]
 
     monkeypatch.setattr(evaluations, "answer_rows", answered)
@@ -82,7 +82,7 @@ def test_the_best_is_kept_over_a_resume(
     sets = iter(range(1000))
 
     def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = ACCURACIES[given[5]] if next(sets) % 2 == 0 else 1.0
+        score = ACCURACIES[given[3]] if next(sets) % 2 == 0 else 1.0
         return [RowScores(0, [score], [score], {}, [1], 0, {})]
 
     monkeypatch.setattr(evaluations, "answer_rows", answered)
@@ -110,7 +110,7 @@ def test_the_saved_model_is_the_best_and_the_trainer_s_the_last(
     """Collapses after step 2."""
 
     def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = 0.9 if given[5] == 2 else 0.1
+        score = 0.9 if given[3] == 2 else 0.1
         return [RowScores(0, [score], [score], {}, [1], 0, {})]
 
     monkeypatch.setattr(evaluations, "answer_rows", answered)

@@ -12,8 +12,6 @@ To add one, write a file with a subclass and a line in `FEATURES`. A user's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.import_path import load_named
@@ -25,23 +23,24 @@ from mm_grpo.learner.features.twin_view import TwinView
 
 __all__ = ["FEATURES", "FeaturePack", "LossFeature", "feature_classes"]
 
-FEATURES: tuple[tuple[type[LossFeature], Callable[[AlgorithmConfig], bool]], ...] = (
-    (TopEntropy, lambda algorithm: algorithm.top_entropy_quantile < 1),
-    (Credit, lambda algorithm: algorithm.credit is not None),
-    (Perception, lambda algorithm: algorithm.perception_coef > 0),
-    (TwinView, lambda algorithm: algorithm.twin_view is not None),
-)
-"""The features and when a config asks for each, in the order in which they act."""
+FEATURES: dict[str, type[LossFeature]] = {
+    "top_entropy_quantile": TopEntropy,
+    "credit": Credit,
+    "perception_coef": Perception,
+    "twin_view": TwinView,
+}
+"""The features in the order in which they act, each with the field of `algorithm` that turns it on."""
 
 
 def feature_classes(algorithm: AlgorithmConfig) -> list[type[LossFeature]]:
-    """Return the features that the config asks for; the user's own act last. Raise ConfigError for a wrong address."""
-    classes = [feature for feature, is_on in FEATURES if is_on(algorithm)]
+    """Return the features whose field is not at its default, then the user's. Raise ConfigError for a wrong address."""
+    fields = AlgorithmConfig.model_fields
+    classes = [kind for name, kind in FEATURES.items() if getattr(algorithm, name) != fields[name].default]
     for address in algorithm.features:
-        feature = load_named(address, "algorithm.features", ConfigError)
-        if not (isinstance(feature, type) and issubclass(feature, LossFeature)):
+        kind = load_named(address, "algorithm.features", ConfigError)
+        if not (isinstance(kind, type) and issubclass(kind, LossFeature)):
             raise ConfigError(
                 f"algorithm.features = {address!r}: must be a subclass of mm_grpo.learner.features.LossFeature"
             )
-        classes.append(feature)
+        classes.append(kind)
     return classes

@@ -64,8 +64,6 @@ class LossFeature:
     """Rows that `added_rows` adds to a pack for each of the pack's own, at most."""
     extra_passes: ClassVar[int] = 0
     """Passes without gradients that `begin_update` makes over the prompts of the update."""
-    needs_old_logprobs: bool = False
-    """True if `weigh` needs log-probs of the policy at the step's start for the first minibatch too."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.algorithm = learner, learner.config.algorithm
@@ -73,6 +71,11 @@ class LossFeature:
     @classmethod
     def check_rows(cls, config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
         """Raise ConfigError if the training rows do not have what the feature needs; called before a model loads."""
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if `weigh` needs log-probs of the policy at the step's start for the first minibatch too."""
+        return False
 
     def has_gradient(self, prompt: Prompt) -> bool:
         """Return True if tokens after `prompt` have a gradient from the feature at advantage 0 too."""

@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,17 +30,14 @@ from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, token_a
 from mm_grpo.timing import timed
 from mm_grpo.types import Group
 
-if TYPE_CHECKING:
-    from mm_grpo.learner.learner import Learner
-
 
 class Credit(LossFeature):
     """Weights of tokens' advantages by how much each token depends on its image."""
 
-    def __init__(self, learner: Learner) -> None:
-        super().__init__(learner)
-        # the engine's log-probs may be those of another policy
-        self.needs_old_logprobs = learner.config.rollout.max_staleness > 0
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """True if the engine's log-probs may be those of another policy."""
+        return self.learner.config.rollout.max_staleness > 0
 
     @classmethod
     def check_rows(cls, config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
@@ -49,13 +45,12 @@ class Credit(LossFeature):
 
     def begin_step(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> None:
         """Run the completions that have images and an advantage after their row's masked prompt. Collective."""
-        learner, options = self.learner, self.algorithm.credit
-        assert options is not None
+        learner = self.learner
         self.times = dict[str, float]()
         with timed(self.times, "time/credit"):
             has_advantage = [flag for g in groups for flag in g.has_advantage]
             items = [i for m in minibatches for i in m.live if i.prompt.vision and has_advantage[i.index]]
-            masked = masked_prompts(groups, learner.processor, options.mask_ratio)
+            masked = masked_prompts(groups, learner.processor, self.algorithm.perception_mask_ratio)
             with learner.ranks.fail_together("masked images"):
                 items = masked.items(items)
             self.control = learner.run(items)[0]

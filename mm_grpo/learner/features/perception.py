@@ -37,7 +37,7 @@ class Perception(LossFeature):
         return bool(prompt.vision)
 
     def begin_step(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> None:
-        ratio = self.algorithm.perception.mask_ratio
+        ratio = self.algorithm.perception_mask_ratio
         self.masked_prompts = masked_prompts(groups, self.learner.processor, ratio)
 
     def added_rows(self, rows: PackRows) -> PackRows:
@@ -55,7 +55,7 @@ class Perception(LossFeature):
         active, kl = weights > 0, perception_kl(logp, masked_logp)
         statistics.add(active, perception_kl=kl, pictured=active)
         loss = -self.algorithm.perception_coef * (weights * kl).sum()
-        if entropy_coef := self.algorithm.perception.entropy_coef:
+        if entropy_coef := self.algorithm.perception_entropy_coef:
             in_bonus = active if tokens.mask is None else active * tokens.mask[pictured]
             logps = ((logp + masked_logp) * in_bonus).sum()
             loss = loss - entropy_coef * logps / max(pack.inputs.tokens, 1)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.call import content_text
+from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import quiet_libraries
 

@@ -1,14 +1,13 @@
-"""Broadcasts of weights from the learner to the workers of one server, with a deadline: what both ends know.
+"""Broadcasts of weights from the learner to the workers of one server, with a deadline: code of both ends.
 
-Tensors travel one by one, as bytes (`as_bytes`). Which ones come (`Tensors`) is told beside them, in JSON, for a chunk
-of them at a time.
+Tensors travel one by one, as bytes (`as_bytes`); a call in JSON describes a chunk of them (`Tensors`).
 
-The learner is rank 0; a server's workers follow. Each server has a group of its own with the learner, so one that dies
-or hangs costs its own deadline, and the others take no notice; one that comes back, or joins late, gets a new group.
-Nothing touches torch's default group, which is the trainer's (or vLLM's own).
+The learner is rank 0; a server's workers follow. Each server has its own group with the learner, so a server that dies
+or hangs costs only its own deadline; one that comes back or joins late gets a new group. torch's default group, which
+belongs to the trainer (or vLLM), is not touched.
 
-The rendezvous listens at the learner's `host` alone, as gloo's connections do. It has no password: whoever reaches that
-port while a group is made could join it, so across hosts it belongs into a network of your own.
+The rendezvous listens only at the learner's `host`, without a password: whoever reaches the port while a group is made
+could join it, so use it across hosts only in a private network.
 """
 
 from __future__ import annotations
@@ -30,57 +29,54 @@ CHUNK_BYTES = 512 << 20
 Tensors = list[tuple[str, str, list[int]]]
 """Name, dtype (`bfloat16`) and shape of each tensor of a chunk, in order."""
 POLL = 0.0005
-"""Seconds between two looks at a broadcast."""
+"""Seconds between two polls of a broadcast."""
 
 
 def chunks(
     tensors: Iterable[tuple[str, Tensor]], limit: int = CHUNK_BYTES
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """`tensors` in order, in lists of at most `limit` bytes each; a larger tensor is a list of its own.
-
-    A tensor is detached, and not copied.
-    """
-    held: list[tuple[str, Tensor]] = []
+    """Yield `tensors` in order, detached, in lists of at most `limit` bytes; a larger tensor is a list of its own."""
+    chunk: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:
-        if held and size + tensor.nbytes > limit:
-            yield held
-            held, size = [], 0
-        held.append((name, tensor.detach()))
+        if chunk and size + tensor.nbytes > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor.detach()))
         size += tensor.nbytes
-    if held:
-        yield held
+    if chunk:
+        yield chunk
 
 
-def described(chunk: Sequence[tuple[str, Tensor]]) -> Tensors:
-    """What a chunk holds."""
+def describe(chunk: Sequence[tuple[str, Tensor]]) -> Tensors:
+    """Return name, dtype and shape of each tensor of a chunk."""
     return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in chunk]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, uint8 [bytes]."""
+    """View the memory of a contiguous tensor as uint8 [bytes]."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def received(held: Tensors, group: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a chunk, as they are broadcast."""
-    for name, dtype, shape in held:
+def receive(tensors: Tensors, group: BroadcastGroup) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a chunk as they are broadcast."""
+    for name, dtype, shape in tensors:
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         group.broadcast(as_bytes(tensor))
         yield name, tensor
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at `host`, at any port by default; at an IPv6 address for IPv4 too, as vLLM does."""
+    """Return a socket that listens at `host`, at any port by default; an IPv6 one takes IPv4 too, as vLLM does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, dualstack_ipv6=":" in host)
 
 
 class BroadcastGroup:
-    """Rank `rank` of a group of `size`, which broadcasts from rank 0. Each call ends within `timeout` seconds.
+    """Rank of a group of `size` that broadcasts from rank 0. Each call ends within `timeout` seconds.
 
-    Blocks until all have joined; the learner passes the `listener` at the port it announced, which is the group's from
-    then on, the others its host and port. Raises EngineError where they do not join in time.
+    The constructor blocks until all have joined, and raises EngineError if they do not join in time. The learner passes
+    the `listener` at the port that it announced, and gives it up; the others pass its host and port.
     """
 
     def __init__(
@@ -111,9 +107,9 @@ class BroadcastGroup:
                 wait_for_workers=True,
                 master_listen_fd=None if listener is None else listener.detach(),
             )
-            own = host if listener is not None else own_address(host)
-            self._group = _process_group(backend, self._store, rank, size, limit, own)
-            if size > 1:  # a first broadcast makes the connections, within the deadline too
+            address = host if listener is not None else own_address(host)
+            self._group = _process_group(backend, self._store, rank, size, limit, address)
+            if size > 1:  # the first broadcast makes the connections, also within the deadline
                 self.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device))
         except EngineError:
             raise
@@ -127,9 +123,9 @@ class BroadcastGroup:
         return torch.device("cpu" if self.backend == "gloo" else "cuda")
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Rank 0's `buffer` into everybody's. EngineError past the deadline, or once another thread has called `abort`.
+        """Copy rank 0's `buffer` into that of every rank.
 
-        The group is of no use after an error.
+        Raises EngineError past the deadline, or once another thread has called `abort`; the group is unusable then.
         """
         import torch.distributed as dist
 
@@ -140,7 +136,7 @@ class BroadcastGroup:
             return
         try:
             self._work = self._group.broadcast([buffer], options)
-            while not self._work.is_completed():  # not wait(): an abort of gloo's ends none
+            while not self._work.is_completed():  # not wait(), which no abort of gloo ends
                 if self._aborted:
                     raise EngineError("the group was given up")
                 if time.monotonic() > end:
@@ -154,7 +150,7 @@ class BroadcastGroup:
             ) from error
 
     def abort(self) -> None:
-        """Leave the group without waiting for anybody."""
+        """Leave the group without waiting for other ranks."""
         self._aborted = True
         group, self._group = self._group, None
         if group is None:
@@ -162,16 +158,16 @@ class BroadcastGroup:
         if self.backend == "nccl":
             with suppress(Exception):  # it is broken already
                 group.abort()
-        _left[:] = [(one, work) for one, work in _left if work is not None and not work.is_completed()]
-        _left.append((group, self._work))
+        _aborted[:] = [pair for pair in _aborted if pair[1] is not None and not pair[1].is_completed()]
+        _aborted.append((group, self._work))
 
 
-_left: list[tuple[Any, Any]] = []
-"""Groups that were left, with the broadcast that may still wait in them: to free one would wait for it."""
+_aborted: list[tuple[Any, Any]] = []
+"""Aborted groups with their last broadcast. It may still wait, and freeing the group would wait for it."""
 
 
 def own_address(host: str | None) -> str:
-    """This machine's address as `host` reaches it; 127.0.0.1 without a host, or where nobody knows it."""
+    """Return this machine's address as `host` reaches it; 127.0.0.1 without a host, or if it is unknown."""
     with suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:  # a datagram socket sends nothing when it is connected

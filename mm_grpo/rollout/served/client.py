@@ -1,11 +1,11 @@
-"""The HTTP calls to one server: deadlines, the key, and what a failure means.
+"""HTTP calls to one server, with deadlines and a key.
 
-Two failures are told apart. `ServerUnreachable` is the server's: refused, cut, too late, an answer of 5xx; the same
-request may be sent to another server. `ServerRefused` is the request's (4xx): every server would refuse it.
+There are two kinds of failure. `ServerUnreachable` is the server's (connection refused or cut, too late, 5xx): another
+server may answer the same request. `ServerRefused` is the request's (4xx): every server would refuse it.
 
-All clients of a process share one thread with an event loop. So a thousand requests wait without a thread each, and
-a request that is given up closes its connection, by which vLLM knows to abort it. Proxies of the environment
-(HTTP_PROXY) are not used: they would see every prompt, and mostly do not reach a server on this host.
+All clients of a process share one thread with an event loop. So a thousand requests wait without a thread each, and a
+cancelled request closes its connection, by which vLLM knows to abort it. Proxies of the environment (HTTP_PROXY) are
+not used: they would see every prompt, and mostly do not reach a server on this host.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ import asyncio
 import json as jsonlib
 import os
 import socket
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
+from mm_grpo.background import BackgroundLoop
 from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
 
-T = TypeVar("T")
 Body = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 KEEP_ALIVE = (
@@ -33,17 +31,22 @@ KEEP_ALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
 )
-"""A connection whose other end is gone without a word (a host that lost power, an address translation that forgot it)
-ends after 30 s of silence and 3 unanswered probes 10 s apart. An answer may be silent for longer: the kernel of the
-server's host answers probes."""
-CONNECT = 5.0
-"""Most seconds that a connection may take to be made."""
-SHOWN = 400
-"""Characters of a server's own message that are shown."""
+"""A connection whose other end vanished (a host lost power, an address translation forgot it) ends after 30 s of
+silence and 3 unanswered probes 10 s apart. A slow answer is safe: the kernel of the server's host answers probes."""
+CONNECT_TIMEOUT = 5.0
+MESSAGE_LENGTH = 400
+"""Most characters of a server's own message."""
+
+
+_LOOP = BackgroundLoop("mm_grpo-http")
+in_background = _LOOP.submit
+"""Run a coroutine in the thread of all clients."""
+wait = _LOOP.result
+"""Wait for its result."""
 
 
 class ServerError(Exception):
-    """A call to the server at `url` failed; `reason` says how, without the url."""
+    """Failed call to the server at `url`. `reason` does not name the url."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"{url}: {reason}")
@@ -51,11 +54,11 @@ class ServerError(Exception):
 
 
 class ServerUnreachable(ServerError):
-    """Refused, cut, too late, an answer of 5xx or one that is not as vLLM gives it: another server may be asked."""
+    """Connection refused or cut, too late, 5xx, or an unreadable answer: another server may be asked."""
 
 
 class ServerRefused(ServerError):
-    """An answer of 4xx, `status`: the request is wrong, and would be for every server."""
+    """A `status` of 4xx: every server would refuse the request."""
 
     def __init__(self, url: str, reason: str, status: int) -> None:
         super().__init__(url, reason)
@@ -64,36 +67,35 @@ class ServerRefused(ServerError):
 
 @contextmanager
 def reading(url: str, path: str) -> Iterator[None]:
-    """A block that reads the answer of the server at `url` to `path`: what fails there is ServerUnreachable."""
+    """Turn errors of a block that parses the answer of the server at `url` to `path` into ServerUnreachable."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())[:SHOWN]
+        cause = " ".join(f"{type(error).__name__}: {error}".split())[:MESSAGE_LENGTH]
         raise ServerUnreachable(
-            url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({why})"
+            url, f"the answer to {path} is not as vLLM with mm_grpo's plugin gives it ({cause})"
         ) from error
 
 
 class ServerClient:
-    """One server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
+    """Client of one server, at `http://host:port`, `https://...` or `unix:///path/of/socket`. Thread-safe.
 
-    `timeout` bounds a call from its first byte to its last, in seconds. `key` is sent as a bearer token and stands in
-    no message.
+    `timeout` is the deadline of a whole call, in seconds. `key` is sent as a bearer token and stands in no message.
     """
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float) -> None:
         self.url, self.timeout, self._key = url.rstrip("/"), timeout, key
         self._http: Any = None
-        self._asked: set[Future[Any]] = set()
+        self._calls: set[Future[Any]] = set()
 
     def call(self, path: str, json: Body = None, **options: Any) -> Any:
-        """The decoded JSON answer, None for an empty body. Raises ServerUnreachable or ServerRefused.
+        """Return the decoded JSON answer, None for an empty body. Takes the options of `request`.
 
-        `options` are those of `request`.
+        Raises ServerUnreachable or ServerRefused, and CancelledError if the client is closed meanwhile.
         """
         future = in_background(self.request(path, json, **options))
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
         return wait(future)
 
     async def request(
@@ -105,7 +107,7 @@ class ServerClient:
         timeout: float | None = None,
         method: str = "POST",
     ) -> Any:
-        """As `call`, for coroutines of `in_background`. A function makes its body in a thread."""
+        """Do the same as `call` in a coroutine of `in_background`. A function as `json` runs in a thread."""
         import httpx
 
         seconds = self.timeout if timeout is None else timeout
@@ -119,14 +121,14 @@ class ServerClient:
                     content=body,
                     headers=headers,
                     params=params,
-                    timeout=httpx.Timeout(None, connect=min(seconds, CONNECT)),
+                    timeout=httpx.Timeout(None, connect=min(seconds, CONNECT_TIMEOUT)),
                 )
         except TimeoutError as error:
             raise ServerUnreachable(self.url, f"no answer to {path} within {seconds:g} s") from error
         except httpx.RequestError as error:
             connecting = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
-            what = "no connection" if connecting else f"the connection was cut during {path}"
-            raise ServerUnreachable(self.url, f"{what} ({_cause(error)})") from error
+            failure = "no connection" if connecting else f"the connection was cut during {path}"
+            raise ServerUnreachable(self.url, f"{failure} ({_cause(error)})") from error
         if answer.status_code >= 400:
             message = _message(redact(answer.content.decode(errors="replace"), self._key))
             reason = f"{path} was answered with HTTP {answer.status_code}: {message}"
@@ -137,8 +139,8 @@ class ServerClient:
             return parse_json(answer.content) if answer.content else None
 
     def close(self) -> None:
-        """Close the connections, and give up what is unanswered: who waits for it gets a CancelledError."""
-        for future in list(self._asked):
+        """Close the connections and cancel unanswered calls."""
+        for future in list(self._calls):
             future.cancel()
         http, self._http = self._http, None
         if http is not None:
@@ -156,7 +158,7 @@ class ServerClient:
                     uds=path,
                     trust_env=False,
                     socket_options=None if path else KEEP_ALIVE,
-                    # a connection for each call: vLLM closes one unannounced with an error of a worker
+                    # a connection for each call, because vLLM closes one unannounced after an error of a worker
                     limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
                 ),
                 trust_env=False,
@@ -164,42 +166,12 @@ class ServerClient:
         return self._http
 
 
-# the thread of all clients -------------------------------------------------------------------
-
-
-_starting = threading.Lock()
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's clients, in a thread of its own."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mm_grpo-http", daemon=True).start()
-    return loop
-
-
-def in_background(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Run a coroutine in the thread of all clients; cancelling the future cancels it."""
-    with _starting:
-        loop = _loop()
-    return asyncio.run_coroutine_threadsafe(work, loop)
-
-
-def wait(future: Future[T]) -> T:
-    """The result of a future, which is cancelled where the wait is interrupted (Ctrl-C)."""
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
 def _encoded(json: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> bytes:
     return jsonlib.dumps(json() if callable(json) else json, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason of an exception of httpx, whose own text is often empty."""
+    """Return the innermost reason of an exception of httpx, whose own text is often empty."""
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
     if isinstance(error, OSError) and error.errno:
@@ -208,11 +180,11 @@ def _cause(error: BaseException) -> str:
 
 
 def _message(text: str) -> str:
-    """The message of an error's body, in vLLM's layouts, else the body itself."""
+    """Return the message of an error's body in vLLM's layouts, else the body itself."""
     with suppress(ValueError):
         value = parse_json(text)
         for key in ("error", "message", "detail"):
             value = value.get(key, value) if isinstance(value, dict) else value
         text = value if isinstance(value, str) else jsonlib.dumps(value)
     text = " ".join(text.split())
-    return (text[:SHOWN] + " ...") if len(text) > SHOWN else text or "no message"
+    return (text[:MESSAGE_LENGTH] + " ...") if len(text) > MESSAGE_LENGTH else text or "no message"

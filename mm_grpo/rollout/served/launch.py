@@ -1,12 +1,10 @@
-"""vLLM servers of this machine: started as the config says, watched, and ended with whoever started them.
+"""vLLM servers of this machine: command line, start, watch, end.
 
-A server's part that is vLLM's is started as the engine in the trainer's process is (`vllm/launch.py`), so it samples as
-that does. It is a process group of its own: vLLM's API server, its engine and its workers. `stop` ends the whole group,
-at the end of a block or by Ctrl-C; where this process ends otherwise, by SIGKILL say, its `Lifeline` does so
-(user_code/server.py). What a server prints goes to a log file.
+A server gets the arguments of the engine in the trainer's process (`vllm/launch.py`), so it samples the same. It is its
+own process group: vLLM's API server, its engine and its workers. `stop` ends the whole group at the end of a block or
+by Ctrl-C; if this process is killed, its `Lifeline` ends the group (user_code/server.py). Output goes to a log file.
 
-A server listens on a Unix socket in a folder of ours, which nobody but this user reaches, or at a port with the key of
-`server_key.py`: vLLM's own would guard a part of its endpoints only, and whoever reaches the others replaces weights.
+A server listens on a Unix socket in a folder that only this user reaches, or at a port with the key of `server_key.py`.
 """
 
 from __future__ import annotations
@@ -40,63 +38,49 @@ ENTRY = "vllm.entrypoints.launchers.api_server.entry"
 ADAPTERS = "mm_grpo.rollout.served.with_adapters"
 """Modules that become a server: vLLM's own, and the one before it that adds LoRA layers."""
 ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_external_lb")
-"""Options that vLLM's command line knows no `--no-` of."""
+"""Options without a `--no-` form in vLLM's command line."""
 NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
-OF_THE_TRAINER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "VLLM_ENABLE_V1_MULTIPROCESSING",
-    "PYTHONDONTWRITEBYTECODE",
-)
-"""Variables that a server does not get, most of them a launcher's about this process's group, which it is not in."""
-ON_A_CPU = {
+TRAINER_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT", "TORCHELASTIC_RUN_ID", "VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE",
+)  # fmt: skip
+"""Variables that a server does not get. Most describe the trainer's process group, which a server is not in."""
+CPU_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-"""The last keeps the worker in the process of its engine, which saves the import of vLLM there, a third of the start. A
-worker that binds threads needs a process of its own."""
+"""The last keeps the worker in the engine's process, which saves a third of the start."""
 START_TIMEOUT = 900.0
 """Seconds that a server may take to load a model."""
 STOP_TIMEOUT = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 RESTARTS = 3
-"""Times that a server which has ended is started anew."""
+"""Times that a server is restarted after it ended."""
 WATCH_EVERY = 0.5
 SHOWN_LINES = 15
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """One server. `engine` is what an in-process engine would be started with, `transfer` file, gloo or nccl.
-
-    `gpus` are its GPUs as CUDA_VISIBLE_DEVICES names them, as many as `tensor_parallel`, None where it has all. It
-    listens at `host` and `port`, or without a host on `socket`, which `serve` makes where there is none.
-    """
+    """Arguments of one server, which listens at `host` and `port`, or without a host on `socket`."""
 
     engine: EngineSettings
+    """Arguments of an engine in the trainer's process."""
     transfer: str = "file"
+    """file, gloo or nccl."""
     tensor_parallel: int = 1
     gpus: tuple[str, ...] | None = None
+    """As many GPUs as `tensor_parallel`, as CUDA_VISIBLE_DEVICES names them; None for all."""
     socket: Path | None = None
+    """`serve` makes one if it is None."""
     host: str | None = None
     port: int = 8000
 
 
-# command and environment -----------------------------------------------------------------------
-
-
 def require_vllm() -> None:
-    """ConfigError where no vLLM is installed; it is not imported, for that takes seconds."""
-    if find_spec("vllm") is None:
+    """Raise ConfigError if vLLM is not installed."""
+    if find_spec("vllm") is None:  # its import takes seconds
         raise ConfigError(
             "rollout.engine = 'vllm_server': vLLM 0.32 or newer is not installed where the server is to run; install "
             "mm_grpo[vllm] on a GPU machine, mm_grpo[cpu] on a CPU"
@@ -104,10 +88,10 @@ def require_vllm() -> None:
 
 
 def server_command(settings: ServerSettings) -> list[str]:
-    """The command of a server, without its key: everybody on this machine can read it."""
+    """Return the command of a server, without its key, because everybody on this machine can read it."""
     require_vllm()
-    given = engine_arguments(settings.engine, alone=True)
-    arguments = {k: v for k, v in given.items() if k not in NOT_FOR_SERVERS}
+    arguments = engine_arguments(settings.engine, alone=True)
+    arguments = {k: v for k, v in arguments.items() if k not in NOT_FOR_SERVERS}
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
         "weight_transfer_config": {"backend": BACKENDS[settings.transfer]},
@@ -118,74 +102,69 @@ def server_command(settings: ServerSettings) -> list[str]:
         arguments["uds"] = str(settings.socket)
     else:
         arguments |= {"host": settings.host, "port": settings.port, "middleware": MIDDLEWARE}
-    # -P: it imports nothing from the working folder, where a json.py may stand
+    # -P: imports nothing from the working folder, which may hold a json.py
     start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
     return [sys.executable, "-P", "-m", *start, *flags(arguments)]
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's classes as it takes them on the command line.
+    """Convert arguments of vLLM's classes to its command line.
 
     >>> flags({"max_num_seqs": 8, "enforce_eager": True, "enable_chunked_prefill": False, "limit": {"image": 1}})
     ['--max-num-seqs', '8', '--enforce-eager', '--no-enable-chunked-prefill', '--limit', '{"image": 1}']
     >>> flags({"disable_log_stats": False})
     []
     """
-    found: list[str] = []
+    words: list[str] = []
     for name, value in arguments.items():
         option = name.replace("_", "-")
         if value is None:
             continue
         if isinstance(value, bool):
             if value or name not in ONLY_ON:
-                found.append(f"--{option}" if value else f"--no-{option}")
+                words.append(f"--{option}" if value else f"--no-{option}")
         elif isinstance(value, Mapping):
             if value:
-                found += [f"--{option}", json.dumps(dict(value))]
-        elif isinstance(value, (list, tuple)):
-            found += [f"--{option}", *map(str, value)]
+                words += [f"--{option}", json.dumps(dict(value))]
         else:
-            found += [f"--{option}", str(value)]
-    return found
+            words += [f"--{option}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+    return words
 
 
 def server_environment(settings: ServerSettings) -> dict[str, str]:
-    """The environment of a server: ours, with vLLM's switches where the user has not set them."""
-    here = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
-    if "VLLM_CPU_OMP_THREADS_BIND" in here:
-        here["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    """Return the environment of a server: this process's, with switches of vLLM that the user has not set."""
+    inherited = {name: value for name, value in os.environ.items() if name not in TRAINER_VARIABLES}
+    if "VLLM_CPU_OMP_THREADS_BIND" in inherited:  # a worker that binds threads needs a process of its own
+        inherited["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     environment = {
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        **({} if torch.cuda.is_available() else ON_A_CPU),
-        **here,
+        **({} if torch.cuda.is_available() else CPU_VARIABLES),
+        **inherited,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints of weights, pauses and caches
     }
     if settings.gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(settings.gpus)
-    if environment.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True":  # of mm_grpo's command
-        del environment["PYTORCH_CUDA_ALLOC_CONF"]  # GPUs of one server cannot map each other's
-    folder = str(Path(__file__).parents[3])  # the worker imports this package, wherever it was imported from
+    if environment.get("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True":  # set by mm_grpo's command
+        del environment["PYTORCH_CUDA_ALLOC_CONF"]  # GPUs of one server cannot map each other's segments
+    folder = str(Path(__file__).parents[3])  # the worker has to import this very package
     paths = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p and p != folder]
     environment["PYTHONPATH"] = os.pathsep.join([folder, *paths])
     return environment
 
 
-# processes -------------------------------------------------------------------------------------
-
-
 def require_key(host: str) -> None:
-    """ConfigError for a server at an address without a key."""
+    """Raise ConfigError if a server at an address has no key."""
     if not os.environ.get(VARIABLE):
         raise ConfigError(
             f"--host {host}: a vLLM server lets whoever reaches its port replace its weights; set a key in the "
             f"environment variable {VARIABLE}, here and where the trainer runs, or leave --host and --port out for "
-            "Unix sockets, which you alone reach"
+            "Unix sockets, which only you reach"
         )
 
 
 def require_free(host: str, port: int) -> None:
-    """ConfigError if a server cannot listen at this address, mostly because another program does."""
+    """Raise ConfigError if a server cannot listen at this address, mostly because another program does."""
     try:
         listen(host, port).close()
     except (OSError, OverflowError, ValueError) as error:
@@ -198,7 +177,7 @@ def require_free(host: str, port: int) -> None:
 
 @dataclass(eq=False)
 class ServerProcess:
-    """A server of this machine, at `url` once it was started; `log` is what it prints."""
+    """Server of this machine, at `url` once it was started. Its output goes to `log`."""
 
     settings: ServerSettings
     log: Path
@@ -212,7 +191,7 @@ class ServerProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, anew if it has ended, at the same url. ConfigError for a port that is taken."""
+        """Start or restart it. Raises ConfigError if the port is in use."""
         self.stop()
         settings = self.settings
         if settings.host is None:
@@ -221,15 +200,14 @@ class ServerProcess:
             self.url = f"unix://{settings.socket}"
         else:
             require_key(settings.host)
-            if not self._started:  # later the port is its own, which a worker may hold a moment longer
+            if not self._started:  # at a restart its own worker may hold the port a moment longer
                 require_free(settings.host, settings.port)
-            shown = f"[{settings.host}]" if ":" in settings.host else settings.host
-            self.url = f"http://{shown}:{settings.port}"
-        command, environment = server_command(settings), server_environment(settings)
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            self.url = f"http://{host}:{settings.port}"
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
-                env=environment,
+                server_command(settings),
+                env=server_environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -239,21 +217,18 @@ class ServerProcess:
         self._lifeline = Lifeline(pid=self._process.pid)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
-        """Wait until it answers. EngineError when it ends before, or takes longer than `timeout` since its start."""
+        """Wait until it answers. Raises EngineError if it ends, or takes more than `timeout` seconds from its start."""
         while not self.ready:
-            if (code := self.poll()) is not None:
-                raise EngineError(
-                    f"the vLLM server at {self.url} {ended(code)} before it was ready; {self.tail()}"
-                )
-            if time.monotonic() - self._started > timeout:
-                raise EngineError(
-                    f"the vLLM server at {self.url} was not ready within {timeout:g} s; {self.tail()}"
-                )
+            code = self.poll()
+            if code is not None or time.monotonic() - self._started > timeout:
+                late = f"was not ready within {timeout:g} s"
+                event = late if code is None else f"{ended(code)} before it was ready"
+                raise EngineError(f"the vLLM server at {self.url} {event}; {self.tail()}")
             time.sleep(0.25)
 
     @property
     def ready(self) -> bool:
-        """True when /health is answered just now, and by it: another program may answer at its port."""
+        """Return True if it answers /health now, and not another program at its port."""
         if self.pid is None or self.poll() is not None or not self._listens():
             return False
         client = ServerClient(self.url, key=os.environ.get(VARIABLE), timeout=5.0)
@@ -263,28 +238,28 @@ class ServerProcess:
         return False
 
     def _listens(self) -> bool:
-        """True when one of its processes listens at its port. Nobody else reaches a socket's folder."""
+        """Return True if one of its processes listens at its port, or it has a socket."""
         import psutil  # type: ignore[import-untyped]  # vLLM needs it
 
         with suppress(psutil.Error):
             leader = psutil.Process(self.pid)
-            family = (leader, *leader.children(recursive=True))
-            sockets = [each for process in family for each in process.net_connections("tcp")]
-            ports = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+            processes = (leader, *leader.children(recursive=True))
+            connections = [c for process in processes for c in process.net_connections("tcp")]
+            ports = {c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN}
             return self.settings.host is None or self.settings.port in ports
         return False
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Return its exit code, None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def stop(self, timeout: float = STOP_TIMEOUT) -> None:
-        """End it and all that it started: asked first, and killed after `timeout` seconds."""
+        """End its process group: SIGTERM first, and SIGKILL after `timeout` seconds."""
         process = self._process
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGCONT)  # a stopped process takes no signal
+        process.send_signal(signal.SIGCONT)  # a stopped process handles no signal
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
         with suppress(ProcessLookupError, PermissionError):  # workers that outlived their parent
@@ -297,7 +272,7 @@ class ServerProcess:
             self.settings.socket.unlink(missing_ok=True)
 
     def tail(self) -> str:
-        """The end of its log, for a message."""
+        """Return the end of its log as part of a message."""
         with suppress(OSError):
             lines = self.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
             return f"the end of its log, '{self.log}':\n" + "\n".join(lines)
@@ -314,54 +289,51 @@ def serve(
 ) -> Iterator[list[ServerProcess]]:
     """Start these servers together, yield them when all are ready, and end them after the block.
 
-    A server without a host and a socket gets one in a folder of this block. With `report` one that ends within the
-    block is started anew, and `report` is told so.
+    With `report` a server that ends within the block is restarted, and `report` is called with a message.
     """
-    with ExitStack() as held:
-        folder = held.enter_context(temporary_folder("servers"))  # its owner alone may enter it
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder("servers"))  # only its owner may enter it
         logs = log_folder or folder
         logs.mkdir(parents=True, exist_ok=True)
         servers = [
-            ServerProcess(
-                replace(each, socket=each.socket or folder / f"{number}.sock"), logs / f"server-{number}.log"
-            )
-            for number, each in enumerate(settings)
+            ServerProcess(replace(s, socket=s.socket or folder / f"{i}.sock"), logs / f"server-{i}.log")
+            for i, s in enumerate(settings)
         ]
-        held.callback(stop_all, servers)
+        stack.callback(stop_all, servers)
         for server in servers:
             server.start()
         for server in servers:
             server.wait_ready(timeout)
         if report is not None:
-            held.enter_context(_kept_running(servers, report))
+            stack.enter_context(_restart_ended(servers, report))
         yield servers
 
 
 @contextmanager
-def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
-    """Start those anew that end, until the block does; each RESTARTS times."""
-    ending = threading.Event()
+def _restart_ended(servers: Sequence[ServerProcess], report: Callable[[str], None]) -> Iterator[None]:
+    """Restart servers that end during the block, each RESTARTS times."""
+    stop = threading.Event()
 
     def watch() -> None:
-        left = dict.fromkeys(servers, RESTARTS)
-        while not ending.wait(WATCH_EVERY):
-            for server in list(left):
+        restarts = dict.fromkeys(servers, RESTARTS)
+        while not stop.wait(WATCH_EVERY):
+            for server in list(restarts):
                 if (code := server.poll()) is None:
                     continue
-                what = f"the vLLM server at {server.url} {ended(code)}"
+                event = f"the vLLM server at {server.url} {ended(code)}"
                 server.stop(0.0)
-                left[server] -= 1
-                if left[server] < 0:
-                    del left[server]
-                    report(f"{what} and is not started again; {server.tail()}")
+                restarts[server] -= 1
+                if restarts[server] < 0:
+                    del restarts[server]
+                    report(f"{event} and is not started again; {server.tail()}")
                 else:
-                    report(f"{what}; it is started anew")
-                    for log in (server.log, Path(os.devnull)):  # a disk may be full, or a folder gone
+                    report(f"{event}; it is restarted")
+                    for log in (server.log, Path(os.devnull)):  # the disk may be full, or the folder gone
                         server.log = log
                         try:
                             server.start()
                             break
-                        except Exception as error:  # the others are watched all the same
+                        except Exception as error:  # go on watching the others
                             report(f"{server.url} was not started with the log '{log}': {error}")
 
     thread = threading.Thread(target=watch, name="mm_grpo-servers", daemon=True)
@@ -369,12 +341,12 @@ def _kept_running(servers: Sequence[ServerProcess], report: Callable[[str], None
     try:
         yield
     finally:
-        ending.set()
+        stop.set()
         thread.join()
 
 
 def stop_all(servers: Sequence[ServerProcess]) -> None:
-    """Ask all to end, and kill all after STOP_TIMEOUT seconds, or at once if a signal ends the wait."""
+    """Send all SIGTERM, and kill all after STOP_TIMEOUT seconds, or at once if a signal ends the wait."""
     end = time.monotonic() + STOP_TIMEOUT
     try:
         for server in servers:

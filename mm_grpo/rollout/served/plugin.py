@@ -1,24 +1,21 @@
-"""mm_grpo's plugin in vLLM's workers: the receiving end of a weight transfer, and an account of what was received.
+"""mm_grpo's plugin in vLLM's workers: the receiving end of a weight transfer, and a record of what was received.
 
     vllm serve MODEL --weight-transfer-config '{"backend": "mm_grpo_file"}' \\
         --worker-extension-cls mm_grpo.rollout.served.plugin.WorkerExtension
 
-Each worker imports the module of its extension before it makes its transfer engine, so that import is all that the
-backends need to be known: no entry point, which would run in every vLLM of the machine. mm_grpo has to be importable
-where the server runs. `transfer.py` is the other end.
+A worker imports the module of its extension before it makes its transfer engine, and this import registers the
+backends. (An entry point would run in every vLLM of the machine.) `transfer.py` is the other end.
 
-`Receiver` is what vLLM calls a weight-transfer engine, without its base class, which `register` adds (so this file
-needs no vLLM, and versions that ask more of the class do not matter). Its calls come in this order:
+`Receiver` is what vLLM calls a weight-transfer engine, without its base class, which `register` adds, so this file
+needs no vLLM. Its calls come in this order:
 
     init_transfer_engine   once, and again for every new group
     start_weight_update    layers begin to wait for their tensors
     update_weights         a chunk; any number of times. Every kind takes files, for servers that joined late
-    finish_weight_update   layers are made of what came
+    finish_weight_update   layers are made from their tensors
 
-`Account` is what the learner asks for afterwards: a digest of each tensor as vLLM's layers hold it, where they can be
-read (`vllm/read_back.py`), else as it arrived here. What vLLM itself reports hashes its fused parameters, and on a CPU
-empty ones. vLLM drops its adapters behind `finish_weight_update`: so factors (`vllm/adapters.py`) are kept here, and
-put in when the account is asked for, before a server goes on.
+The learner then asks for the `Account`: a digest of each tensor as vLLM's layers hold it if they can be read
+(`vllm/read_back.py`), else as it arrived here.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, received
+from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, receive
 from mm_grpo.rollout.served.protocol import WorkerAccount, model_sizes
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
@@ -42,12 +39,13 @@ EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
 
 
 class Account(WorkerAccount):
-    """A worker's own account, with what it needs to keep it: `factors` are those of the run's adapter, `put` whether
-    vLLM's layers have them."""
+    """Record of the tensors that a worker received."""
 
     read_back: Any = Field(default_factory=ReadBack, exclude=True)
     factors: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    """Factors of the run's adapter."""
     put: bool = Field(default=True, exclude=True)
+    """vLLM's layers hold the factors."""
 
     def begin(self) -> None:
         self.digests, self.finished = {}, False
@@ -65,29 +63,30 @@ class Account(WorkerAccount):
         self.finished, self.put = True, not self.factors
 
     def put_factors(self, model: torch.nn.Module) -> None:
-        """Put the adapter in where an update has dropped it."""
+        """Put the adapter in again: vLLM drops it after `finish_weight_update`."""
         if self.finished and not self.put:
             adapters.put(model, self.factors)
-            held = adapters.read_back(model, self.factors)
-            self.digests |= {name: held[name] for name in self.digests.keys() & held.keys()}
+            digests = adapters.read_back(model, self.factors)
+            self.digests |= {name: digests[name] for name in self.digests.keys() & digests.keys()}
             self.put = True
 
 
 @dataclass
 class InitInfo:
-    """Arguments of `/init_weight_transfer_engine`: `group` is the learner's name for what is joined, the others the
-    rendezvous of a group in which the learner is rank 0."""
+    """Arguments of `/init_weight_transfer_engine`: the rendezvous of a group in which the learner is rank 0."""
 
     group: str = ""
+    """The learner's name for it."""
     host: str = ""
     port: int | None = None
+    """A transfer by files has None."""
     world_size: int = 0
     timeout: float = 60.0
 
 
 @dataclass
 class UpdateInfo:
-    """One chunk: a file (`path`, of its tensors `names`), or what a broadcast holds (`tensors`)."""
+    """A chunk: tensors `names` of the file at `path`, or the `tensors` of a broadcast."""
 
     path: str | None = None
     names: Sequence[str] = ()
@@ -95,7 +94,7 @@ class UpdateInfo:
 
 
 class Receiver:
-    """A weight-transfer engine of vLLM's, which takes chunks out of files."""
+    """Weight-transfer engine of vLLM that takes chunks from files."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -110,14 +109,11 @@ class Receiver:
     account: Account
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._has_joined(init_info.group)
-
-    def _has_joined(self, group: str) -> None:
-        """Keep the name of what was joined; the adapter of an earlier run is none of this one."""
-        self.account.group, self.account.factors = group, {}
+        # without the factors, which may be an earlier run's
+        self.account.group, self.account.factors = init_info.group, {}
 
     def start_weight_update(self) -> None:
-        if not self.account.finished:  # given up half-way: layers that wait would count their tensors twice
+        if not self.account.finished:  # aborted half-way: layers that wait would count their tensors twice
             self._discard()
             self._finalize()
         self.account.begin()
@@ -133,10 +129,7 @@ class Receiver:
         self._finalize()
         self.account.end(self.model)
 
-    def shutdown(self) -> None:
-        """Nothing is held."""
-
-    # parts -----------------------------------------------------------------------------------
+    def shutdown(self) -> None: ...
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
@@ -163,7 +156,7 @@ class Receiver:
         initialize_layerwise_reload(self.model)
 
     def _discard(self) -> None:
-        """Drop what layers have kept: of another model's it does not fit, and would fail at every start."""
+        """Drop the tensors that layers hold back: another model's do not fit, and would fail at every start."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for layer in self.model.modules():
@@ -180,26 +173,19 @@ class Receiver:
 
 
 class GlooReceiver(Receiver):
-    """Chunks broadcast over gloo, through the host's memory; files too."""
+    """Receiver of chunks that are broadcast over gloo, through the host's memory, and of files."""
 
     kind = "gloo"
     _group: BroadcastGroup | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if init_info.port is None:
-            return super().init_transfer_engine(init_info)
-        self.shutdown()
-        parallel = self.parallel_config
-        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = BroadcastGroup(
-            self.kind,
-            init_info.host,
-            init_info.port,
-            rank=1 + place,
-            size=init_info.world_size,
-            timeout=init_info.timeout,
-        )
-        self._has_joined(init_info.group)
+        if init_info.port is not None:
+            self.shutdown()
+            parallel = self.parallel_config
+            worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            address, size, timeout = (init_info.host, init_info.port), init_info.world_size, init_info.timeout
+            self._group = BroadcastGroup(self.kind, *address, rank=1 + worker, size=size, timeout=timeout)
+        super().init_transfer_engine(init_info)
 
     def shutdown(self) -> None:
         group, self._group = self._group, None
@@ -211,15 +197,15 @@ class GlooReceiver(Receiver):
         if self._group is None:
             raise ValueError("this worker is in no group; init_weight_transfer_engine comes first")
         try:
-            for name, tensor in received(info.tensors or [], self._group):
+            for name, tensor in receive(info.tensors or [], self._group):
                 yield name, tensor.to(self.device)
-        except BaseException:  # where the model refuses one, those that follow it are not waited for
+        except BaseException:  # the model refused a tensor: do not wait for the next ones
             self.shutdown()
             raise
 
 
 class NcclReceiver(GlooReceiver):
-    """Chunks broadcast over NCCL, from the learner's GPU to the worker's."""
+    """Receiver of chunks that are broadcast over NCCL, from the learner's GPU to the worker's."""
 
     kind = "nccl"
 
@@ -229,44 +215,42 @@ BACKENDS = {kind: f"mm_grpo_{kind}" for kind in RECEIVERS}
 """vLLM's name of each kind of transfer, for `--weight-transfer-config`."""
 
 
-# in a worker of vLLM's -----------------------------------------------------------------------
-
-
 class WorkerExtension:
     """Methods of vLLM's workers, called by name through /collective_rpc."""
 
     account = Account()  # of this process's worker
 
-    # of vLLM's worker
+    # set by vLLM's worker
     vllm_config: Any
     get_model: Callable[[], torch.nn.Module]
 
     def mm_grpo_received(self) -> dict[str, Any]:
-        """The account of this process's worker, for JSON, once the adapter of its run is in vLLM's layers."""
+        """Return the account of this process's worker for JSON, once the run's adapter is in vLLM's layers."""
         WorkerExtension.account.put_factors(self.get_model())
         return WorkerExtension.account.model_dump()
 
-    def mm_grpo_adapter_layers(self, asked: str) -> list[str]:
-        """Those of the learner's `layers` that vLLM has LoRA layers of at least `rank` for; asked for in JSON."""
-        layers, rank = json.loads(asked)
+    def mm_grpo_adapter_layers(self, query: str) -> list[str]:
+        """Return the layers for which vLLM has LoRA layers of at least a rank. `query` is [layers, rank] in JSON."""
+        layers, rank = json.loads(query)
         lora = self.vllm_config.lora_config
-        taken = rank <= lora.max_lora_rank if lora is not None else False
-        return sorted(adapters.supported_layers(self.get_model(), layers)) if taken else []
+        if lora is None or rank > lora.max_lora_rank:
+            return []
+        return sorted(adapters.supported_layers(self.get_model(), layers))
 
 
 def register() -> None:
-    """Make the backends known to this process's vLLM, and today's names of weights; again does nothing."""
+    """Register the backends in this process's vLLM, once."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
     for kind, receiver in RECEIVERS.items():
         if BACKENDS[kind] not in Factory._registry:
-            engine = type(receiver.__name__, (_Accounted, receiver, WeightTransferEngine), {})
+            engine = type(receiver.__name__, (_AccountInit, receiver, WeightTransferEngine), {})
             Factory.register_engine(BACKENDS[kind], engine)
 
 
-class _Accounted:
-    """A receiver that keeps its books in this process's account."""
+class _AccountInit:
+    """Constructor of receivers that makes this process's account."""
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         from mm_grpo.rollout.vllm.weight_names import teach_names
@@ -274,14 +258,12 @@ class _Accounted:
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         teach_names(hf_config)
-        mode, size = (
-            str(vllm_config.model_config.logprobs_mode),
-            vllm_config.parallel_config.tensor_parallel_size,
-        )
-        back = ReadBack(vllm_config.parallel_config.rank % size, size)
+        mode, parallel = str(vllm_config.model_config.logprobs_mode), vllm_config.parallel_config
+        size = parallel.tensor_parallel_size
+        back = ReadBack(parallel.rank % size, size)
         self.account = Account(model=model_sizes(hf_config), logprobs_mode=mode, read_back=back)
         WorkerExtension.account = self.account
 
 
-if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM's imports its extension
+if "vllm.v1.worker.worker_base" in sys.modules:  # a worker of vLLM imports its extension
     register()

@@ -1,12 +1,11 @@
-"""Several servers as one: which of them a request goes to, and what becomes of it when that one fails.
+"""Load balancing and failover over several servers.
 
-A request goes to the server with the fewest completions on their way, each server has MAX_SEQUENCES of them at most,
-and the rest wait here without their bodies, so a thousand requests take the memory of those that are sent.
+A request goes to the server that works on the fewest completions, MAX_SEQUENCES at most; the rest wait here.
 
-A server is `lost` when it refuses a connection, cuts one, answers 5xx or under other weights than the run's, or answers
-none of its requests for `timeout`. All its requests go to other servers as they were, seeds included. It is tried again
-every RETRY seconds. When it answers and holds other weights than the run's (it was restarted), it gets those before it
-gets a request. All state is touched in the thread of the clients alone (client.py).
+A server is `lost` when it refuses or cuts a connection, answers 5xx or under other weights than the run's, or answers
+none of its requests for `timeout`. Its requests go to other servers unchanged, seeds included. It is tried again every
+RETRY seconds. If it answers and holds other weights than the run's (it was restarted), it gets the run's weights before
+it gets a request. Only the thread of the clients (client.py) changes state.
 """
 
 from __future__ import annotations
@@ -17,47 +16,49 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.errors import ConfigError, EngineError, GuardStop
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable, in_background, wait
-from mm_grpo.rollout.served.protocol import Limits, ask, probe, weights_name
+from mm_grpo.rollout.served.protocol import ServerLimits, ask, probe, weights_name
 from mm_grpo.rollout.vllm.adapters import NAME
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest
 
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 256
-"""Completions that a server works on at once."""
+"""Most completions that a server works on at once."""
 RETRY = 3.0
 """Seconds between two tries of a lost server."""
 PERIOD = 0.25
-"""Seconds between two looks at the servers."""
-NEVER = 7 * 86400.0
-"""Deadline of a single request, in seconds: whether a server hangs is told by all of its requests together."""
+"""Seconds between two checks of the servers."""
+NO_DEADLINE = 7 * 86400.0
+"""Deadline of a single request, in seconds. A server hangs when it answers none of its requests for `timeout`."""
 
 
 @dataclass(eq=False)
 class Server:
-    """One server. `model` names what it serves, `weights` those that it was last admitted with, `why` says what
-    happened to it last, `load` is the completions that it works on, `heard` when it last answered a request, or had
-    none.
-
-    It is `ready` with the run's weights, `behind` when it answers and holds others, else `lost`.
-    """
+    """Server and its state."""
 
     client: ServerClient
     model: str | None = None
+    """The server's name of its model."""
     state: Literal["ready", "behind", "lost"] = "lost"
-    why: str = "not asked yet"
+    """`ready` with the run's weights, `behind` when it answers and holds others, else `lost`."""
+    last_event: str = "not asked yet"
     weights: str | None = None
+    """Name of the weights with which it was last admitted."""
     load: int = 0
+    """Completions that it works on."""
     next_try: float = 0.0
-    heard: float = 0.0
-    trying: asyncio.Task[None] | None = None
+    last_answer: float = 0.0
+    """Time when it last answered a request, or got one while it had none."""
+    readmission: asyncio.Task[None] | None = None
     running: set[asyncio.Future[EngineAnswer]] = field(default_factory=set)
 
     @property
@@ -65,21 +66,25 @@ class Server:
         return self.client.url
 
     def describe(self) -> str:
-        """Its url and what it does, or what happened to it."""
-        working = f"{len(self.running)} request(s) on their way"
-        return f"{self.url}: {working if self.state == 'ready' else self.why}"
+        """Return its url with its work or its last event."""
+        work = f"{len(self.running)} request(s) on their way"
+        return f"{self.url}: {work if self.state == 'ready' else self.last_event}"
 
 
 class ServerPool:
-    """The servers of a run.
+    """Server pool of a run.
 
-    `bring_up(server)`, called in a thread, gives a server the run's weights and then calls `took`; None in a process
-    that sends none. `current` is the name of the newest weights; `adapted` says that requests go to the servers'
-    adapter. `losses` counts servers that were lost.
+    `bring_up(server)`, called in a thread, sends a server the run's weights and then calls `admit`; None in a process
+    that sends none. `current` is the name of the newest weights. If `adapted`, requests go to the servers' adapter.
+    `losses` counts servers that were lost.
     """
 
     def __init__(
-        self, clients: Sequence[ServerClient], limits: Limits, *, bring_up: Callable[[Server], None] | None
+        self,
+        clients: Sequence[ServerClient],
+        limits: ServerLimits,
+        *,
+        bring_up: Callable[[Server], None] | None,
     ) -> None:
         self.servers = [Server(client) for client in clients]
         self.limits, self.bring_up = limits, bring_up
@@ -88,43 +93,47 @@ class ServerPool:
         self.updating = self.closed = False
         self.losses = 0
         self._waiting: deque[tuple[int, asyncio.Future[Server]]] = deque()  # with the completions of each
-        self._none_since: float | None = None
-        self._keeper: Future[None] | None = None
-        self._threads = ThreadPoolExecutor(len(self.servers) + 1, "mm_grpo-servers")
+        self._none_ready_since: float | None = None
+        self._watcher: Future[None] | None = None
+        self._threads = BackgroundThreads(len(self.servers) + 1, "mm_grpo-servers")
 
     # from any thread -------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Find servers, for `wait_timeout` at most; one is enough, the others join when they answer.
+        """Wait until a server answers, for `wait_timeout` at most; the others join when they answer.
 
-        Raises ConfigError where one lacks what a run needs, or where none answers.
+        Raises ConfigError if a server lacks what a run needs, or none answers.
         """
-        end = time.monotonic() + self.limits.wait_timeout
-        self._probe_all()
-        if not self.answering():
-            log.warning("rollout: waiting for a server: %s", self.describe())
-        while not self.answering():
-            if time.monotonic() > end:
+        start = time.monotonic()
+        for attempt in count():
+            for future in [self._threads.submit(self._probe, server) for server in self.servers]:
+                wait(future)
+            if self.answering():
+                break
+            if attempt == 0:
+                log.warning("rollout: waiting for a server: %s", self.describe())
+            if time.monotonic() > start + self.limits.wait_timeout:
                 raise ConfigError(
                     f"rollout.server.urls: no server answers within {self.limits.wait_timeout:g} s "
                     f"(rollout.server.wait_timeout): {self.describe()}; start them with `mm-grpo serve`, or check the "
                     "addresses"
                 )
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
-            self._probe_all()
         for server in self.servers:
             if server.model is None:
                 log.warning(
-                    "rollout: going on without %s (%s); it joins when it answers", server.url, server.why
+                    "rollout: going on without %s (%s); it joins when it answers",
+                    server.url,
+                    server.last_event,
                 )
-        self._keeper = in_background(self._keep())
+        self._watcher = in_background(self._watch())
 
     def submit(self, work: EngineRequest) -> Future[EngineAnswer]:
-        """The answer to `work`, of any server. Cancelling it aborts the request."""
+        """Send `work` to any server. Cancelling the future aborts the request."""
         return in_background(self._answer(work))
 
     def submit_to(self, server: Server, work: EngineRequest) -> Future[EngineAnswer]:
-        """The answer of this server and no other. Raises ServerUnreachable, after which it is lost."""
+        """Send `work` to this server only. The future raises ServerUnreachable, after which the server is lost."""
         return in_background(self._run(server, work))
 
     def ready(self) -> list[Server]:
@@ -134,34 +143,34 @@ class ServerPool:
         return [server for server in self.servers if server.state != "lost"]
 
     def check(self) -> None:
-        """Lose the ready servers that are gone, or hold other weights than the run's because they were restarted."""
+        """Mark ready servers as lost that are gone, or hold other weights because they were restarted."""
 
-        async def one(server: Server) -> None:
+        async def check(server: Server) -> None:
             try:
                 self._require(server, await weights_name(server.client, self.limits.probe_timeout))
             except ServerError as error:
                 self._lose(server, error.reason)
 
-        for future in [in_background(one(server)) for server in self.ready()]:
+        for future in [in_background(check(server)) for server in self.ready()]:
             wait(future)
 
-    def took(self, server: Server) -> None:
-        """`server` has taken the newest weights."""
+    def admit(self, server: Server) -> None:
+        """Send requests to `server`, which holds the newest weights."""
         self._in_loop(self._admit, server)
 
-    def lose(self, server: Server, why: str) -> None:
+    def lose(self, server: Server, reason: str) -> None:
         """Send `server` nothing until it has been tried again."""
-        self._in_loop(self._lose, server, why)
+        self._in_loop(self._lose, server, reason)
 
-    def _in_loop(self, change: Callable[..., object], *given: Any) -> None:
-        async def changed() -> None:
-            change(*given)
+    def _in_loop(self, change: Callable[..., object], *arguments: Any) -> None:
+        async def call() -> None:
+            change(*arguments)
 
-        wait(in_background(changed()))
+        wait(in_background(call()))
 
     @contextmanager
     def update(self, weights: str) -> Iterator[None]:
-        """While new weights are sent, named so: no lost server is taken in meanwhile."""
+        """Make `weights` the newest ones while they are sent. No lost server is readmitted meanwhile."""
         self.updating = True
         try:
             self.current = weights
@@ -170,7 +179,7 @@ class ServerPool:
             self.updating = False
 
     def wait_ready(self) -> None:
-        """Wait until a server is ready, for `wait_timeout` at most: EngineError."""
+        """Wait until a server is ready. Raises EngineError after `wait_timeout`."""
         end = time.monotonic() + self.limits.wait_timeout
         while not self.ready():
             if time.monotonic() > end:
@@ -178,25 +187,24 @@ class ServerPool:
             time.sleep(0.05)
 
     def describe(self) -> str:
-        """Each server and what happened to it."""
         return "; ".join(server.describe() for server in self.servers)
 
     def close(self) -> None:
-        """Stop looking after the servers."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            self._keeper = None
-            for server in self.servers:  # a try would go on in threads that are gone
-                self._in_loop(lambda s: s.trying and s.trying.cancel(), server)
+        """Stop watching the servers."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+            for server in self.servers:  # a readmission would go on in threads that are gone
+                self._in_loop(lambda s: s.readmission and s.readmission.cancel(), server)
         self.closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     # one request -----------------------------------------------------------------------------
 
     async def _answer(self, work: EngineRequest) -> EngineAnswer:
         failures = 0
         while True:
-            server = await self._place(work)
+            server = await self._reserve(work)
             try:
                 return await self._run(server, work)
             except ServerUnreachable as error:
@@ -211,23 +219,26 @@ class ServerPool:
                 self._dispatch()
 
     async def _run(self, server: Server, work: EngineRequest) -> EngineAnswer:
-        """The answer of one server under the run's weights. Raises ServerUnreachable where it is lost."""
+        """Return one server's answer under the run's weights. Raises ServerUnreachable if it is lost."""
         assert server.model is not None
         if not server.running:
-            server.heard = time.monotonic()
-        task = asyncio.ensure_future(ask(server.client, NAME if self.adapted else server.model, work, NEVER))
+            server.last_answer = time.monotonic()
+        model = NAME if self.adapted else server.model
+        task = asyncio.ensure_future(ask(server.client, model, work, NO_DEADLINE))
         server.running.add(task)
         try:
             await asyncio.wait({task})
             if task.cancelled():
-                raise ServerUnreachable(server.url, server.why)
+                raise ServerUnreachable(server.url, server.last_event)
             try:
                 answer = task.result()
             except ServerError as error:
-                if not isinstance(error, ServerUnreachable):  # it may have been restarted, with another model
+                if not isinstance(
+                    error, ServerUnreachable
+                ):  # the server may have restarted with another model
                     self._require(server, await weights_name(server.client, self.limits.probe_timeout))
                 raise
-            server.heard = time.monotonic()
+            server.last_answer = time.monotonic()
             self._require(server, answer.weights)
             return answer
         except ServerUnreachable as error:
@@ -237,17 +248,17 @@ class ServerPool:
             server.running.remove(task)
             task.cancel()
 
-    def _require(self, server: Server, found: str) -> None:
-        """ServerUnreachable where weights that were found on a server are not the run's newest."""
-        if found != self.current:
+    def _require(self, server: Server, weights: str) -> None:
+        """Raise ServerUnreachable if a server's `weights` are not the run's newest."""
+        if weights != self.current:
             raise ServerUnreachable(
                 server.url,
-                f"it holds weights '{found}', not '{self.current}': it was restarted, or missed an update, or another "
-                "run sends it weights",
+                f"it holds weights '{weights}', not '{self.current}': it was restarted, or missed an update, or "
+                "another run sends it weights",
             )
 
-    async def _place(self, work: EngineRequest) -> Server:
-        """A server with room for `work`, which then counts in its load."""
+    async def _reserve(self, work: EngineRequest) -> Server:
+        """Wait for a server with room for `work`, and count it in the server's load."""
         place: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
         self._waiting.append((work.sequences, place))
         self._dispatch()
@@ -260,93 +271,89 @@ class ServerPool:
             raise
 
     def _dispatch(self) -> None:
-        """Give waiting requests their places, in order."""
+        """Reserve servers for waiting requests, in order."""
         while self._waiting:
             sequences, place = self._waiting[0]
-            if not place.done():  # else it was given up
-                most = max(MAX_SEQUENCES - sequences, 0)
-                room = [server for server in self.ready() if server.load <= most]
-                if not room:
+            if not place.done():  # else the request was cancelled
+                server = min(self.ready(), key=lambda server: server.load, default=None)
+                if server is None or server.load > max(MAX_SEQUENCES - sequences, 0):
                     return
-                server = min(room, key=lambda server: server.load)
                 server.load += sequences
                 place.set_result(server)
             self._waiting.popleft()
 
-    # looking after servers -------------------------------------------------------------------
+    # watching servers ------------------------------------------------------------------------
 
-    def _lose(self, server: Server, why: str) -> None:
-        """Send a server nothing until it has been tried again, and what it has to other servers."""
+    def _lose(self, server: Server, reason: str) -> None:
+        """Send a server nothing until it has been tried again, and its requests to other servers."""
         if server.state != "lost":
-            log.warning("rollout: %s is lost: %s", server.url, why)
+            log.warning("rollout: %s is lost: %s", server.url, reason)
             self.losses += 1
-            server.state, server.why = "lost", why
+            server.state, server.last_event = "lost", reason
             server.next_try = time.monotonic() + RETRY
             for task in list(server.running):
                 task.cancel()
 
     def _admit(self, server: Server) -> None:
-        """Send a server requests that holds the newest weights."""
+        """Send requests to a server that holds the newest weights."""
         if server.state == "lost":
             log.warning("rollout: %s joins", server.url)
-        server.state, server.why, server.weights = "ready", "", self.current
+        server.state, server.last_event, server.weights = "ready", "", self.current
         self._dispatch()
 
-    def _probe_all(self) -> None:
-        for future in [self._threads.submit(self._probe, server) for server in self.servers]:
-            wait(future)
-
     def _probe(self, server: Server) -> None:
-        """Find out what a server has. Raises ConfigError where that is not enough."""
+        """Ask a server for its model. Raises ConfigError if it lacks what a run needs."""
         try:
             server.model = probe(server.client, self.limits)
-            server.state, server.why = "behind", "it has no weights of this run yet"
+            server.state, server.last_event = "behind", "it has no weights of this run yet"
         except ServerUnreachable as error:
-            server.why = error.reason
+            server.last_event = error.reason
 
-    async def _keep(self) -> None:
-        """Look after all servers, until cancelled."""
+    async def _watch(self) -> None:
+        """Watch all servers until cancelled."""
         while True:
             now, limit = time.monotonic(), self.limits.timeout
             for server in self.servers:
                 if server.state == "ready":
-                    if server.running and now - server.heard > limit:
-                        what = f"none of its {len(server.running)} request(s) within {limit:g} s"
-                        self._lose(server, f"it has answered {what} (rollout.server.timeout)")
+                    if server.running and now - server.last_answer > limit:
+                        requests = f"none of its {len(server.running)} request(s) within {limit:g} s"
+                        self._lose(server, f"it has answered {requests} (rollout.server.timeout)")
                 elif now >= server.next_try and not self.updating and self.current is not None:
-                    server.next_try = math.inf  # until this one has ended
-                    server.trying = asyncio.ensure_future(self._try(server))
-            self._give_up_waiting(now)
+                    server.next_try = math.inf  # until this try has ended
+                    server.readmission = asyncio.ensure_future(self._readmit(server))
+            self._fail_waiting(now)
             await asyncio.sleep(PERIOD)
 
-    async def _try(self, server: Server) -> None:
-        """Take a server in again, with the run's weights where it holds others."""
+    async def _readmit(self, server: Server) -> None:
+        """Bring a server back. Send the run's weights if it holds others."""
         loop = asyncio.get_running_loop()
         try:
             if server.model is None or server.state == "lost":  # it may have come back as another version
                 server.model = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
-            found = await weights_name(server.client, self.limits.probe_timeout)
-            # one that was brought up and holds something else has the name too, and is known by who sent it
-            if found == self.current and (self.bring_up is None or server.weights == found):
+            weights = await weights_name(server.client, self.limits.probe_timeout)
+            # a server whose tensors were refused has the name too, but was never admitted with it
+            if weights == self.current and (self.bring_up is None or server.weights == weights):
                 if not self.updating:
                     self._admit(server)
             elif self.bring_up is None:
-                server.why = f"it holds weights '{found}', and another process sends it '{self.current}'"
+                server.last_event = (
+                    f"it holds weights '{weights}', and another process sends it '{self.current}'"
+                )
             else:
                 await loop.run_in_executor(self._threads, self.bring_up, server)
-        except Exception as error:  # what it is tried for must not end the keeper
+        except Exception as error:  # it is tried again
             if not isinstance(error, (ServerError, ConfigError, EngineError, GuardStop)):
-                log.exception("rollout: %s could not be taken in", server.url)
-            server.why = error.reason if isinstance(error, ServerError) else str(error)
+                log.exception("rollout: %s could not be brought back", server.url)
+            server.last_event = error.reason if isinstance(error, ServerError) else str(error)
         server.next_try = time.monotonic() + RETRY
 
-    def _give_up_waiting(self, now: float) -> None:
-        """EngineError for the requests that wait when no server has been ready for `wait_timeout`."""
+    def _fail_waiting(self, now: float) -> None:
+        """Fail the waiting requests with EngineError when no server has been ready for `wait_timeout`."""
         if self.ready() or not self._waiting:
-            self._none_since = None
+            self._none_ready_since = None
             return
-        self._none_since = self._none_since or now
-        if now - self._none_since > self.limits.wait_timeout:
+        self._none_ready_since = self._none_ready_since or now
+        if now - self._none_ready_since > self.limits.wait_timeout:
             message = self._none_left()
             while self._waiting:
                 _, place = self._waiting.popleft()

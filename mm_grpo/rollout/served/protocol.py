@@ -1,11 +1,8 @@
-"""The one dialect of vLLM servers that is spoken here, that of 0.32: endpoints, bodies of requests, and their answers.
+"""The protocol of vLLM servers, as of vLLM 0.32: endpoints, bodies of requests, and their answers.
 
-A prompt goes to `/inference/v1/generate` as collapsed ids with its images beside them (`content_parts`), as vLLM's
-in-process engine is given it, and comes back with the ids that were run, log-probs, and the name of the weights that
-they were sampled under. Images go as PNG, which changes no pixel. Media tokens get a logit bias of -1e30, which
-JSON can carry: the softmax is in float32, where that leaves exactly 0 and the others' sum exact.
-
-`probe` reads a server's own list of endpoints (`/openapi.json`): one that lacks some of these is refused at the start.
+A prompt goes to `/inference/v1/generate` as collapsed ids with its images (`content_parts`), as in the in-process
+engine. The answer has the ids that were run, log-probs, and the name of the weights. Images go as PNG, which changes no
+pixel.
 """
 
 from __future__ import annotations
@@ -33,78 +30,65 @@ if TYPE_CHECKING:
 GENERATE = "/inference/v1/generate"
 RPC = "/collective_rpc"
 RECEIVED = "mm_grpo_received"
-"""Method of the worker extension: what each worker received, see plugin.py."""
+"""Method of the worker extension that returns a `WorkerAccount` (plugin.py)."""
 ADAPTER_LAYERS = "mm_grpo_adapter_layers"
-"""Another: the layers that it can run adapters of."""
+"""Method of the worker extension that returns the layers whose adapters it can run."""
 INFO = "/weight_info"
-NEEDED = (
-    GENERATE,
-    INFO,
-    "/pause",
-    "/resume",
-    "/init_weight_transfer_engine",
-    "/start_weight_update",
-    "/update_weights",
-    "/finish_weight_update",
-    "/update_weight_version",
-    "/reset_prefix_cache",
-    "/reset_encoder_cache",
-    RPC,
-)
-"""What not every vLLM server has."""
+ENDPOINTS = (
+    GENERATE, INFO, RPC, "/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
+    "/finish_weight_update", "/update_weight_version", "/reset_prefix_cache", "/reset_encoder_cache",
+)  # fmt: skip
+"""Endpoints that a run needs and not every vLLM server has."""
 SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
-"""How those fields of a model's config end by which its weights fit another model."""
+"""Ends of the config fields that decide whether weights fit a model."""
 MASKED = -1e30
-"""Logit bias of a token that is never to be sampled."""
+"""Logit bias of a token that must not be sampled. JSON can carry it, and the float32 softmax makes exactly 0 of it."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of `rollout.server`, in seconds, and what a run needs of a server.
-
-    `max_model_len` is the longest sequence that a server has to take, in tokens; `lora_rank` is that of the learner's
-    adapters, 0 without; `sizes` are its model's.
-    """
+class ServerLimits:
+    """Deadlines of `rollout.server`, in seconds, and a run's requirements of a server."""
 
     timeout: float = 600.0
     probe_timeout: float = 30.0
     wait_timeout: float = 300.0
     max_model_len: int = 0
+    """Tokens of the longest sequence."""
     lora_rank: int = 0
+    """Rank of the learner's adapters; 0 without."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    """`model_sizes` of the learner's model."""
 
 
 class WorkerAccount(BaseModel):
-    """What a worker of a server received (plugin.py): `digests` are those of the last update, of one under way they
-    have the names alone.
-
-    `finished` is false while an update is under way, and after one that was given up. `group` names the group that the
-    worker is in, `model` is what `model_sizes` says of the server's, `logprobs_mode` which log-probs it reports.
-    """
+    """Record of what a server's worker received (plugin.py)."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
     digests: dict[str, str] = {}
+    """Digests of the last update's tensors, by name; empty strings while it runs."""
     finished: bool = True
+    """False during an update, and after one that was aborted."""
     group: str = ""
+    """Name of the worker's group."""
     model: dict[str, Any] = {}
+    """`model_sizes` of the server's model."""
     logprobs_mode: str = ""
 
 
-# what a server is ----------------------------------------------------------------------------
-
-
 def model_sizes(config: Any) -> dict[str, Any]:
-    """What weights a model takes, by its transformers config: the fields of SIZES, those of a part as PART.FIELD."""
+    """Return the fields of a transformers config that decide which weights fit, those of a part as PART.FIELD."""
     fields = dict(config.to_dict())
     for part in ("text_config", "vision_config"):
         fields |= {f"{part}.{name}": value for name, value in (fields.get(part) or {}).items()}
     return {k: v for k, v in fields.items() if k.endswith(SIZES) and isinstance(v, (int, str))}
 
 
-def probe(client: ServerClient, limits: Limits) -> str:
-    """The name of the model that a server serves. Raises ConfigError for one that lacks what a run needs, with how to
-    start it, and ServerUnreachable."""
+def probe(client: ServerClient, limits: ServerLimits) -> str:
+    """Return the name of a server's model.
+
+    Raises ServerUnreachable, and ConfigError if it lacks what a run needs, saying how to start it.
+    """
     where, timeout = f"rollout.server.urls: {client.url}", limits.probe_timeout
     paths = ("/openapi.json", "/v1/models")
     try:
@@ -112,7 +96,7 @@ def probe(client: ServerClient, limits: Limits) -> str:
         with reading(client.url, ", ".join(paths)):
             served = models["data"][0]
             model, length = str(served["id"]), index(served["max_model_len"])
-            missing = [path for path in NEEDED if path not in dict(listed["paths"])]
+            missing = [path for path in ENDPOINTS if path not in dict(listed["paths"])]
         if missing:
             raise ConfigError(
                 f"{where} has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
@@ -135,20 +119,20 @@ def probe(client: ServerClient, limits: Limits) -> str:
         )
     if account.logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            f"{where} reports log-probs from before temperature and masks, which are not those that tokens are drawn "
-            "by; start it with --logprobs-mode processed_logprobs"
+            f"{where} reports log-probs from before temperature and masks, but tokens are sampled after them; start it "
+            "with --logprobs-mode processed_logprobs"
         )
-    for field_name, own in limits.sizes.items():
-        if (other := account.model.get(field_name, own)) != own:
+    for field_name, size in limits.sizes.items():
+        if (served_size := account.model.get(field_name, size)) != size:
             raise ConfigError(
-                f"{where} serves another model: its {field_name} is {other!r}, and that of model.path is {own!r}; name "
-                "a server that was started for this model"
+                f"{where} serves another model: its {field_name} is {served_size!r}, and that of model.path is "
+                f"{size!r}; name a server that was started for this model"
             )
     return model
 
 
 def key_refused(url: str, reason: str) -> str:
-    """The message of a server that wants another key."""
+    """Return the message for a server that refuses the key."""
     return (
         f"rollout.server.urls: {url} refuses the key ({reason}); put the server's key into the environment variable "
         "MM_GRPO_SERVER_KEY"
@@ -156,44 +140,40 @@ def key_refused(url: str, reason: str) -> str:
 
 
 def accounts(client: ServerClient, timeout: float) -> list[WorkerAccount]:
-    """What each worker of a server received, one at least."""
+    """Return the account of each worker of a server, at least one."""
     answer = client.call(RPC, {"method": RECEIVED}, timeout=timeout)
     with reading(client.url, f"{RPC} for {RECEIVED}"):
-        first, *others = [WorkerAccount.model_validate(each) for each in answer["results"]]
-        return [first, *others]
+        first, *more = [WorkerAccount.model_validate(account) for account in answer["results"]]
+        return [first, *more]
 
 
 def adapter_layers(client: ServerClient, layers: Iterable[str], rank: int, timeout: float) -> frozenset[str]:
-    """Those of the learner's `layers` for which all workers of a server have LoRA layers of at least `rank`."""
-    answer = client.call(
-        RPC, {"method": ADAPTER_LAYERS, "args": [json.dumps([sorted(layers), rank])]}, timeout=timeout
-    )
+    """Return the `layers` for which all workers of a server have LoRA layers of at least `rank`."""
+    query = json.dumps([sorted(layers), rank])
+    answer = client.call(RPC, {"method": ADAPTER_LAYERS, "args": [query]}, timeout=timeout)
     with reading(client.url, f"{RPC} for {ADAPTER_LAYERS}"):
         return frozenset.intersection(*map(frozenset, answer["results"]))
 
 
 async def weights_name(client: ServerClient, timeout: float) -> str:
-    """The name of the weights that a server holds, which is another one after a restart."""
+    """Return the name of the weights that a server holds, which a restart changes."""
     answer = await client.request(INFO, method="GET", timeout=timeout)
     with reading(client.url, INFO):
         return str(answer["weight_version"])
 
 
-# one request ---------------------------------------------------------------------------------
-
-
 async def ask(client: ServerClient, model: str, work: EngineRequest, timeout: float) -> EngineAnswer:
-    """Send `work` to one server, which serves `model`. Raises ServerUnreachable and ServerRefused."""
+    """Send `work` to one server for its `model`. Raises ServerUnreachable and ServerRefused."""
     answer = await client.request(GENERATE, lambda: _body(work, model), timeout=timeout)
     with reading(client.url, GENERATE):
         return _answer(client.url, answer, scored="prompt_logprobs" in work.params)
 
 
 def data_url(image: Image) -> str:
-    """The image as a PNG in a data URL: no pixel changes."""
-    held = io.BytesIO()
-    image.save(held, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(held.getvalue()).decode("ascii")
+    """Encode an image as PNG in a data URL."""
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
 def _body(work: EngineRequest, model: str) -> dict[str, Any]:
@@ -209,13 +189,13 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
 
 
 def _answer(url: str, body: Any, *, scored: bool) -> EngineAnswer:
-    """An answer of GENERATE; what fails here is made an error of the server's by `reading`."""
+    """Parse an answer of GENERATE; the caller's `reading` turns what fails here into a ServerUnreachable."""
     ids, choices = tuple(body["prompt_token_ids"]), body["choices"]
     by_index = {choice["index"]: choice for choice in choices}
     sequences = tuple(_sampled(by_index[generation]) for generation in range(len(choices)))
     (weights,) = {str(span["version"]) for choice in choices for span in choice["weight_versions"]}
     chosen: tuple[float | None, ...] = ()
-    if scored:  # there is none of the first token
+    if scored:  # the first token has no log-prob
         entries = zip(body["prompt_logprobs"], ids, strict=True)
         chosen = (None, *(float(entry[str(token)]["logprob"]) for entry, token in islice(entries, 1, None)))
     return EngineAnswer(ids, sequences, chosen, url, weights)

@@ -1,11 +1,9 @@
-"""Middleware of a vLLM server at a port: every endpoint wants the key in MM_GRPO_SERVER_KEY.
+"""Middleware of a vLLM server at a port: every endpoint requires the key in MM_GRPO_SERVER_KEY.
 
-vLLM's own `--api-key` guards /v1, /v2 and /inference alone; weights, pauses and calls of the workers stay open, and
-with them files can be written and code be run. `RequireKey` runs inside the server, as its outermost middleware
-(`--middleware mm_grpo.rollout.served.server_key.RequireKey`), so there is no second process that bodies pass through,
-and no port behind it. The key is read from the environment, stands in no command, no message and no log, and is
-compared in constant time. A connection is not encrypted by it: across hosts that others use too, tunnel it, or give the
-server a certificate.
+vLLM's own `--api-key` guards only /v1, /v2 and /inference. Weights, pauses and calls of the workers stay open, with
+which files can be written and code be run. `RequireKey` runs inside the server, as its outermost middleware. The key is
+read from the environment, stands in no command, message or log, and is compared in constant time. It encrypts nothing:
+on a shared network tunnel the connection, or give the server a certificate.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """ASGI middleware: 401 without the key, whatever the path and the method; a WebSocket is closed."""
+    """ASGI middleware that answers 401 without the key, for any path and method, and closes a WebSocket."""
 
     def __init__(self, app: App, environment: Mapping[str, str] = os.environ) -> None:
         key = environment.get(VARIABLE)
@@ -52,8 +50,8 @@ class RequireKey:
             await send({"type": "http.response.body", "body": REFUSAL})
 
     def _allowed(self, scope: Scope) -> bool:
-        given = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
-        if len(given) != 1:
+        values = [value for name, value in scope.get("headers", ()) if name.lower() == b"authorization"]
+        if len(values) != 1:
             return False
-        scheme, _, key = given[0].partition(b" ")
+        scheme, _, key = values[0].partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._expected)

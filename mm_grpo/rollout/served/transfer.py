@@ -1,31 +1,30 @@
 """The learner's end of a weight transfer to servers: by files in a folder, or by broadcast over gloo or NCCL.
 
-    pause -> start_weight_update -> update_weights (a chunk each) -> finish_weight_update -> what was received -> reset
-    caches -> resume -> the weights' name
+    pause -> start_weight_update -> update_weights (once per chunk) -> finish_weight_update -> digests of what was
+    received -> reset caches -> resume -> name of the weights
 
-on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails, or is late, is
-left out from there on and stays paused, for it holds a mixture; the others take no notice. What each received comes
-back as digests, by name, for `rollout/weights.py` to compare; that a server's workers agree among themselves is looked
-at here.
+on all servers at once, chunk by chunk, so that no more than a chunk is held twice. A server that fails or is late is
+left out from there on and stays paused, because it holds a mixture. `rollout/weights.py` compares the digests.
 
-A new kind is a subclass of `ServedTransfer` with `handed_over` and `transmit`, a line in `transfer_of`, and its
-receiver in `plugin.py`.
+A new kind is a subclass of `ServedTransfer`, a line in `transfer_of`, and its receiver in `plugin.py`.
 """
 
 from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.background import BackgroundThreads
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
-from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, described, listen
+from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, describe, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
 from mm_grpo.rollout.served.protocol import accounts, weights_name
 
@@ -36,91 +35,79 @@ if TYPE_CHECKING:
 
 Chunk = Sequence[tuple[str, "Tensor"]]
 Outcome = Mapping[str, "Digest | Exception"]
-"""By a server's url: the digests of what it received, or why it was left out."""
+"""By a server's url: the digests of what it received, or the error for which it was left out."""
 JOIN_TIMEOUT = 60.0
 """Most seconds that a server may take to join a group."""
 
 
 class ServedTransfer(ABC):
-    """Base of every kind: the calls in their order, on all servers at once, each within `timeout` seconds.
-
-    Each keeps the newest tensors, for servers that join late. Calls are not to overlap.
-    """
+    """Base of every kind, which keeps the newest tensors for servers that join late. Calls must not overlap."""
 
     kind = ""
 
     def __init__(self, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.run = secrets.token_hex(4)
-        self._held_by: dict[str, str] = {}  # name of the weights, by url, of what was sent whole
-        self._joined: dict[str, str] = {}  # by url, what `join` named its workers' group
+        self._names: dict[str, str] = {}  # of the weights that were sent whole, by url
+        self._joined: dict[str, str] = {}  # names of the workers' groups, by url
         self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
-        # a server has three calls at once at most, of which one waits for the others
-        self._threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="mm_grpo-transfer")
-
-    # what the engine asks --------------------------------------------------------------------
+        # a server has at most three calls at once, and one of them waits for the others
+        self._threads = BackgroundThreads(256, "mm_grpo-transfer")
 
     def weights_name(self, version: int) -> str:
-        """What servers call the weights of this run and number: RUN:VERSION, RUN different for every transfer."""
+        """Return the servers' name of this run's weights: RUN:VERSION, RUN different for every transfer."""
         return f"{self.run}:{version}"
 
     def send(
         self, clients: Sequence[ServerClient], tensors: Iterable[tuple[str, Tensor]], version: int
     ) -> Outcome:
-        """Bring `tensors`, whole layers, to the servers as weights number `version`. Takes all where none is left."""
+        """Send `tensors`, whole layers, as weights number `version`. All are consumed even if no server is left."""
         self.version = version
-        return self._update(clients, map(self.handed_over, chunks(tensors, self.chunk_bytes)))
+        return self._update(clients, map(self.keep, chunks(tensors, self.chunk_bytes)))
 
     def catch_up(self, client: ServerClient) -> Digest | Exception:
-        """Bring a server to the weights sent last, all of them, whatever it holds. Only after a `send` that ended."""
-        self._held_by.pop(client.url, None)
-        return self._update([client], self.kept())[client.url]
+        """Send a server all of the newest weights, whatever it holds. Only after a `send` that ended."""
+        self._names.pop(client.url, None)
+        return self._update([client], self.all_parts())[client.url]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # a kind's own ----------------------------------------------------------------------------
+        self._threads.close()
 
     @abstractmethod
     def join(self, client: ServerClient, name: str) -> None:
-        """Make a server ready for `transmit`; its workers keep `name`, by which they are known to be so still."""
+        """Make a server ready for `transmit`. Its workers report `name` for as long as they are ready."""
 
     @abstractmethod
-    def handed_over(self, chunk: Chunk) -> Any:
-        """Keep a chunk, and make what `transmit` sends of it."""
+    def keep(self, chunk: Chunk) -> Any:
+        """Keep a chunk, and return the part that `transmit` sends."""
 
     @abstractmethod
-    def kept(self) -> Iterable[Any]:
-        """All that is kept, in parts for `transmit`."""
+    def all_parts(self) -> Iterable[Any]:
+        """Return all that is kept, as parts for `transmit`."""
 
     @abstractmethod
     def transmit(self, client: ServerClient, part: Any) -> None:
         """Send a part to one server."""
 
-    # the calls -------------------------------------------------------------------------------
-
     def _update(self, clients: Sequence[ServerClient], parts: Iterable[Any]) -> Outcome:
         outcome: dict[str, Digest | Exception] = {}
         live = list(clients)
 
-        def on_live(work: Callable[[ServerClient], Any]) -> None:
-            """On all servers that have not failed: note what came of it, where that is anything."""
-
-            def one(client: ServerClient) -> Any:
+        def call_live(work: Callable[[ServerClient], Any]) -> None:
+            """Run `work` on every live server at once. Store results that are not None, and drop failed servers."""
+            calls = [(client, self._threads.submit(work, client)) for client in live]
+            for client, call in calls:
                 try:
-                    return work(client)
+                    answer = call.result()
                 except (ServerError, EngineError) as error:
-                    return error
-
-            for client, answer in zip(tuple(live), self._threads.map(one, tuple(live)), strict=True):
+                    answer = error
+                    live.remove(client)
                 if answer is not None:
                     outcome[client.url] = answer
-                if isinstance(answer, Exception):
-                    live.remove(client)
 
-        on_live(self._begin)
+        call_live(self._begin)
         for part in parts:
-            on_live(lambda client, part=part: self.transmit(client, part))  # type: ignore[misc]
-        on_live(self._finish)
+            call_live(partial(self.transmit, part=part))
+        call_live(self._finish)
         return outcome
 
     def _call(self, client: ServerClient, path: str, json: Any = None, **params: str) -> Any:
@@ -133,13 +120,13 @@ class ServedTransfer(ABC):
         self._call(client, "/pause", mode="keep")
         workers = accounts(client, self.timeout)
         finished = all(account.finished for account in workers)
-        held = self._held_by.pop(client.url, None)
-        if held is not None and not (
-            finished and wait(in_background(weights_name(client, self.timeout))) == held
+        name = self._names.pop(client.url, None)
+        if name is not None and not (
+            finished and wait(in_background(weights_name(client, self.timeout))) == name
         ):
             raise ServerError(
                 client.url,
-                "it does not hold the weights that it was sent last (it was restarted, or another run sent it some), "
+                "it does not hold the weights that it was sent last (it was restarted, or another run sent it weights) "
                 "and needs all of them",
             )
         if any(account.group != self._joined.get(client.url) for account in workers):
@@ -147,7 +134,7 @@ class ServedTransfer(ABC):
             self.join(client, name)
             self._joined[client.url] = name
         if not finished:
-            # One was begun and never finished, and vLLM begins no other: an update that fails ends it.
+            # vLLM starts no update before an unfinished one has ended, which a failing call does
             with suppress(ServerError):
                 self._call(client, "/update_weights", {"update_info": {}})
         self._call(client, "/start_weight_update")
@@ -160,27 +147,29 @@ class ServedTransfer(ABC):
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
         self._call(client, "/reset_encoder_cache")
         self._call(client, "/resume")
-        # last, for by its name a server is known to be done with all of this
+        # last: the name says that all of the above is done
         name = self.weights_name(self.version)
         self._call(client, "/update_weight_version", {"new_version": name})
-        self._held_by[client.url] = name
+        self._names[client.url] = name
         return digests
 
     def _received(self, client: ServerClient) -> Digest:
-        """The digests of one server's workers, which receive the same; two digests of what one of them did not load."""
-        first, *others = [account.digests for account in accounts(client, self.timeout)]
-        for place, other in enumerate(others, 1):
-            if other.keys() != first.keys():
-                raise ServerError(client.url, f"workers 0 and {place} received different tensors")
-            first |= {name: f"{first[name]} {value}" for name, value in other.items() if first[name] != value}
+        """Return the digests of a server's workers; for a tensor on which they differ two digests, which match none."""
+        first, *more = [account.digests for account in accounts(client, self.timeout)]
+        for worker, digests in enumerate(more, 1):
+            if digests.keys() != first.keys():
+                raise ServerError(client.url, f"workers 0 and {worker} received different tensors")
+            first |= {
+                name: f"{first[name]} {value}" for name, value in digests.items() if first[name] != value
+            }
         return first
 
 
 class FileTransfer(ServedTransfer):
-    """Safetensors files in `folder`, which servers read; null is one of this machine's, for servers on it.
+    """Safetensors files in `folder`, which servers read; None for a temporary folder, for servers of this machine.
 
-    Each tensor's newest file is kept until another replaces it, so a server that joins late can be brought up at any
-    time: one copy of the weights, and a chunk. All is removed at the end, and by a later run what a killed one left.
+    The newest file of each tensor is kept for servers that join late: one copy of the weights, and a chunk. All is
+    removed at the end; what a killed run left is removed by a later run.
     """
 
     kind = "file"
@@ -189,39 +178,39 @@ class FileTransfer(ServedTransfer):
         self, folder: str | None = None, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
         super().__init__(timeout, chunk_bytes)
-        self._held = ExitStack()
+        self._stack = ExitStack()
         parent = None if folder is None else Path(folder).expanduser().resolve()
         try:
             if parent is not None:
                 parent.mkdir(parents=True, exist_ok=True)
-            self.folder = self._held.enter_context(temporary_folder("weights", parent))
+            self.folder = self._stack.enter_context(temporary_folder("weights", parent))
         except OSError as error:
             raise ConfigError(
                 f"rollout.server.folder = '{folder}': {error.strerror or error}; it has to be a folder that this "
                 "process can write to and the servers can read"
             ) from None
-        self._current: dict[Path, set[str]] = {}  # names of the tensors whose newest copy a file has
+        self._newest: dict[Path, set[str]] = {}  # by file, the tensors whose newest copy it holds
         self._count = 0
 
     def join(self, client: ServerClient, name: str) -> None:
         self._call(client, "/init_weight_transfer_engine", {"init_info": {"group": name}})
 
-    def kept(self) -> list[tuple[Path, list[str]]]:
-        return [(path, sorted(names)) for path, names in sorted(self._current.items())]
+    def all_parts(self) -> list[tuple[Path, list[str]]]:
+        return [(path, sorted(names)) for path, names in sorted(self._newest.items())]
 
-    def handed_over(self, chunk: Chunk) -> tuple[Path, list[str]]:
+    def keep(self, chunk: Chunk) -> tuple[Path, list[str]]:
         from safetensors.torch import save_file
 
         self._count += 1
         path, names = self.folder / f"{self._count:08d}.safetensors", [name for name, _ in chunk]
-        # a copy of each: tied tensors share memory, which the format does not have
+        # copies, because safetensors refuses tied tensors, which share memory
         save_file({name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in chunk}, path)
-        for older, held in list(self._current.items()):
-            held -= set(names)
-            if not held:
-                del self._current[older]
+        for older, older_names in list(self._newest.items()):
+            older_names -= set(names)
+            if not older_names:
+                del self._newest[older]
                 older.unlink(missing_ok=True)
-        self._current[path] = set(names)
+        self._newest[path] = set(names)
         return path, names
 
     def transmit(self, client: ServerClient, part: tuple[Path, list[str]]) -> None:
@@ -230,13 +219,13 @@ class FileTransfer(ServedTransfer):
 
     def close(self) -> None:
         super().close()
-        self._held.close()
+        self._stack.close()
 
 
 class GlooTransfer(ServedTransfer):
-    """Broadcasts over gloo, through the hosts' memory, a group for each server.
+    """Broadcasts over gloo, through the hosts' memory, with a group for each server.
 
-    `host` is the address of this machine that servers reach; the rendezvous and gloo listen there alone. The host's
+    `host` is the address of this machine that servers reach; the rendezvous and gloo listen only there. The host's
     memory keeps a copy of the weights.
     """
 
@@ -259,42 +248,32 @@ class GlooTransfer(ServedTransfer):
         listener = listen(self.host)
         port: int = listener.getsockname()[1]
         info = {"host": self.host, "port": port, "world_size": size, "timeout": self.timeout, "group": name}
-        asked = self._threads.submit(
+        call = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        try:
+        with _during(call):
             group = BroadcastGroup(
                 self.kind, self.host, port, rank=0, size=size, timeout=seconds, listener=listener
             )
-        except EngineError:
-            if asked.done():  # the server's own error, where it has one
-                asked.result()
-            raise
-        asked.result()
         group.timeout = self.timeout
         self._groups[client.url] = group
 
-    def handed_over(self, chunk: Chunk) -> Chunk:
+    def keep(self, chunk: Chunk) -> Chunk:
         self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
         return chunk
 
-    def kept(self) -> Iterable[Chunk]:
+    def all_parts(self) -> Iterable[Chunk]:
         return chunks(self._kept.items(), self.chunk_bytes)
 
     def transmit(self, client: ServerClient, part: Chunk) -> None:
         group = self._groups[client.url]
-        asked = self._threads.submit(self._send_part, client, tensors=described(part))
-        asked.add_done_callback(lambda future: group.abort() if future.exception() else None)
+        call = self._threads.submit(self._send_part, client, tensors=describe(part))
+        call.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
-            for _, tensor in part:
-                group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
-            asked.result()
-        except EngineError as error:
-            self._leave(client)
-            if asked.done():  # the server's own error, where it has one
-                asked.result()
-            raise EngineError(f"{client.url}: {error}") from error
-        except ServerError:
+            with _during(call):
+                for _, tensor in part:
+                    group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
+        except (EngineError, ServerError):
             self._leave(client)
             raise
 
@@ -316,11 +295,22 @@ class NcclTransfer(GlooTransfer):
     kind = "nccl"
 
 
+@contextmanager
+def _during(call: Future[Any]) -> Iterator[None]:
+    """Run the block while a server works on `call`, and wait for it. Raises the server's own error if there is one."""
+    try:
+        yield
+    except EngineError:
+        if call.done():
+            call.result()
+        raise
+    call.result()
+
+
 def kind_of(kind: str, device: str, folder: str | None) -> str:
-    """The kind; of `auto` nccl for a learner on a GPU without a folder, else file."""
-    if kind == "auto":
-        return "file" if device == "cpu" or folder is not None else "nccl"
-    return kind
+    """Return the kind of a transfer; `auto` is nccl for a learner on a GPU without a folder, else file."""
+    automatic = "file" if device == "cpu" or folder is not None else "nccl"
+    return automatic if kind == "auto" else kind
 
 
 def transfer_of(
@@ -331,10 +321,7 @@ def transfer_of(
     host: str = "127.0.0.1",
     timeout: float = 300.0,
 ) -> ServedTransfer:
-    """The transfer of `rollout.server.transfer`.
-
-    `device` is the learner's, `host` its address as servers reach it, `timeout` the deadline of every call in seconds.
-    """
+    """Make the transfer of `rollout.server.transfer`. `device` is the learner's, `host` its address for the servers."""
     kind = kind_of(kind, device, folder)
     if kind == "file":
         return FileTransfer(folder, timeout)

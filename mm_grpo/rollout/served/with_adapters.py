@@ -1,8 +1,8 @@
-"""A vLLM server with LoRA layers, where vLLM has such layers for its model: `python -m ... SETTINGS FLAGS...`.
+"""A vLLM server with LoRA layers if vLLM has them for its model: `python -m ... SETTINGS FLAGS...`.
 
-SETTINGS is an `EngineSettings` as JSON, FLAGS are those of vLLM's own server, which this becomes. Whether the model has
-LoRA layers is asked here, for vLLM takes seconds to import. The adapter that requests name stands empty on disk, until
-the learner's factors come from memory (`plugin.py`).
+SETTINGS is an `EngineSettings` as JSON, FLAGS are those of vLLM's own server, which this becomes. vLLM takes seconds to
+import, so this process and not the trainer's looks for LoRA layers. Requests name an adapter that is empty on disk,
+until the learner's factors come from memory (`plugin.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mm_grpo.rollout.vllm.adapters import NAME, PREFIX
 from mm_grpo.rollout.vllm.launch import EngineSettings, lora_arguments
 
 NOTHING = {f"{PREFIX}none.base_layer.lora_{part}.weight": torch.zeros(1, 1) for part in "AB"}
-"""Factors of no layer: vLLM takes no adapter without any, and asks of no other name whether it is one of its layers."""
+"""Factors of no layer: vLLM requires some, and accepts this one name without looking for its layer."""
 
 
 def main() -> None:
@@ -34,5 +34,5 @@ def main() -> None:
         runpy.run_module(ENTRY, run_name="__main__", alter_sys=True)
 
 
-if __name__ == "__main__":  # vLLM's processes import their parent's module again
+if __name__ == "__main__":  # the processes of vLLM import their parent's module again
     main()

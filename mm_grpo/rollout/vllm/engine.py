@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.engine import Follows, Request, RequestStream, RolloutEngine
+from mm_grpo.rollout.engine import RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.four_bits import require_all
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_alone, launch
-from mm_grpo.rollout.vllm.requests import RequestFormat, request_groups
+from mm_grpo.rollout.vllm.requests import EngineRequest, GroupStream, RequestFormat
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
 
@@ -73,8 +73,6 @@ class VLLMEngine(RolloutEngine):
             params={"flat_logprobs": True},
             version=lambda: self.version,
         )
-
-    # the protocol ----------------------------------------------------------------------------
 
     def stream(self) -> RequestStream:
         """Open a stream of requests; vLLM's prefix cache finds what they share."""
@@ -144,7 +142,6 @@ class VLLMEngine(RolloutEngine):
         return internals.lend(self._handle, parameters)
 
     def score(self, prompt: Prompt, token_ids: Sequence[int]) -> list[float]:
-        """Return log-probabilities [T] of `token_ids` after `prompt`, images included: no mask, temperature 1."""
         if not token_ids:
             return []
         answer = internals.run(self._ready(), self.requests.scored(prompt, token_ids))
@@ -156,8 +153,6 @@ class VLLMEngine(RolloutEngine):
             if self._can_sleep and not self._handle.asleep and self._handle.fault is None:
                 internals.sleep(self._handle, 2)
             self._current = False
-
-    # memory ----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
         """Free the GPU for the learner, as `settings.sleep_level` says. Does nothing on a CPU, or at level 0."""
@@ -171,8 +166,6 @@ class VLLMEngine(RolloutEngine):
     def wake(self) -> None:
         """Take the memory back. After level 2 the weights are gone until `update_weights` sends all."""
         internals.wake(self._own_handle())
-
-    # parts -----------------------------------------------------------------------------------
 
     @property
     def _can_sleep(self) -> bool:
@@ -215,48 +208,26 @@ class VLLMEngine(RolloutEngine):
                 yield name, tensor
 
 
-class VLLMStream(RequestStream):
-    """Stream of a `VLLMEngine`. After an error it has given up the other requests.
+class VLLMStream(GroupStream):
+    """Stream of a `VLLMEngine`. After an error it has aborted the other requests.
 
     Raises DataError for a row that does not fit the engine, GuardStop when vLLM ran other tokens than the learner's,
     EngineError when vLLM failed.
     """
 
     def __init__(self, engine: VLLMEngine) -> None:
+        super().__init__(engine.requests)
         self.engine = engine
-        self.running: dict[str, list[tuple[int, Request]]] = {}
-        self._count = 0
 
-    @property
-    def unfinished(self) -> int:
-        return sum(map(len, self.running.values()))
-
-    def add_request(self, request: Request, follows: Follows | None = None) -> int:
-        return self._add([request])[0]
-
-    def add_group(self, requests: Sequence[Request]) -> list[int]:
-        """Add requests; neighbours of one prompt with consecutive seeds go as one, and are answered together."""
-        return [number for group in request_groups(requests) for number in self._add(group)]
-
-    def _add(self, group: Sequence[Request]) -> list[int]:
-        engine = self.engine
-        numbers = list(range(self._count, self._count + len(group)))
-        self._count += len(group)
-        name = internals.add(engine._ready(), engine.requests.sampled(group))
-        self.running[name] = list(zip(numbers, group, strict=True))
-        return numbers
+    def send(self, request: EngineRequest) -> str:
+        return internals.add(self.engine._ready(), request)
 
     def step(self) -> list[tuple[int, Completion]]:
         if not self.running:
             return []
-        engine = self.engine
-        completions: list[tuple[int, Completion]] = []
-        uids = [request.prompt.uid for group in self.running.values() for _, request in group]
-        for name, answer in internals.step(engine._ready(), uids):
-            group = self.running.pop(name)
-            numbers, requests = zip(*group, strict=True)
-            completions += zip(numbers, engine.requests.completions(requests, answer), strict=True)
-        return completions
+        uids = [request.prompt.uid for _, group in self.running.values() for request in group]
+        answers = internals.step(self.engine._ready(), uids)
+        return [pair for name, answer in answers for pair in self.finish(name, answer)]
 
     def close(self) -> None:
         if self.running:

@@ -139,9 +139,6 @@ def launch(settings: EngineSettings) -> Handle:
     return handle
 
 
-# starting ------------------------------------------------------------------------------------
-
-
 def _name(settings: EngineSettings) -> str:
     return f"'{settings.model}' ({settings.dtype}, max_model_len {settings.max_model_len})"
 

@@ -6,9 +6,7 @@ of its own (packed on a CPU), as the layer's answer to the identity matrix. Fuse
 the other. A worker of a tensor-parallel group holds a part of most tensors, which is compared with that part of what
 came. What cannot be read either way keeps the digest of what came: quantised weights, packed experts, shards of sources
 that a checkpoint has fused. The place of a tensor is guessed by names and shapes; the first update, which brings all
-tensors, confirms it by values.
-
-Needs only the model, in the trainer's process and in a server's worker; vLLM need not be imported.
+tensors, confirms it by values. All this needs only the model, and not vLLM.
 """
 
 from __future__ import annotations

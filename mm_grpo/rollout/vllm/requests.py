@@ -6,18 +6,20 @@ sets sampling parameters, and checks the limits that a row has to fit and the id
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.rollout.engine import RequestStream
 from mm_grpo.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Request, Sampling
+    from mm_grpo.rollout.engine import Follows, Request, Sampling
     from mm_grpo.types import Prompt
 
 SEEDS = 1 << 32
@@ -27,7 +29,7 @@ TEMPERATURES = (0.01, 2.0)
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One request: collapsed ids and images, and vLLM's sampling parameters for its `n` generations."""
+    """Request with collapsed ids and images, and vLLM's sampling parameters for its `n` generations."""
 
     uid: str
     """Name of the row in messages."""
@@ -42,7 +44,7 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence in vLLM's answer."""
+    """A sampled sequence in vLLM's answer."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -65,10 +67,9 @@ class EngineAnswer:
 
 
 class RequestFormat:
-    """Maker of requests for a run's processor, within the limits that vLLM was started with (`rollout.vllm`).
+    """Maker of requests, within the limits that vLLM was started with.
 
-    `mask` is a logit bias that keeps media tokens from being sampled; `params` are added to those of each request;
-    `version` returns the number of the weights.
+    `mask` is a logit bias against media tokens, `params` join those of each request, `version` numbers the weights.
     """
 
     def __init__(
@@ -116,6 +117,39 @@ class RequestFormat:
         """Return the log-probs [T] of a completion that was scored."""
         check_ids(prompt, (*prompt.token_ids, *token_ids), answer.prompt_token_ids)
         return [cast(float, x) for x in answer.prompt_logprobs[-len(token_ids) :]]
+
+
+class GroupStream(RequestStream):
+    """Base of streams that send neighbours of one prompt with consecutive seeds as one; they are answered together."""
+
+    def __init__(self, form: RequestFormat) -> None:
+        self.form = form
+        # by the key that `send` returned: first number and requests of a group
+        self.running: dict[Any, tuple[int, Sequence[Request]]] = {}
+        self._count = 0
+
+    @abstractmethod
+    def send(self, request: EngineRequest) -> Any:
+        """Send a request, and return a key by which its answer is known."""
+
+    @property
+    def unfinished(self) -> int:
+        return sum(len(group) for _, group in self.running.values())
+
+    def add_request(self, request: Request, follows: Follows | None = None) -> int:
+        return self.add_group([request])[0]
+
+    def add_group(self, requests: Sequence[Request]) -> list[int]:
+        start = self._count
+        for group in request_groups(requests):
+            self.running[self.send(self.form.sampled(group))] = self._count, group
+            self._count += len(group)
+        return list(range(start, self._count))
+
+    def finish(self, key: Any, answer: EngineAnswer) -> list[tuple[int, Completion]]:
+        """Return numbers and completions of an answered group."""
+        first, group = self.running.pop(key)
+        return list(enumerate(self.form.completions(group, answer), first))
 
 
 def request_groups(requests: Sequence[Request]) -> list[list[Request]]:
@@ -194,10 +228,7 @@ def check_ids(prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) ->
 
 
 def completion_of(request: Request, processor: Processor, sampled: Sampled, version: int) -> Completion:
-    """Return the completion of a request.
-
-    Raises EngineError if it did not end, GuardStop if a log-probability is missing, not finite or positive.
-    """
+    """Return a completion. EngineError if unfinished, GuardStop if a log-prob is missing, not finite or positive."""
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from mm_grpo.parity.canary import (
+from mm_grpo.parity.fixed_completions import (
     FixedCompletions,
     ScoreHistory,
     Scores,
@@ -45,7 +46,8 @@ class Sides:
     def update(self, share: float) -> str | None:
         move = self.step * self.direction + self.noise(self.step / 2)
         self.exact, self.engine = self.exact + move, self.engine + share * move
-        return self.history.add("", self.scores(), 7)[1]
+        self.history.add("", self.scores(), 7)
+        return self.history.wrong_scores("", math.inf, "r:0")
 
     def stopped_at(self, shares: Sequence[float]) -> int | None:
         """The update, counted from 1, at which an engine that takes these shares is found out."""
@@ -88,7 +90,7 @@ def test_a_part_of_every_update_is_found_far_below_the_gap(share: float) -> None
     assert sides.history.gap_limit > 2e-2
     stopped = sides.stopped_at([share] * 10)
     assert stopped is not None and stopped >= 1
-    assert float(sides.scores().gap.mean()) < sides.history.gap_limit  # what the gap alone would let pass
+    assert sides.scores().gap.mean < sides.history.gap_limit  # what the gap alone would let pass
 
 
 def test_an_engine_that_stops_following_later_is_found() -> None:
@@ -125,13 +127,17 @@ def test_the_gap_at_the_start_is_the_scale_of_the_limit() -> None:
 def test_lost_updates_count_in_a_row_and_by_server() -> None:
     still, moves = values(-1, -2), [values(-1 - 0.1 * i, -2 - 0.1 * i) for i in range(12)]
     history = ScoreHistory("bfloat16", {"a": Scores(still, still), "b": Scores(still, still)})
-    lost = [history.add("a", Scores(move, still), 7)[0] for move in moves[1:8]]
-    assert not any(lost) and history.add("a", Scores(moves[8], still), 7)[0]  # the eighth
-    assert not history.add("b", Scores(moves[8], still), 7)[0]
-    assert not history.add("a", Scores(moves[9], moves[9]), 7)[0]  # it moved
-    assert not history.add("a", Scores(moves[10], moves[9]), 0)[0]  # nothing was sent
-    exact = ScoreHistory("float32", {"": Scores(still, still)})
-    assert exact.add("", Scores(moves[1], still), 7)[0]
+
+    def lost(name: str, learner: Tensor, engine: Tensor, tensors: int = 7) -> bool:
+        history.add(name, Scores(learner, engine), tensors)
+        return history.lost_updates(name, tensors, 0.1) is not None
+
+    assert not any(lost("a", move, still) for move in moves[1:8]) and lost("a", moves[8], still)  # the eighth
+    assert not lost("b", moves[8], still)
+    assert not lost("a", moves[9], moves[9])  # it moved
+    assert not lost("a", moves[10], moves[9], tensors=0)
+    history = ScoreHistory("float32", {"": Scores(still, still)})
+    assert lost("", moves[1], still)
 
 
 def test_fixed_completions_are_legal_and_repeat() -> None:
