@@ -102,12 +102,12 @@ class OpenRun:
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
         self.parts = parts = self._load(model, processor)
-        self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
-        self.engine, self.learner, self.sync = parts.engine, parts.learner, parts.sync
-        self.sampler = sampler_of(
+        self.processor, self.model, self.engine = parts.processor, parts.model, parts.engine
+        self.learner, self.sync = parts.learner, parts.sync
+        sampler = sampler_of(
             config, self.processor, self.engine, toolbox, plan.seeds, lambda: self.sync.version
         )
-        self.runner = RolloutRunner(self.prompt_builder, self.sampler, scorer, ranks)
+        self.runner = RolloutRunner(parts.prompt_builder, sampler, scorer, ranks)
         staleness = config.rollout.max_staleness
         self.collector = Collector(
             config, self.train_set, plan.order, plan.seeds,
@@ -135,7 +135,7 @@ class OpenRun:
     @cached_property
     def first_prompt(self) -> tuple[int, int, Prompt]:
         """Step, slot and prompt of the first row with an image among the first P rows, else of the first row."""
-        prompts = self.prompt_builder.first(self.train_set, self.plan.order)
+        prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_image(islice(prompts, self.config.rollout.prompts_per_step))
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
@@ -213,7 +213,7 @@ class OpenRun:
     def close(self) -> None:
         """End the threads and processes of prompts, rewards and tools; the engine and the model stay."""
         self.pipeline.close()
-        self.prompt_builder.close()
+        self.parts.prompt_builder.close()
         self.scorer.close()
         if self.toolbox is not None:
             self.toolbox.close()

@@ -59,10 +59,9 @@ class GRPOTrainer(Exports):
             environment_factory=environment_factory, callbacks=callbacks, resume=resume,
         )  # fmt: skip
         super().__init__(parts)
-        self.plan, self.collector, self.pipeline = parts.plan, parts.collector, parts.pipeline
-        self.prompt_builder, self.sampler, self.runner = parts.prompt_builder, parts.sampler, parts.runner
-        self.engine, self.sync, self.guards = parts.engine, parts.sync, parts.guards
-        self.signals = parts.signals
+        self.plan, self.runner, self.collector = parts.plan, parts.runner, parts.collector
+        self.pipeline, self.engine, self.sync = parts.pipeline, parts.engine, parts.sync
+        self.guards, self.signals = parts.guards, parts.signals
         self.tokens_seen = self.resumed_at = 0
         self.stop_reason, self._trained = "", False
 

@@ -99,7 +99,7 @@ def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
-    """Return the identity of each reward: name, weight, `describe`, and the SHA-256 of its file if a config named it."""
+    """Return the identity of each reward: name, weight, `describe`, and the SHA-256 of a file that a config names."""
     return [
         {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s.fn)} for s in specs
     ]

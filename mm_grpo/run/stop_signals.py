@@ -19,7 +19,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A signal ended the run after a finished step; the text says how to go on. `code` is the exit code, 128 + signal."""
+    """A signal ended the run after a step; the text says how to go on. `code` is the exit code, 128 + signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
