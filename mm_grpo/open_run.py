@@ -111,7 +111,7 @@ class OpenRun:
         staleness = config.rollout.max_staleness
         self.collector = Collector(
             config, self.train_set, plan.order, plan.seeds,
-            # steps ahead are sampled in another thread, whose collectives need a group of their own
+            # steps ahead are sampled in another thread, and its collectives need another group
             replace(self.runner, ranks=ranks.second()) if staleness else self.runner,
             version=partial(scheduled_version, staleness=staleness),
             reference_logprobs=self.learner.reference_logprobs,
@@ -150,8 +150,8 @@ class OpenRun:
         """Apply the guards of an update: engine against learner, weights that moved, a finite loss."""
         with self.ranks.fail_together("guards"):
             for version, gap in report.gaps.items():
-                moved = self.sync.moved_since(version)
-                self.guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
+                problem = sampled_gap(gap, self.sync.limit, self.sync.moved_since(version))
+                self.guards.apply("logp_gap", problem, step)
             for record in report.updates:
                 self.guards.apply("update_happens", update_happens(record), step)
             self.guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
@@ -170,8 +170,8 @@ class OpenRun:
         """Start the run folder after `step` steps: cut its logs there, and replay them to the guards."""
         folder, last, root = self.folder, self.plan.max_steps, self.folder.paths.root
         if self.resume:
-            left = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
-            resuming = f"resuming {root} after step {step}: {left}"
+            remaining = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
+            resuming = f"resuming {root} after step {step}: {remaining}"
             self.phase(resuming if step else f"{root} has no checkpoint to resume; starting at step 1")
         with self.ranks.fail_together("starting"):
             if self.ranks.first:

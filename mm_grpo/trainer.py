@@ -165,7 +165,8 @@ class GRPOTrainer(Exports):
     # the run around the steps ----------------------------------------------------------------
 
     def _train(self) -> dict[str, Any]:
-        started, every, last_step = time.perf_counter(), self.config.run.eval_every or 0, self.plan.max_steps
+        started, eval_every = time.perf_counter(), self.config.run.eval_every or 0
+        last_step = self.plan.max_steps
         self._load_checkpoint()
         step = self.resumed_at
         self._call("on_train_begin", step=step)
@@ -173,7 +174,7 @@ class GRPOTrainer(Exports):
         with self.parts.display(step, self.tokens_seen) as self.progress, closing(self.parts):
             self._before_steps()
             for step in range(self.resumed_at + 1, last_step + 1):
-                due = step == last_step or (every > 0 and step % every == 0)
+                due = step == last_step or (eval_every > 0 and step % eval_every == 0)
                 metrics = self._step(step)
                 metrics |= self._evaluate(step) if due else {}
                 self._call("on_step_end", step=step, metrics=metrics)

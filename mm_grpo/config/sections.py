@@ -146,9 +146,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        least, most = self.min_pixels, self.max_pixels
-        if least and most and least > most:
-            raise CheckError(f"data.min_pixels = {least}: must be <= data.max_pixels, which is {most}")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise CheckError(
+                f"data.min_pixels = {self.min_pixels}: must be <= data.max_pixels, which is {self.max_pixels}"
+            )
         return self
 
     def eval_sets(self) -> dict[str, str | list[Any] | dict[str, Any]]:

@@ -80,8 +80,8 @@ class RunState:
 
         `finished` returns the steps that were sampled ahead and not learned from.
         """
-        best, every = self.evaluations.best.step if self.evaluations.best else None, self.save_every
-        if not every or not (due or best == step or step % every == 0):
+        best = self.evaluations.best.step if self.evaluations.best else None
+        if not self.save_every or not (due or best == step or step % self.save_every == 0):
             return None
         extra = {
             "tokens_seen": tokens_seen,
