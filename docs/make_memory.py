@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.preflight.estimate import fit_sentence, what_fits
+from mm_grpo.preflight.estimate import find_remedy, fit_sentence
 from mm_grpo.preflight.memory import GB
 
 PAGE = Path(__file__).with_name("choosing.md")
@@ -68,7 +68,7 @@ def cards() -> str:
 
 
 def cell(model: dict[str, Any], card: int, kwargs: dict[str, Any]) -> str:
-    found = fit_sentence(what_fits(config_of(model, kwargs), card * GB, processes=1), card)
+    found = fit_sentence(find_remedy(config_of(model, kwargs), card * GB, processes=1), card)
     short = found.replace(f" on {card} GB", "").partition(", whatever")[0]
     return short.replace("does not fit", "refused").replace("fits with", "refused without")
 

@@ -119,8 +119,8 @@ def quiet_libraries() -> Iterator[None]:
         set_tqdm_hook(hook)
 
 
-class _LastingFile(io.FileIO):
-    """File that drops its writes once the reader of its pipe has ended."""
+class _PipeFile(io.FileIO):
+    """File descriptor that writes to the null device once the reader of its pipe has ended."""
 
     def write(self, data: Any) -> int:
         try:
@@ -130,9 +130,9 @@ class _LastingFile(io.FileIO):
             return len(data)
 
 
-def outlive_reader(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    """Wrap a standard `stream` so that the process goes on when the stream's reader ends (`| head`)."""
-    raw: Any = _LastingFile(stream.fileno(), "wb", closefd=False)
+def ignore_closed_pipe(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """Return a standard stream like `stream` for which a reader that ends early (`| head`) is no error."""
+    raw: Any = _PipeFile(stream.fileno(), "wb", closefd=False)
     options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
     return io.TextIOWrapper(raw if stream.write_through else io.BufferedWriter(raw), **options)
 

@@ -10,10 +10,10 @@ view       `view`
 reference  `config`, `env`
 rewards    `rewards`, `rewards NAME`, `rewards try NAME`
 recipes    `recipes`, `init`
-configs    the config that a command runs: files, layers, fields
+configs    load a command's config: files, layers, fields
 convert    `convert`
-imports    torch, transformers and what stands on them, imported without garbage collection
-unexpected the one line for what no command expects, and its traceback
+imports    import torch and transformers quickly and quietly
+unexpected one line and a traceback for an unexpected error
 help       examples in every help, `--version`, advice on options that are fields
 """
 

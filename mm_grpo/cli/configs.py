@@ -1,9 +1,9 @@
-"""The config that a command runs: a YAML file or a shipped recipe, with layers and fields laid over it.
+"""Load the config of a command: a YAML file or a shipped recipe, changed by layers and fields.
 
     CONFIG [LAYER ...] [a.b=value ...]
 
 CONFIG and LAYER are YAML files or names of shipped ones (config/shipped.py). Layers are merged in their order, then
-fields in theirs.
+fields are set in theirs.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ Overrides = Annotated[
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="A tiny random model and the fixture's rows, on the CPU, in seconds.")
 ]
-Which = Annotated[
+CheckpointName = Annotated[
     str | None,
     typer.Option(
         "--checkpoint", help="Of a run folder: best, last or step-N. Default: last.", show_default=False
     ),
 ]
 Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that a run, an export or a model brings along.")
+    bool, typer.Option("--trust-remote-code", help="Run code that a run, an export or a model brings.")
 ]
 
 
 class ConfigFiles(NamedTuple):
-    """The files of a config in the order in which they are merged, and the fields that are set after them."""
+    """Files of a config in the order of merging, and fields that are set after them."""
 
     config: Path
     layers: tuple[Path, ...]
@@ -59,7 +59,7 @@ class ConfigFiles(NamedTuple):
 
 
 def load_config(config: str, overrides: Sequence[str]) -> GRPOConfig:
-    """The config at a path, or that of a recipe by name, with layers and fields laid over it."""
+    """Load a config by path or a recipe by name, and apply layers and fields."""
     from mm_grpo.config import GRPOConfig
 
     files = config_files(config, overrides)
@@ -67,28 +67,28 @@ def load_config(config: str, overrides: Sequence[str]) -> GRPOConfig:
 
 
 def config_files(config: str, overrides: Sequence[str]) -> ConfigFiles:
-    """What a command's arguments name: an argument with a = is a field, another one a layer."""
+    """Sort a command's arguments: one with a `=` is a field, any other is a layer."""
     fields = tuple(argument for argument in overrides if "=" in argument)
     layers = tuple(find_layer(argument) for argument in overrides if "=" not in argument)
     return ConfigFiles(find_config(config), layers, fields)
 
 
 def first_comment(path: Path) -> str:
-    """What the first line of comment in a config file says."""
+    """Return the text of the first comment line of a config file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#")), "")
 
 
 def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
-    """DataError where a recipe's prepared rows are not there, with the script that makes them."""
+    """Raise DataError if a recipe's prepared rows do not exist; the message names the script that makes them."""
     recipe = find_config(config).parent
     script = recipe / "prepare.py"
     for path in _paths([loaded.data.train, loaded.data.eval]):
         if script.is_file() and path.endswith(".jsonl") and not os.path.exists(path):
             raise DataError(
-                f"{path} does not exist; the recipe's rows are made, once and with a network, by\n"
+                f"{path} does not exist; the recipe's rows are made once, with a network, by\n"
                 f"    python {os.path.relpath(script)}    # its first lines say what it takes\n"
-                f"--smoke needs none: it uses the rows of {recipe / 'fixture'}"
+                f"--smoke does not need them: it uses the rows of {recipe / 'fixture'}"
             )
 
 
@@ -97,24 +97,24 @@ def _paths(source: Any) -> Iterator[str]:
         yield source
     elif isinstance(source, dict):
         source = [source["path"]] if "path" in source else [] if "task" in source else list(source.values())
-    for each in source if isinstance(source, list) else ():
-        yield from _paths(each)
+    for entry in source if isinstance(source, list) else ():
+        yield from _paths(entry)
 
 
 def to_smoke(
     loaded: GRPOConfig, config: str, overrides: Sequence[str], work: Path, run_dir: str
 ) -> GRPOConfig:
-    """The smoke version of a config; prints a line about what it replaces."""
+    """Return the smoke version of a config; print what it replaces."""
     from mm_grpo.config.yaml_file import read_yaml
     from mm_grpo.preflight.smoke import smoke_config
 
     files = config_files(config, overrides)
-    kept = {field.partition("=")[0].strip() for field in files.fields}
+    fixed = {field.partition("=")[0].strip() for field in files.fields}
     for layer in files.layers:
-        sections = [(name, held) for name, held in read_yaml(layer).items() if isinstance(held, dict)]
-        kept |= {f"{name}.{key}" for name, held in sections for key in held}
-    made = smoke_config(loaded, work, run_dir, beside=files.config.parent, kept=kept)
-    rows = made.data.train if isinstance(made.data.train, str) else "the same task"
-    what = f"a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU"
-    typer.echo(printable(f"smoke: {what}; this shows that the config works, not that it learns"))
-    return made
+        sections = [(name, fields) for name, fields in read_yaml(layer).items() if isinstance(fields, dict)]
+        fixed |= {f"{name}.{key}" for name, fields in sections for key in fields}
+    smoke = smoke_config(loaded, work, run_dir, folder=files.config.parent, fixed=fixed)
+    rows = smoke.data.train if isinstance(smoke.data.train, str) else "the same task"
+    changes = f"a tiny random model in place of {loaded.model.path}, rows of {rows}, on the CPU"
+    typer.echo(printable(f"smoke: {changes}; this shows that the config works, not that it learns"))
+    return smoke

@@ -1,4 +1,4 @@
-"""`mm-grpo convert FILE`: a config of another trainer as one of ours, with every key accounted for."""
+"""`mm-grpo convert FILE`: convert a config of another trainer to ours, and report every key."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def convert(
     ],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write it; without it stdout."),
+        typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout."),
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Processes that its batches are per device of.")] = 1,
 ) -> None:
-    """Make a config of ours from one of TRL, ms-swift or verl; what has no counterpart is listed with the reason."""
+    """Convert a config of TRL, ms-swift or verl; keys without a counterpart are listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys
     from mm_grpo.migrate.files import read_foreign
 
-    written = None if output is None else OutputFile("--output", output, mark=None)
-    found = convert_keys(read_foreign(file), devices=devices)
-    text = found.yaml()
-    if written is None:
-        typer.echo(printable(text), nl=False)
+    output_file = None if output is None else OutputFile("--output", output, mark=None)
+    conversion = convert_keys(read_foreign(file), devices=devices)
+    if output_file is None:
+        typer.echo(printable(conversion.yaml()), nl=False)
     else:
-        written.write(text)
-    left = f" but {len(found.omitted)}, with their reasons as comments at the end" if found.omitted else ""
-    where = f" into {output}" if output is not None else ""
-    typer.echo(printable(f"all keys taken over{where}{left}"), err=True)
+        output_file.write(conversion.yaml())
+    count = len(conversion.omitted)
+    exceptions = f" but {count}, with their reasons as comments at the end" if count else ""
+    target = f" into {output}" if output is not None else ""
+    typer.echo(printable(f"all keys taken over{target}{exceptions}"), err=True)

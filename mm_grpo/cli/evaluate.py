@@ -1,4 +1,4 @@
-"""`mm-grpo eval CONFIG`: how well a model answers the evaluation sets of a config; nothing is trained."""
+"""`mm-grpo eval CONFIG`: answer the evaluation sets of a config with a model; train nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Trust, Which, load_config
+from mm_grpo.cli.configs import CheckpointName, Config, Overrides, Trust, load_config
 from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, OutputFile
@@ -22,20 +22,20 @@ def evaluate(
     config: Config,
     overrides: Overrides = None,
     model: Annotated[
-        str | None, typer.Option(help="A run, a checkpoint, an export or a model; without it CONFIG's.")
+        str | None, typer.Option(help="A run, a checkpoint, an export or a model. Default: CONFIG's.")
     ] = None,
-    checkpoint: Which = None,
+    checkpoint: CheckpointName = None,
     trust_remote_code: Trust = False,
     blind: Annotated[
         str | None,
-        typer.Option(metavar="shuffled|removed", help="Also with another row's images, or with none."),
+        typer.Option(metavar="shuffled|removed", help="Also with another row's images, or without images."),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Completions of each row; from 2 on they are sampled, for pass@k."),
     ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 is greedy.")] = None,
-    by: Annotated[str | None, typer.Option(help="A column, by whose values results are split.")] = None,
+    by: Annotated[str | None, typer.Option(help="Also show results for each value of this column.")] = None,
     as_json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="All results, as JSON.")
     ] = None,
@@ -52,9 +52,9 @@ def evaluate(
         from mm_grpo.trained.source import model_to_evaluate
         from mm_grpo.trained.table import as_dict, show
 
-    found = model_to_evaluate(loaded, model, checkpoint, trust=trust_remote_code)
-    progress = Progress(0)
-    results = evaluate_config(loaded, found, by=by, phase=print_phase, report=progress.evaluating)
+    source = model_to_evaluate(loaded, model, checkpoint, trust=trust_remote_code)
+    report = Progress(0).evaluating
+    results = evaluate_config(loaded, source, by=by, phase=print_phase, report=report)
     if not results.first:
         return
     show(results)
@@ -65,17 +65,21 @@ def evaluate(
 def with_options(
     loaded: GRPOConfig, blind: str | None, samples: int | None, temperature: float | None
 ) -> GRPOConfig:
-    """The config with what the options say in place of its fields. ConfigError where they contradict each other."""
-    chosen = loaded.rollout.eval
-    count = chosen.num_generations if samples is None else samples
-    if temperature is None and samples is not None and samples > 1 and chosen.temperature == 0:
-        temperature = loaded.rollout.temperature  # several greedy completions would be one, several times
-    heat = chosen.temperature if temperature is None else temperature
-    if count > 1 and heat == 0:
+    """Return the config with the options in place of its fields. Raises ConfigError if they contradict each other."""
+    section = loaded.rollout.eval
+    count = section.num_generations if samples is None else samples
+    if temperature is None:
+        # greedy completions of a row would all be equal
+        sampled = samples is not None and samples > 1 and section.temperature == 0
+        temperature = loaded.rollout.temperature if sampled else section.temperature
+    if count > 1 and temperature == 0:
         raise ConfigError(
             f"{count} completions at temperature 0 are all the same; give --temperature 1, or --samples 1"
         )
-    changes: dict[str, Any] = {"rollout.eval.num_generations": count, "rollout.eval.temperature": heat}
+    changes: dict[str, Any] = {
+        "rollout.eval.num_generations": count,
+        "rollout.eval.temperature": temperature,
+    }
     if blind is not None:
         changes["run.eval_blind"] = blind
     return loaded.with_values(changes)

@@ -1,7 +1,6 @@
-"""What every command's help shares: examples, `-h`, `--version`, and the answer to an option that is a field.
+"""Help of the commands: examples, groups, `--version`, and advice on an option that is a config field.
 
-`CommandGroup` is the class of the application. To give a command its examples, add its name to EXAMPLES; a test
-asks for them.
+`CommandGroup` is the class of the application. A new command needs a line in EXAMPLES and GROUPS; a test checks it.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
     ),
 }
-"""By the words that call a command."""
+"""Words that call a command -> examples."""
 
 GROUPS: Mapping[str, str] = {
     "Begin": "init recipes convert",
@@ -63,14 +62,14 @@ GROUPS: Mapping[str, str] = {
     "The trained model": "eval ask export",
     "Look up": "config rewards env",
 }
-"""The commands, as the help of the application shows them."""
+"""Title -> commands, in the help of the application."""
 
-# Typer may bring its own click along, so its errors are reached through a name that typer exports.
+# Some versions of typer vendor click, so click's error class is reached through a name that typer exports.
 _UsageError: Any = typer.BadParameter.__base__
 
 
 class CommandGroup(TyperGroup):
-    """Commands that end their help with examples, and answer `--learning_rate` with `optim.learning_rate=...`."""
+    """Group of commands with examples in their help; it answers `--learning_rate` with `optim.learning_rate=...`."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -79,11 +78,12 @@ class CommandGroup(TyperGroup):
         return command
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Every command with its whole first sentence, in groups."""
+        """Write every command with its whole first sentence, in groups."""
         for title, names in GROUPS.items():
             with formatter.section(title):
-                commands = [(name, self.commands[name]) for name in names.split()]
-                formatter.write_dl([(name, each.get_short_help_str(limit=1000)) for name, each in commands])
+                formatter.write_dl(
+                    [(name, self.commands[name].get_short_help_str(limit=1000)) for name in names.split()]
+                )
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -96,26 +96,26 @@ class CommandGroup(TyperGroup):
 
 
 def add_examples(command: Any, name: str) -> None:
-    """Put the examples of a command, and of the commands in it, below its help."""
+    """Put the examples of a command and of its subcommands below their help."""
     lines = EXAMPLES.get(name)
     if lines and not command.epilog:
         command.epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
-    for inner, below in getattr(command, "commands", {}).items():
-        add_examples(below, f"{name} {inner}")
+    for subname, subcommand in getattr(command, "commands", {}).items():
+        add_examples(subcommand, f"{name} {subname}")
 
 
 def field_advice(option: str | None) -> str | None:
-    """What to write in place of an option that no command has and that names a field, ours or another trainer's."""
+    """Return advice on an unknown option that is the name of a field, ours or another trainer's; None for others."""
     if option is None or not option.startswith("--"):
         return None
     from mm_grpo.config.grpo_config import GRPOConfig
     from mm_grpo.config.section import leaves
     from mm_grpo.migrate.keys import advice_on
 
-    known = [path for path, _ in leaves(GRPOConfig)]
+    paths = [path for path, _ in leaves(GRPOConfig)]
     name = option.removeprefix("--").replace("-", "_")
-    homes = [path for path in known if name in (path, path.rpartition(".")[2])]
-    advice = " or ".join(f"{path}=VALUE" for path in homes) or advice_on(name, known)
+    matches = [path for path in paths if name in (path, path.rpartition(".")[2])]
+    advice = " or ".join(f"{path}=VALUE" for path in matches) or advice_on(name, paths)
     if advice is None:
         return None
     how = "" if advice.startswith("it is ") else "a field is set as section.field=VALUE, without dashes: "
@@ -123,7 +123,7 @@ def field_advice(option: str | None) -> str | None:
 
 
 def show_version(value: bool) -> None:
-    """Print the version and end, where the option was given."""
+    """Print the version and exit, if `value`."""
     if value:
         typer.echo(f"mm_grpo {__version__}")
         raise typer.Exit

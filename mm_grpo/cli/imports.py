@@ -1,10 +1,8 @@
-"""Importing torch, transformers and what stands on them, as quickly and as quietly as it goes.
+"""Import torch and transformers quickly and quietly.
 
-They make some 400,000 objects that live as long as the process, and Python's garbage collector walks through all of
-them again and again while they are made, which is a third of the time of the imports.
-
-Quiet are DeepSpeed's warnings, such as the one that there is no GPU, and those of transformers about names that a later
-version will drop: none of them is the user's to mend.
+The imports make some 400,000 objects that live as long as the process. Python's garbage collector would walk through
+them again and again, which is a third of the time. Warnings that the user cannot act on are silenced: DeepSpeed's,
+such as the missing GPU, and transformers' deprecations.
 """
 
 from __future__ import annotations
@@ -20,13 +18,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Import within it. Nothing is collected meanwhile, and what is there at the end is not looked at again. Then
-    transformers draws no progress bars of its own, which would break ours.
+    """Run imports without garbage collection; then freeze their objects and turn off transformers' progress bars.
 
-    For a process that is ours from its start: what a caller of the Python API has made stays the collector's. So it
-    does where torch is there already, for then the objects that live on are not these.
+    Only for the commands: in a caller's process, or if torch is imported already, the objects are not ours to freeze.
     """
-    enabled, first = gc.isenabled(), "torch" not in sys.modules
+    enabled, is_first_import = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|mm_grpo)\.")
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
@@ -34,10 +30,10 @@ def heavy_imports() -> Iterator[None]:
         yield
         from transformers.utils import logging as transformers_logging
 
-        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()  # they would break ours
     finally:
-        if first:
+        if is_first_import:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # nanobind's modules would call their frozen objects leaks
+            atexit.register(gc.unfreeze)  # modules of nanobind would report frozen objects as leaks
         if enabled:
             gc.enable()

@@ -1,9 +1,8 @@
 """The application: its commands (help.EXAMPLES shows each), and the exit code of each error.
 
-
 Exit codes: 0 done; 2 the config, the data or the command is wrong (one message); 3 a guard stopped the
-run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else (unexpected.py). Nothing heavy is imported
-before a command needs it.
+run; 130, 143 and 129 SIGINT (Ctrl-C), SIGTERM and SIGHUP; 1 anything else (unexpected.py). torch and transformers are
+imported only by commands that need them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError, shorten
-from mm_grpo.terminal import PrintableFilter, outlive_reader, print_traceback, printable, redact
+from mm_grpo.terminal import PrintableFilter, ignore_closed_pipe, print_traceback, printable, redact
 
 TRACEBACK = "--traceback"
 
@@ -69,12 +68,7 @@ def application(
 
 
 def main() -> None:
-    """Entry point: runs a command and turns errors into one message and an exit code.
-
-    One of several processes ends at once after that: threads of gloo may outlive their group, and one that asks for the
-    interpreter's lock while Python is taken down aborts a process that has done all its work. So does one in which a
-    thread goes on that a reward started, and for which Python would wait.
-    """
+    """Run a command; turn errors into one message and an exit code."""
     try:
         _main()
         code = 0
@@ -83,10 +77,12 @@ def main() -> None:
             raise
         if not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
-        found = error.code if isinstance(error, SystemExit) else 1
-        code = found if isinstance(found, int) else int(found is not None)
+        exit_code = error.code if isinstance(error, SystemExit) else 1
+        code = exit_code if isinstance(exit_code, int) else int(exit_code is not None)
+    # One of several processes skips Python's own shutdown. It would wait for threads that a reward started, and a
+    # thread of gloo that asks for the interpreter's lock meanwhile would abort the process.
     if _has_peers():
-        atexit._run_exitfuncs()  # the group's end among them
+        atexit._run_exitfuncs()  # these leave the process group
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -94,7 +90,7 @@ def main() -> None:
 
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-"""Packs are of ever new sizes, which leave holes in torch's cache. By its older name, the one that vLLM 0.25 reads."""
+"""Packs of many sizes fragment torch's cache. The variable has its older name, because vLLM 0.25 reads only that."""
 
 
 def _main() -> None:  # noqa: C901
@@ -102,9 +98,9 @@ def _main() -> None:  # noqa: C901
         os.environ.setdefault(*ALLOCATOR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper):  # not what a test has put in its place
-            stream = outlive_reader(stream) if stream is getattr(sys, f"__{name}__") else stream
-            stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows the rest of a message
+        if isinstance(stream, io.TextIOWrapper):  # a test may have replaced it
+            stream = ignore_closed_pipe(stream) if stream is getattr(sys, f"__{name}__") else stream
+            stream.reconfigure(errors="backslashreplace")  # for an ASCII terminal
             setattr(sys, name, stream)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for handler in logging.getLogger().handlers:
@@ -119,64 +115,58 @@ def _main() -> None:  # noqa: C901
         _exit(f"stopped: {stop}", 3)
     except EngineError as error:
         _exit(f"the rollout engine failed: {error}{notes_of(error)}", 1)
-    except SystemExit as leaving:  # typer's, also for KeyboardInterrupt
-        cause = getattr(leaving.__context__, "__cause__", None)
+    except SystemExit as exit_request:  # typer raises it for KeyboardInterrupt too
+        cause = getattr(exit_request.__context__, "__cause__", None)
         if not isinstance(cause, KeyboardInterrupt):
             raise
         _exit_interrupted(cause)
     except KeyboardInterrupt as stop:
         _exit_interrupted(stop)
     except BaseException as error:
-        if message := _lost_another(error):
-            _exit(f"error: {message}", 1, lost=True)
-        if _has_peers():  # each prints its own
+        if _may_have_peers() and isinstance(error, RuntimeError):
+            from mm_grpo.distributed.exit_message import lost_another
+
+            if message := lost_another(error):
+                _exit(f"error: {message}", 1, lost=True)
+        if _has_peers():  # each process prints its own
             raise
         if TRACEBACK in sys.argv:
             print_traceback(type(error), error, error.__traceback__)
         _exit(f"failed: {describe(error)}", 1)
 
 
-def _lost_another(error: BaseException) -> str | None:
-    """The message for an error by which this process lost another one."""
-    if not isinstance(error, RuntimeError) or not _may_have_peers():
-        return None
-    from mm_grpo.distributed.exit_message import lost_another
-
-    return lost_another(error)
-
-
 def _exit_interrupted(stop: KeyboardInterrupt) -> None:
     code = getattr(stop, "code", None)
-    if code is not None:  # RunInterrupted, which is not imported for this alone
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a launcher ends what outlives another
+    if code is not None:  # RunInterrupted; importing it here would load torch
+        # the launcher signals processes that are slower than the first
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _exit(str(stop), code)
-    if launched_here():  # `launch` prints it, when it sees what ended this process
+    if launched_here():  # `launch` prints the message when it sees the signal that ended this process
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     _exit("interrupted", 130)
 
 
 def _exit(message: str, code: int, lost: bool = False) -> None:
-    """Print the message, unless another process prints it, and exit; `lost` as in `should_report`."""
+    """Print the message, unless another process prints it, and exit. `lost` is explained in `should_report`."""
     if _may_have_peers():
         from mm_grpo.distributed.exit_message import should_report
 
         if not should_report(message, lost=lost):
             sys.exit(code)
-    message = re.sub(
-        r"\S{301,}", lambda word: shorten(word[0], 300), redact(message)
-    )  # a number of 400 digits
-    with suppress(OSError):  # the terminal is gone
+    # a word may be a number of 400 digits
+    message = re.sub(r"\S{301,}", lambda word: shorten(word[0], 300), redact(message))
+    with suppress(OSError):  # a closed terminal
         print(printable(message), file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def _has_peers() -> bool:
-    """Whether this process has joined others."""
+    """Return True if this process has joined a group."""
     return _may_have_peers() and sys.modules["mm_grpo.distributed.ranks"].joined_others()
 
 
 def _may_have_peers() -> bool:
-    """Whether this process may have joined others: torch is not imported only to find that it has not."""
+    """Return False if this process cannot have joined a group, without an import of torch."""
     return "mm_grpo.distributed.ranks" in sys.modules

@@ -1,5 +1,5 @@
-"""What is looked at before a run: `mm-grpo check` (rows and rewards), `mm-grpo doctor` (engine against learner) and
-`mm-grpo estimate` (memory)."""
+"""Checks before a run: `mm-grpo check` (rows, rewards), `mm-grpo doctor` (engine, learner), `mm-grpo estimate`
+(memory)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def check(
     call_judges: Annotated[
         bool, typer.Option("--call-judges", help="Also call rewards that may use a network.")
     ] = False,
-    rows: Annotated[int | None, typer.Option(min=1, help="Look at this many rows of each set.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Check this many rows of each set.")] = None,
     page: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="Also write a page of what the model sees.")
     ] = None,
     pass_rate: Annotated[
-        int | None, typer.Option(min=1, help="Also answer training rows so many times with the model.")
+        int | None, typer.Option(min=1, help="Also answer training rows this many times with the model.")
     ] = None,
-    pass_rate_rows: Annotated[int, typer.Option(min=1, help="Rows for that, evenly spread.")] = 100,
+    pass_rate_rows: Annotated[int, typer.Option(min=1, help="Rows to answer, evenly spaced.")] = 100,
     pass_rate_bounds: Annotated[
         tuple[float, float], typer.Option(metavar="LOW HIGH", help="Pass rates of the rows to keep.")
     ] = (0.1, 0.9),
     pass_rate_file: Annotated[
-        str | None, typer.Option(metavar="FILE.jsonl", help="Write those rows, for data.train.")
+        str | None, typer.Option(metavar="FILE.jsonl", help="Write the rows to keep, for data.train.")
     ] = None,
 ) -> None:
     """Load every row, make every prompt and try every reward on right and wrong answers; train nothing."""
@@ -40,7 +40,7 @@ def check(
     if not smoke:
         refuse_missing_data(loaded, config)
     if pass_rate_file is not None and pass_rate is None:
-        raise ConfigError("--pass-rate-file: needs --pass-rate N, the answers to each row")
+        raise ConfigError("--pass-rate-file: needs --pass-rate N, the number of answers to each row")
     file = None if pass_rate_file is None else OutputFile("--pass-rate-file", pass_rate_file, mark=None)
     with heavy_imports():
         from mm_grpo.preflight.check import check_config
@@ -84,7 +84,7 @@ def estimate(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
 ) -> None:
-    """Estimate what a config holds of a GPU's memory, from the model's config.json alone, and what makes it fit."""
+    """Estimate the GPU memory of a config, from the model's config.json alone, and find settings that fit."""
     loaded = load_config(config, overrides or [])
     with heavy_imports():
         from transformers.utils import logging as transformers_logging

@@ -1,9 +1,9 @@
-"""What ships to start from: `mm-grpo recipes` lists, shows and copies recipes, `mm-grpo init` writes a first config.
+"""`mm-grpo recipes` lists, shows and copies recipes; `mm-grpo init` writes a first config.
 
-mm-grpo recipes                     every recipe and layer by name, with what it is for
-mm-grpo recipes NAME                one recipe: its README and its config; or one layer
-mm-grpo recipes NAME --copy DIR     its folder as DIR, to be edited
-mm-grpo init [DIR]                  what is in examples/init: a config, a row with an image and a reward of your own
+mm-grpo recipes                     list recipes and layers with their purpose
+mm-grpo recipes NAME                show a recipe's README and config, or a layer
+mm-grpo recipes NAME --copy DIR     copy a recipe's folder to DIR
+mm-grpo init [DIR]                  copy examples/init: a config, a row with an image and a reward
 """
 
 from __future__ import annotations
@@ -29,33 +29,36 @@ def recipes(
     ] = None,
 ) -> None:
     """List the shipped recipes and layers; with NAME show one, with --copy DIR copy it."""
-    known, layers = find_recipes(), find_layers()
+    recipe_files, layers = find_recipes(), find_layers()
     if name is None and copy is None:
-        for title, files in (("recipes", known), ("layers", layers)):
+        for title, files in (("recipes", recipe_files), ("layers", layers)):
             typer.echo(f"{title}:")
-            for each, file in files.items():
-                typer.echo(printable(f"  {each:<18} {first_comment(file)}"))
+            for label, file in files.items():
+                typer.echo(printable(f"  {label:<18} {first_comment(file)}"))
         typer.echo("mm-grpo recipes NAME shows one, mm-grpo recipes NAME --copy DIR copies it")
         return
     name = name or ""
-    found = known.get(name) or (layers.get(name.removesuffix(".yaml")) if copy is None else None)
-    if found is None:
-        names = f"recipes are {', '.join(known)}; layers, which are not copied, are {', '.join(layers)}"
-        raise ConfigError(f"there is no recipe {name!r}; {did_you_mean(name, [*known, *layers])}{names}")
+    path = recipe_files.get(name) or (layers.get(name.removesuffix(".yaml")) if copy is None else None)
+    if path is None:
+        hint = did_you_mean(name, [*recipe_files, *layers])
+        names = (
+            f"recipes are {', '.join(recipe_files)}; layers, which are not copied, are {', '.join(layers)}"
+        )
+        raise ConfigError(f"there is no recipe {name!r}; {hint}{names}")
     if copy is not None:
-        _copy(found.parent, copy)
+        _copy(path.parent, copy)
         typer.echo(printable(f"next: mm-grpo train {copy / 'config.yaml'} [lora.yaml ...] [--smoke]"))
         return
-    readme = found.parent / "README.md"
-    if name in known and readme.is_file():
+    readme = path.parent / "README.md"
+    if name in recipe_files and readme.is_file():
         typer.echo(printable(readme.read_text(encoding="utf-8").strip() + "\n"))
-    typer.echo(printable(f"{found}\n\n{found.read_text(encoding='utf-8')}"))
+    typer.echo(printable(f"{path}\n\n{path.read_text(encoding='utf-8')}"))
 
 
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where to write them.")] = Path("."),
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to.")] = Path("."),
 ) -> None:
-    """Write a first config, one row with its image and a reward of your own, all ready to be edited."""
+    """Write a first config, a row with an image and a reward, all ready to be edited."""
     _copy(shipped_folder("examples") / "init", folder)
     if find_spec("vllm") is not None:
         import torch
@@ -64,20 +67,20 @@ def init(
             config = folder / "config.yaml"
             config.write_text(config.read_text().replace("rollout:\n", "rollout:\n  engine: vllm\n"))
             typer.echo("rollout.engine: vllm, which is installed here and has a GPU")
-    follow = f"mm-grpo check {folder / 'config.yaml'} --smoke, and mm-grpo rewards for what can score"
-    typer.echo(printable(f"next: {follow}"))
+    check = f"mm-grpo check {folder / 'config.yaml'} --smoke"
+    typer.echo(printable(f"next: {check}; mm-grpo rewards lists the rewards"))
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Copy what is in `source`. Nothing is written over."""
+    """Copy the files of `source`. Raises ConfigError if one exists in `folder`."""
     files = {
         folder / path.relative_to(source): path
         for path in sorted(source.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    if there := [str(path) for path in files if path.exists() or path.is_symlink()]:
-        others = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{there[0]}{others} exists already and would be written over; name another folder")
+    if existing := [str(path) for path in files if path.exists() or path.is_symlink()]:
+        more = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
+        raise ConfigError(f"{existing[0]}{more} exists already and would be overwritten; name another folder")
     try:
         for target, path in files.items():
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What there is to look up: `mm-grpo config` (fields) and `mm-grpo env` (what a bug report needs of a machine)."""
+"""`mm-grpo config` (fields of a config) and `mm-grpo env` (versions and devices, for bug reports)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ if TYPE_CHECKING:
 def config(
     name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD", show_default=False)] = None,
 ) -> None:
-    """Show the fields of a config, those that matter most marked with *; without a name those alone."""
+    """Show a field or the fields of a section; without a name the most important fields, marked with *."""
     from mm_grpo.config import GRPOConfig
     from mm_grpo.config.shipped import shipped_folder
     from mm_grpo.migrate.keys import unknown_key
 
     fields = GRPOConfig.field_help()
-    ends = {field: f".{field.path}." for field in fields}
     if name is None:
-        shown = [field for field in fields if field.matters]
+        matches = [field for field in fields if field.matters]
     else:
-        shown = [field for field in fields if ends[field].startswith(f".{name}.")]
-        shown = shown or [field for field in fields if ends[field].endswith(f".{name}.")]
-    if not shown:
+        matches = [field for field in fields if f"{field.path}.".startswith(f"{name}.")]
+        matches = matches or [field for field in fields if f".{field.path}".endswith(f".{name}")]
+    if not matches:
         raise ConfigError(unknown_key(name or "", None, [field.path for field in fields])[0])
-    lines = _lines(shown)
+    lines = _lines(matches)
     if any("docs/" in line for line in lines):
         lines.append(f"docs/ is {shipped_folder('docs')}")
     if name is None:
@@ -43,23 +42,21 @@ def config(
 
 
 def env() -> None:
-    """Show versions and devices of this machine as JSON; nothing of it names a user or a host."""
+    """Show versions and devices of this machine as JSON, without the names of its user and host."""
     from mm_grpo.run.environment import describe_environment
 
-    found = describe_environment()
-    del found["command"], found["started"]  # of a run
-    typer.echo(printable(json.dumps(found, indent=2)))
+    environment = describe_environment()
+    del environment["command"], environment["started"]  # they belong to a run
+    typer.echo(printable(json.dumps(environment, indent=2)))
 
 
 def _lines(fields: list[FieldHelp]) -> list[str]:
-    """Each field with its mark, what is legal, its default and its help, in the terminal's width."""
+    """Write each field with its mark, type, default and help, in the terminal's width."""
     lines, width = [], min(shutil.get_terminal_size().columns, 110)
     for field in fields:
         default = field.default if field.default == "required" else f"default {field.default}"
         text = field.description.rpartition(" Default: ")[0] or field.description.removesuffix(" Required.")
-        for part, first, rest in (
-            (f"{field.path}: {field.type}; {default}", "* " if field.matters else "  ", "      "),
-            (text, "    ", "    "),
-        ):
-            lines += textwrap.wrap(part, width, initial_indent=first, subsequent_indent=rest)
+        title, mark = f"{field.path}: {field.type}; {default}", "* " if field.matters else "  "
+        lines += textwrap.wrap(title, width, initial_indent=mark, subsequent_indent="      ")
+        lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
     return lines

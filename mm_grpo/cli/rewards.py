@@ -1,11 +1,10 @@
-"""`mm-grpo rewards`: what can score, how each one is used, and a score by hand.
+"""`mm-grpo rewards`: list rewards, show one, score a completion by hand.
 
-    mm-grpo rewards                       every reward by name, with a line each
-    mm-grpo rewards NAME                  one reward: its signature, its documentation
+    mm-grpo rewards                       list all rewards, a line each
+    mm-grpo rewards NAME                  show a reward's signature and documentation
     mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--arg k=v ...]
 
-NAME is whatever a config may name: a registered reward, path/to/file.py:function, package.module:function
-or an entry point.
+NAME is as in a config: a registered reward, path/to/file.py:function, package.module:function or an entry point.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _RewardGroup(TyperGroup):
-    """Commands, and the names of all rewards: `rewards iou` is `rewards show iou`."""
+    """Group of commands in which a reward's name is a command: `rewards iou` is `rewards show iou`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
@@ -73,19 +72,19 @@ def show(name: Name) -> None:
 @app.command("try")
 def try_reward(
     name: Name,
-    completion: Annotated[str, typer.Option(help="What the model wrote.")],
+    completion: Annotated[str, typer.Option(help="The model's text.")],
     column: Annotated[
-        list[str] | None, typer.Option(help="A column of the row: answer=3; JSON, or else text.")
+        list[str] | None, typer.Option(help="A column of the row: answer=3; the value is JSON or text.")
     ] = None,
     arg: Annotated[list[str] | None, typer.Option(help="An argument of the reward: threshold=0.5.")] = None,
 ) -> None:
-    """Score one completion by hand; prints the raw score."""
+    """Score one completion by hand; print the raw score."""
     from mm_grpo.rewards import Scorer
     from mm_grpo.types import Completion, Turn
 
     scorer = Scorer([{**pairs("--arg", arg or []), "name": name}])
-    columns = pairs("--column", column or [], texts=texts_of(scorer.specs[0]))
-    row = hand_made(columns)
+    columns = pairs("--column", column or [], texts=text_parameters(scorer.specs[0]))
+    row = prompt_by_hand(columns)
     turns = (Turn("assistant", completion, 0),) if scorer.specs[0].options.per_turn else ()
     with closing(scorer):
         try:
@@ -97,34 +96,34 @@ def try_reward(
     typer.echo("None: the reward does not apply to this row" if score is None else f"{score:.10g}")
 
 
-def pairs(option: str, given: list[str], texts: Collection[str] = ()) -> dict[str, Any]:
-    """`key=value` texts as a mapping; a value is JSON where it can be read as that, else text.
+def pairs(option: str, arguments: list[str], texts: Collection[str] = ()) -> dict[str, Any]:
+    """Parse `key=value` arguments; a value is JSON if it parses, else text.
 
-    Under the keys of `texts` numbers, true and false stay texts too.
+    Numbers, true and false stay texts under the keys of `texts`.
 
     >>> pairs("--column", ["answer=3", "box=[0, 0, 9, 9]", "label=red", "sign=30"], texts=["sign"])
     {'answer': 3, 'box': [0, 0, 9, 9], 'label': 'red', 'sign': '30'}
     """
     values: dict[str, Any] = {}
-    for text in given:
+    for text in arguments:
         key, sign, value = text.partition("=")
         if not sign or not key:
             raise RewardError(f"{option} {text!r}: write it as name=value, such as answer=3")
         values[key] = value
         with suppress(ValueError):
-            found = json.loads(value)
-            values[key] = value if key in texts and isinstance(found, int | float) else found
+            parsed = json.loads(value)
+            values[key] = value if key in texts and isinstance(parsed, int | float) else parsed
     return values
 
 
-def texts_of(spec: RewardSpec) -> list[str]:
-    """The parameters of a reward that are annotated as a str: `answer=3` means the text there, as in a row."""
+def text_parameters(spec: RewardSpec) -> list[str]:
+    """Return the parameters of a reward that are annotated as str, for which `answer=3` means the text "3"."""
     parameters = inspect.signature(spec.fn).parameters.items()
     return [name for name, p in parameters if p.annotation in (str, "str", str | None, "str | None")]
 
 
-def hand_made(columns: dict[str, Any]) -> Prompt:
-    """A prompt as rewards see one, without a model: the tensors are missing."""
+def prompt_by_hand(columns: dict[str, Any]) -> Prompt:
+    """Return a prompt with what rewards read, without tensors."""
     from mm_grpo.types import EnginePrompt, Prompt, Sample
 
     sample = Sample("by hand", [{"role": "user", "content": ""}], (), (), columns)
@@ -133,15 +132,14 @@ def hand_made(columns: dict[str, Any]) -> Prompt:
 
 
 def first_line(spec: RewardSpec) -> str:
-    """The first sentence of a reward's documentation."""
+    """Return the first paragraph of a reward's documentation, on one line."""
     doc = inspect.getdoc(spec.fn) or "(no docstring)"
     return " ".join(doc.split("\n\n")[0].split())
 
 
 def page(spec: RewardSpec) -> str:
-    """What `mm-grpo rewards NAME` prints."""
-    signature = re.sub(
-        r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(spec.fn))
-    )  # types are texts there
+    """Return the text of `mm-grpo rewards NAME`."""
+    # annotations are strings, because of `from __future__ import annotations`
+    signature = re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(spec.fn)))
     head = f"{spec.name} ({spec.source}; called per {spec.kind}; weight: {spec.weight:g}): {signature}"
     return f"{head}\n\n{inspect.getdoc(spec.fn) or '(no docstring)'}"

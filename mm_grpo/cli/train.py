@@ -1,6 +1,6 @@
-"""`mm-grpo train CONFIG`: a run in this process, in those of a launcher, or in `--processes` of this machine.
+"""`mm-grpo train CONFIG`: run in this process, in a launcher's, or in `--processes N` of this machine.
 
-With `--serve N` vLLM servers run beside it (serve.py).
+With `--serve N` vLLM servers run next to it (serve.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,7 @@ from mm_grpo.cli.configs import (
     to_smoke,
 )
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.cli.serve import check_serve, servers_beside
+from mm_grpo.cli.serve import check_serve, servers_for_run
 from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
@@ -41,7 +41,7 @@ def train(
     overrides: Overrides = None,
     smoke: Smoke = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in run.dir.")
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint in run.dir.")
     ] = False,
     processes: Annotated[
         int | None, typer.Option("--processes", help="Processes of this machine that train together.")
@@ -50,7 +50,7 @@ def train(
         int | None, typer.Option("--serve", min=1, help="vLLM servers of this machine to sample from.")
     ] = None,
 ) -> None:
-    """Train a model by a config or a recipe; layers and a.b=value change it."""
+    """Train a model by a config or a recipe; layers and a.b=value change the config."""
     loaded = load_config(config, overrides or [])
     files = config_files(config, overrides or [])
     for file in (files.config, *files.layers):
@@ -59,36 +59,36 @@ def train(
         refuse_missing_data(loaded, config)
         refuse_former_run(loaded, resume=resume)
     if smoke and resume:
-        raise ConfigError("--smoke and --resume: a smoke run goes on from nothing; leave one out")
+        raise ConfigError(
+            "--smoke and --resume: a smoke run has no checkpoint to continue from; leave one out"
+        )
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
     if servers is not None:
         check_serve(servers, loaded, smoke=smoke)
-    with ExitStack() as held:
-        fields: dict[str, Any] = {}
-        if servers is not None:
-            fields = held.enter_context(servers_beside(loaded, servers, processes or 1))
+    serving = servers_for_run(loaded, servers, processes or 1) if servers is not None else None
+    with serving or nullcontext(dict[str, Any]()) as fields:
         if processes is not None and processes > 1:
-            own = [f"{path}={json.dumps(value)}" for path, value in fields.items()]
-            command = ["-m", "mm_grpo.cli", "train", config, *(overrides or []), *own, *["--resume"] * resume]
-            raise typer.Exit(launch(processes, command))
+            urls = [f"{path}={json.dumps(value)}" for path, value in fields.items()]
+            arguments = [config, *(overrides or []), *urls, *["--resume"] * resume]
+            raise typer.Exit(launch(processes, ["-m", "mm_grpo.cli", "train", *arguments]))
         _train(config, overrides or [], loaded.with_values(fields) if fields else loaded, smoke, resume)
 
 
 def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, resume: bool) -> None:
-    """Train in this process, and print what came of it."""
+    """Train in this process and print the results."""
     if os.environ.get("RANK", "0") == "0":
         print_phase("importing torch and transformers")
     with heavy_imports():
         from mm_grpo.trainer import GRPOTrainer
 
-    kept = True
+    folder_stays = True
     if smoke:
         from mm_grpo.preflight.smoke import smoke_sets
 
         with temporary_folder("smoke") as work:
-            kept = any(override.startswith("run.dir=") for override in overrides)
-            run_dir = loaded.run.dir if kept else str(work / "run")
+            folder_stays = any(override.startswith("run.dir=") for override in overrides)
+            run_dir = loaded.run.dir if folder_stays else str(work / "run")
             loaded = to_smoke(loaded, config, overrides, work, run_dir)
             rows, evaluations = smoke_sets(loaded)
             trainer = GRPOTrainer(loaded, train=rows, eval=evaluations or None)
@@ -100,36 +100,38 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
         if not trainer.ranks.first:
             return
     loaded = trainer.config
-    where = f"results in {loaded.run.dir}" if kept else "results are not kept; set run.dir=... to keep them"
     from mm_grpo.run.summary import summary_lines
 
-    steps = summary["steps"]
-    took = ", nothing was left" if trainer.resumed_at == steps else f" in {summary['seconds']:.0f} s"
-    lines = [f"done: {steps} steps{took}, {where}"]
+    steps, results = summary["steps"], f"results in {loaded.run.dir}"
+    if not folder_stays:
+        results = "results are not kept; set run.dir=... to keep them"
+    time = ", nothing was left to do" if trainer.resumed_at == steps else f" in {summary['seconds']:.0f} s"
+    lines = [f"done: {steps} steps{time}, {results}"]
     lines += [f"  {line}" for line in summary_lines(summary)]
-    lines += [next_command(config, loaded, summary)] if kept else []
+    lines += [next_command(config, loaded, summary)] if folder_stays else []
     typer.echo(printable("\n".join(lines)))
 
 
 def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) -> str:
-    """What to look at, and what to run next."""
+    """Name the file to look at, and the command to run next if there is a useful one."""
     folder = Path(loaded.run.dir)
-    seen = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
-    kept = any((folder / "checkpoints").glob("step-*"))
+    page = folder / "report.html" if loaded.run.report else folder / "metrics.jsonl"
+    has_checkpoints = any((folder / "checkpoints").glob("step-*"))
     steps, best = summary["steps"], summary["best_step"]
-    other = kept and (summary["model"] or {}).get("step") not in (None, steps)
-    if summary["warned"]:  # the last weights may be dead
-        other = kept and best not in (None, 0, steps)
-    repeats = Path(config).resolve() in (folder.resolve(), (folder / "config.yaml").resolve())
-    useful = other or not (repeats or summary["warned"])
-    if useful and summary["eval"] and (kept or loaded.run.save_model):
-        model = shlex.quote(str(folder if kept else folder / "model")) + " --checkpoint best" * other
-        return f"see {seen}; next: mm-grpo eval {shlex.quote(config)} --model {model}"
-    return f"see {seen}"
+    use_best = has_checkpoints and (summary["model"] or {}).get("step") not in (None, steps)
+    if summary["warned"]:  # the last weights may be useless
+        use_best = has_checkpoints and best not in (None, 0, steps)
+    same_config = Path(config).resolve() in (folder.resolve(), (folder / "config.yaml").resolve())
+    is_useful = use_best or not (same_config or summary["warned"])
+    if is_useful and summary["eval"] and (has_checkpoints or loaded.run.save_model):
+        model = shlex.quote(str(folder if has_checkpoints else folder / "model"))
+        best_option = " --checkpoint best" if use_best else ""
+        return f"see {page}; next: mm-grpo eval {shlex.quote(config)} --model {model}{best_option}"
+    return f"see {page}"
 
 
 def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
-    """Check the run folder before torch is imported, on the first process; the trainer does so again, with the rows."""
+    """Check the run folder on the first process, before torch is imported; the trainer checks it again."""
     from mm_grpo.run.folder import RunFolder
     from mm_grpo.run.paths import dated
 
@@ -139,11 +141,11 @@ def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
 
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:
-    """ConfigError for a config file in the run folder, but for the run's own copy, by which a run may be resumed."""
+    """Raise ConfigError if a config file is in the run folder, except the run's own copy with `resume`."""
     from mm_grpo.files import RUN_MARK
     from mm_grpo.run.inputs import refuse_inputs
     from mm_grpo.run.paths import RunPaths
 
-    own = RunPaths(Path(run_dir)).config
-    if not (resume and (own.parent / RUN_MARK).exists() and own.exists() and own.samefile(config)):
+    saved = RunPaths(Path(run_dir)).config
+    if not (resume and (saved.parent / RUN_MARK).exists() and saved.exists() and saved.samefile(config)):
         refuse_inputs(run_dir, [("the config file", config)])

@@ -1,4 +1,4 @@
-"""`mm-grpo view RUN [RUN ...]`: the page of a run, or of several with their curves over one another."""
+"""`mm-grpo view RUN [RUN ...]`: write the page of a run, or one page with the curves of several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def view(
         typer.Option("--output", "-o", metavar="FILE", help="Default: report.html, view.html for several."),
     ] = None,
 ) -> None:
-    """Write the page of a run, finished or going on, and say where it is; of several, one page with all curves."""
+    """Write the page of a run, finished or not, and print its path; for several runs, one page with all curves."""
     from mm_grpo.pages.page import GENERATOR
     from mm_grpo.pages.report import Report
     from mm_grpo.run.folder import RunFolder
@@ -26,11 +26,11 @@ def view(
 
     folders = [RunFolder.open(run).paths for run in runs]
     roots = [paths.root.resolve() for paths in folders]
-    if twice := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
-        raise ConfigError(f"view: '{twice}' is named twice; name each run once")
-    named = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
-    own = output is None and len(folders) == 1 and read_mark(folders[0].root).owns(named.name)
-    page = OutputFile("--output", named, mark=b"" if own else GENERATOR)
+    if duplicate := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
+        raise ConfigError(f"view: '{duplicate}' is named twice; name each run once")
+    path = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
+    is_report = output is None and len(folders) == 1 and read_mark(folders[0].root).owns(path.name)
+    page = OutputFile("--output", path, mark=b"" if is_report else GENERATOR)
     try:
         html = Report(folders).html()
     except (OSError, ValueError, KeyError, TypeError) as error:

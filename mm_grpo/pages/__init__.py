@@ -1,11 +1,11 @@
-"""The two pages that mm_grpo writes, each one file that needs nothing else: of a run, and of `mm-grpo check --page`.
+"""HTML pages of a run and of `mm-grpo check --page`, each a single file.
 
-    page            the shell of both: data as inert JSON, pictures, and page.css and page.js, which draw everything
-    report          the page of one or several runs: report.html, view.html
-    curves          the metrics that it draws, in a bounded number of points
-    gallery         its groups and evaluation rows, chosen by a budget, with the sight of their tokens
-    check_page      the page of a check: what the model sees of the first rows
+    page            HTML of both: data as inert JSON, images, and page.css and page.js, which draw everything
+    report          page of one or several runs: report.html, view.html
+    curves          metrics of a run in a limited number of points
+    gallery         groups and evaluation rows of a run, chosen by a budget
+    check_page      page of a check: the first rows as the model sees them
 
-Python chooses and bounds what a page shows; every word and colour around it is page.js's. To show more: put it into the
+Python chooses and limits the data of a page; page.js draws it, with all words and colours. To show more: add it to the
 data of report.py or check_page.py, and draw it in page.js.
 """

@@ -1,8 +1,7 @@
-"""The page of `mm-grpo check --page`: what the model sees of the first rows.
+"""Page of `mm-grpo check --page`: the first rows as the model sees them.
 
-Images at the size that the processor gives them, with the gold boxes and points of run/overlays.py drawn over them; the
-prompt decoded from the very ids that the engine is sent; counts of tokens; rows that are refused. `CheckPage`
-is given rows while they are checked, so that nothing is made twice.
+It shows images at the processor's size with gold boxes and points (run/overlays.py), the prompt decoded from the ids
+that the engine is sent, counts of tokens, and refused rows. `CheckPage` collects rows while they are checked.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import OutputFile
-from mm_grpo.pages.page import GENERATOR, Picture, as_text, cut, encode_image, render
+from mm_grpo.pages.page import GENERATOR, PageImage, as_text, cut, encode_image, render
 from mm_grpo.run.overlays import gold_overlays
 
 if TYPE_CHECKING:
@@ -25,39 +24,38 @@ if TYPE_CHECKING:
     from mm_grpo.types import Prompt
 
 TITLE = "What the model sees – mm_grpo check"
-ROWS = 20
-MOST_BYTES = 24_000_000
-"""Of the images and texts of a page's rows; those after that are not shown."""
-LARGEST_PNG = 600_000
-"""Bytes of an image that is shown as PNG, pixel by pixel as the model gets it; a larger one is shown as JPEG."""
-LONGEST_TEXT = 20_000
-"""Characters of one prompt on the page."""
-LONGEST_VALUE = 400
-LISTED = 50
+MAX_ROWS = 20
+MAX_BYTES = 24_000_000
+"""Bytes of images and texts; rows behind this limit are not shown."""
+MAX_PNG_BYTES = 600_000
+"""A larger image is shown as JPEG, not pixel by pixel."""
+MAX_PROMPT = 20_000
+"""Characters of a prompt."""
+MAX_VALUE = 400
+"""Characters of an answer or a column's value."""
+MAX_REFUSED = 50
 """Refused rows of a set that are listed; the others are counted."""
-Answer = Callable[["RewardSpec", "Prompt"], str | None]
+FindAnswer = Callable[["RewardSpec", "Prompt"], str | None]
 
 
 @dataclass
-class _Set:
-    """One set: lengths of its prompts with their rows, rows that are refused, rows that are shown."""
+class _SetPage:
+    """Rows of one set."""
 
     lengths: list[tuple[int, str]] = field(default_factory=list)
+    """(tokens of the prompt, row)"""
     refused: list[tuple[str, str]] = field(default_factory=list)
-    shown: list[dict[str, Any]] = field(default_factory=list)
+    """(row, message)"""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """Rows on the page."""
     left_out: int = 0
 
 
 class CheckPage:
-    """Collects the rows of a check, and writes the page.
+    """Page of a check, to which rows are added one by one.
 
-    Args:
-        path: where it goes; None where it is not written.
-        rows: the first rows of each set that are shown.
-        answer: the right answer of a row for a reward, None where it has none.
-
-    Raises:
-        ConfigError: there is no such folder, or a file at `path` that is no page of ours.
+    `path` is the page's file, None if it is not written; `rows` is the number of rows shown of each set. `answer`
+    returns a row's right answer for a reward. Raises ConfigError if `path` is in no folder or a foreign file.
     """
 
     def __init__(
@@ -66,105 +64,103 @@ class CheckPage:
         processor: Processor,
         specs: Sequence[RewardSpec],
         *,
-        rows: int = ROWS,
-        answer: Answer = lambda spec, prompt: None,
+        rows: int = MAX_ROWS,
+        answer: FindAnswer = lambda spec, prompt: None,
     ) -> None:
         self.file = None if path is None else OutputFile("--page", path, GENERATOR)
         self._processor, self._specs, self._rows, self._answer = processor, specs, rows, answer
-        self._sets: dict[str, _Set] = {}
-        self._pictures: dict[str, Picture] = {}
+        self._sets: dict[str, _SetPage] = {}
+        self._images: dict[str, PageImage] = {}
         self._bytes = 0
-        self.shared: Sequence[str] = ()  # sentences about rows that stand in several sets
+        self.shared: Sequence[str] = ()  # sentences about rows that are in several sets
 
     def add(self, name: str, row: str, prompt: Prompt) -> None:
-        """Take a row that can be used; `row` is what messages call it."""
-        of_set = self._sets.setdefault(name, _Set())
-        of_set.lengths.append((len(prompt.token_ids), row))
-        if len(of_set.lengths) > self._rows:
+        """Add a usable row of the set `name`; `row` is its name in messages."""
+        page = self._sets.setdefault(name, _SetPage())
+        page.lengths.append((len(prompt.token_ids), row))
+        if len(page.lengths) > self._rows:
             return
-        shown, pictures = self._describe(row, prompt) if not of_set.left_out else ({}, {})
-        size = sum(len(picture.uri) for picture in pictures.values()) + len(
-            json.dumps(shown, ensure_ascii=False)
-        )
-        if of_set.left_out or (of_set.shown and self._bytes + size > MOST_BYTES):
-            of_set.left_out += 1
+        entry, images = self._describe(row, prompt) if not page.left_out else ({}, {})
+        size = sum(len(image.uri) for image in images.values()) + len(json.dumps(entry, ensure_ascii=False))
+        if page.left_out or (page.entries and self._bytes + size > MAX_BYTES):
+            page.left_out += 1
             return
         self._bytes += size
-        self._pictures |= pictures
-        of_set.shown.append(shown)
+        self._images |= images
+        page.entries.append(entry)
 
     def refuse(self, name: str, row: str, message: str) -> None:
-        """Take a row that a run would stop at or leave out."""
+        """Add a row that would stop a run, or that it would leave out."""
         message = message.removeprefix(f"{row}: ")
-        self._sets.setdefault(name, _Set()).refused.append((row, message))
+        self._sets.setdefault(name, _SetPage()).refused.append((row, message))
 
     def write(self) -> str:
-        """Write the page; a sentence that says where it is and what it shows, "" where it is not written."""
+        """Write the page; return a sentence with its path, "" if it is not written."""
         if self.file is None:
             return ""
-        html = render(TITLE, self.gather(), self._pictures)
+        html = render(TITLE, self.gather(), self._images)
         self.file.write(html)
-        shown = sum(len(of_set.shown) for of_set in self._sets.values())
-        return f"page: {self.file.path.resolve()} shows {shown} rows ({len(html.encode()) / 1e6:.1f} MB)"
+        count = sum(len(page.entries) for page in self._sets.values())
+        return f"page: {self.file.path.resolve()} shows {count} rows ({len(html.encode()) / 1e6:.1f} MB)"
 
     def gather(self) -> dict[str, Any]:
-        """Everything that the page shows."""
-        for of_set in self._sets.values():
-            _shorten(of_set)
+        """Return the data of the page."""
+        for page in self._sets.values():
+            _shorten_rows(page)
         sets = [
             {
                 "name": name,
-                "usable": len(of_set.lengths),
-                "shown": of_set.shown,
-                "left_out": of_set.left_out,
-                "refused": of_set.refused[:LISTED],
-                "refused_count": len(of_set.refused),
-                "lengths": describe_lengths(of_set.lengths),
+                "usable": len(page.lengths),
+                "shown": page.entries,
+                "left_out": page.left_out,
+                "refused": page.refused[:MAX_REFUSED],
+                "refused_count": len(page.refused),
+                "lengths": describe_lengths(page.lengths),
             }
-            for name, of_set in self._sets.items()
+            for name, page in self._sets.items()
         ]
-        megabytes = MOST_BYTES // 1_000_000
+        megabytes = MAX_BYTES // 1_000_000
         return {"kind": "check", "megabytes": megabytes, "sets": sets, "shared": list(self.shared)}
 
-    def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, Picture]]:
-        """One row as the page holds it, and its pictures."""
+    def _describe(self, row: str, prompt: Prompt) -> tuple[dict[str, Any], dict[str, PageImage]]:
+        """Return the data of one row, and its images by name."""
         overlays, notes = gold_overlays(self._specs, prompt)
         images, originals = prompt.engine_prompt.images, prompt.sample.images
-        pictures: dict[str, Picture] = {}
-        shown = []
-        for at, image in enumerate(images):
-            uri, form = encode_image(image, LARGEST_PNG, quality=90, subsampling=0)
-            name = str(len(self._pictures) + at)
-            pictures[name] = Picture(image.width, image.height, uri)
-            original = originals[at].size if at < len(originals) else image.size
-            shown.append({"name": name, "original": original, "jpeg": form == "jpeg"})
+        page_images: dict[str, PageImage] = {}
+        entries = []
+        for index, image in enumerate(images):
+            uri, form = encode_image(image, MAX_PNG_BYTES, quality=90, subsampling=0)
+            name = str(len(self._images) + index)
+            page_images[name] = PageImage(image.width, image.height, uri)
+            original = originals[index].size if index < len(originals) else image.size
+            entries.append({"name": name, "original": original, "jpeg": form == "jpeg"})
         text = len(prompt.engine_prompt.token_ids) - len(images)
         answers = [(spec.name, self._answer(spec, prompt)) for spec in self._specs]
         columns = prompt.sample.columns.items()
         return {
             "row": row,
-            "images": shown,
+            "images": entries,
             "gold": [overlay.as_dict() for overlay in overlays],
             "notes": notes,
             "tokens": {"text": text, "image": len(prompt.token_ids) - text, "all": len(prompt.token_ids)},
             "prompt": list(prompt_pieces(self._processor, prompt.engine_prompt.token_ids)),
-            "answers": [(name, cut(answer, LONGEST_VALUE)) for name, answer in answers if answer is not None],
-            "columns": [(name, cut(as_text(value), LONGEST_VALUE)) for name, value in columns],
-        }, pictures
+            "answers": [(name, cut(answer, MAX_VALUE)) for name, answer in answers if answer is not None],
+            "columns": [(name, cut(as_text(value), MAX_VALUE)) for name, value in columns],
+        }, page_images
 
 
-def _shorten(of_set: _Set) -> None:
-    """Leave the folder out of the names of rows that lie in one."""
-    names = [*(row for _, row in of_set.lengths), *(row for row, _ in of_set.refused)]
+def _shorten_rows(page: _SetPage) -> None:
+    """Remove the folder that the names of all rows of a set begin with."""
+    names = [*(row for _, row in page.lengths), *(row for row, _ in page.refused)]
     folder = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 - cut at a slash
     start = len(folder[0] + folder[1])
-    of_set.lengths = [(length, row[start:]) for length, row in of_set.lengths]
-    of_set.refused = [(row[start:], message) for row, message in of_set.refused]
-    of_set.shown = [{**shown, "row": shown["row"][start:]} for shown in of_set.shown]
+    page.lengths = [(length, row[start:]) for length, row in page.lengths]
+    page.refused = [(row[start:], message) for row, message in page.refused]
+    page.entries = [{**entry, "row": entry["row"][start:]} for entry in page.entries]
 
 
 def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | None:
-    """The lengths of prompts in tokens: least, mean, most, and the longest row; None without rows."""
+    """Return the least, mean and largest length of prompts in tokens, and the longest row; None without rows."""
     if not lengths:
         return None
     tokens = [length for length, _ in lengths]
@@ -173,21 +169,19 @@ def describe_lengths(lengths: Sequence[tuple[int, str]]) -> dict[str, Any] | Non
 
 
 def prompt_pieces(processor: Any, token_ids: Sequence[int]) -> Iterator[tuple[str, bool]]:
-    """(text, whether it is a special token) of a prompt, from its ids; at most LONGEST_TEXT characters.
-
-    Of a processor of the user's own without a tokenizer of transformers, the text without special tokens.
-    """
+    """Decode a prompt into pieces (text, True for a special token), at most MAX_PROMPT characters."""
     tokenizer: Any = getattr(processor, "tokenizer", None)
+    # a processor of the user's own need not have a tokenizer of transformers
     if not hasattr(tokenizer, "added_tokens_decoder"):
-        yield cut(processor.decode(token_ids), LONGEST_TEXT), False
+        yield cut(processor.decode(token_ids), MAX_PROMPT), False
         return
     special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
     length = 0
     for is_special, run in groupby(token_ids, key=special.__contains__):
         ids = list(run)
-        for one in [[id_] for id_ in ids] if is_special else [ids]:
-            text = tokenizer.decode(one, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            yield cut(text, LONGEST_TEXT - length), is_special
+        for piece in [[id_] for id_ in ids] if is_special else [ids]:
+            text = tokenizer.decode(piece, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            yield cut(text, MAX_PROMPT - length), is_special
             length += len(text)
-            if length >= LONGEST_TEXT:
+            if length >= MAX_PROMPT:
                 return

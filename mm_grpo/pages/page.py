@@ -1,7 +1,7 @@
-"""The shell of a page: its data as JSON that no browser runs, its pictures, and the style and the script that draw it.
+"""HTML of a page: its data as JSON, its images, and the style and the script that draw it.
 
 Everything that a run, a dataset or a model wrote is data: page.js puts it into text nodes and attributes by name, and
-never parses it as HTML. The page's policy allows this one script and this one style, by their hashes, and no request.
+never parses it as HTML. The page's content policy allows one script and one style, by hash, and no request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 GENERATOR = b'<meta name="generator" content="mm_grpo">'
-"""Stands near the start of each page: a file without it is somebody else's, and is not written over."""
+"""Mark near the start of each page. A file without it is not ours and is not overwritten."""
 SHELL = """<!doctype html>
 <html lang="en">
 <head>
@@ -47,25 +47,23 @@ script-src {script_hash}; base-uri 'none'; form-action 'none'">
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image of a page: its size, in the pixels that overlays count in, and a data URL, perhaps of a smaller one."""
+class PageImage:
+    """Image of a page. Width and height are in the pixels of overlays; the data URL may hold a smaller image."""
 
     width: int
     height: int
     uri: str
 
 
-def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture]) -> str:
-    """The page. `data` is plain JSON that names `pictures`, whose names are letters, digits, dots and dashes.
+def render(title: str, data: Mapping[str, Any], images: Mapping[str, PageImage]) -> str:
+    """Return the HTML of a page. `data` is plain JSON; its "kind" is run or check.
 
-    `data["kind"]` is what page.js draws: run or check.
+    Names of `images` consist of letters, digits, dots and dashes.
     """
     here = Path(__file__)
     style, script = (here.with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    stored = (
-        f'<script type="text/plain" id="u-{name}">{each.uri}</script>' for name, each in pictures.items()
-    )
-    sizes = {name: [picture.width, picture.height] for name, picture in pictures.items()}
+    uris = (f'<script type="text/plain" id="u-{name}">{image.uri}</script>' for name, image in images.items())
+    sizes = {name: [image.width, image.height] for name, image in images.items()}
     return SHELL.format(
         generator=GENERATOR.decode(),
         title=escape(printable(title, lines=False)),
@@ -74,44 +72,44 @@ def render(title: str, data: Mapping[str, Any], pictures: Mapping[str, Picture])
         style_hash=policy_hash(style),
         script_hash=policy_hash(script),
         data=inert_json({**data, "pictures": sizes}),
-        pictures="\n".join(stored),
+        pictures="\n".join(uris),
     )
 
 
 def inert_json(value: Any) -> str:
-    """`value` as JSON that can stand in a <script> element: nothing in it ends the element or begins a tag.
+    """Write `value` as JSON for a <script> element: nothing in it ends the element or begins a tag.
 
     Texts are printable (terminal.py): control characters and bidirectional marks are shown as escapes. Numbers that are
-    not finite are null.
+    not finite become null.
     """
-    text = json.dumps(_plain(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_printable(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _plain(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, Mapping):
-        return {printable(key): _plain(each) for key, each in value.items()}
+        return {printable(key): _printable(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return [_printable(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def policy_hash(text: str) -> str:
-    """The source of a content security policy that allows exactly this inline script or style."""
+    """Return the source of a content security policy that allows exactly this inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def encode_image(
-    image: Image, largest_png: int, *, quality: int = 85, subsampling: int = -1
+    image: Image, max_png_bytes: int, *, quality: int = 85, subsampling: int = -1
 ) -> tuple[str, str]:
-    """An image as a data URL, and its format: PNG, or JPEG where that has more than `largest_png` bytes."""
+    """Return an image as a data URL, and its format: png, or jpeg if the PNG has more than `max_png_bytes`."""
     out, form = io.BytesIO(), "png"
     image.save(out, "PNG")
-    if out.tell() > largest_png:
+    if out.tell() > max_png_bytes:
         out, form = io.BytesIO(), "jpeg"
         image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=subsampling)
     return data_url(form, out.getvalue()), form
@@ -122,17 +120,17 @@ def data_url(form: str, data: bytes) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """The first `limit` characters, with their whole number where there are more."""
+    """Return the first `limit` characters; if there are more, with their number."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"
 
 
 def as_text(value: Any) -> str:
-    """A column's value as text, of which bytes and images are only named."""
+    """Return a column's value as text; bytes and images are only named."""
     if isinstance(value, str):
         return value
     try:
         return json.dumps(value, ensure_ascii=False, default=_name_of)
-    except (TypeError, ValueError):  # keys that are no text
+    except (TypeError, ValueError):  # a key is not a text
         return _name_of(value)
 
 

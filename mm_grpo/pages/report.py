@@ -1,7 +1,7 @@
-"""The page of one or several runs, made from their folders alone: report.html, view.html.
+"""Page of one or several runs, made from the files of their folders: report.html, view.html.
 
-Curves, evaluations, groups of rollouts (gallery.py), the config with what differs from the defaults, the machine. It
-works for a run that is under way or was stopped, with what there is.
+It shows curves, evaluations, groups of rollouts (gallery.py), the config with its changes from the defaults, and the
+machine. The run may be unfinished.
 """
 
 from __future__ import annotations
@@ -18,65 +18,71 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import UserError
 from mm_grpo.files import atomic_write, read_json
-from mm_grpo.pages.curves import CURVES, Curve, Curves, ExpectedCurve, places_of, read_expected_curve, thinned
-from mm_grpo.pages.gallery import WHILE_RUNNING, WHOLE, Budget, Pictures, gather_gallery
-from mm_grpo.pages.page import Picture, render
+from mm_grpo.pages.curves import (
+    CURVES,
+    Curve,
+    Curves,
+    ExpectedCurve,
+    curves_of,
+    read_expected_curve,
+    thin_out,
+)
+from mm_grpo.pages.gallery import FULL_BUDGET, LIVE_BUDGET, Budget, ImageStore, gather_gallery
+from mm_grpo.pages.page import PageImage, render
 from mm_grpo.run.metrics import iter_metrics, read_events, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
 
-PAGE = 10
+PAGE_SIZE = 10
 """Groups and evaluation rows that are shown at a time."""
-MOST_EVENTS = 200
+MAX_EVENTS = 200
 
 logger = logging.getLogger("mm_grpo")
 
 
 class Report:
-    """The page of one or several runs, which may be written, or shown in a notebook, again and again as they go on."""
+    """Page of one or several runs, to be written to a file or shown in a notebook, also while they go on."""
 
     def __init__(self, runs: Sequence[RunPaths]) -> None:
         self.runs = tuple(runs)
 
-    def write(self, path: Path, budget: Budget = WHOLE) -> Path:
-        """Write the page to `path`, in one piece, and return it."""
+    def write(self, path: Path, budget: Budget = FULL_BUDGET) -> Path:
+        """Write the page to `path` atomically, and return `path`."""
         atomic_write(path, self.html(budget))
         return path
 
-    def html(self, budget: Budget = WHOLE) -> str:
-        """The page."""
-        data, pictures = self.gather(budget)
+    def html(self, budget: Budget = FULL_BUDGET) -> str:
+        """Return the page."""
+        data, images = self.gather(budget)
         title = f"{', '.join(run['name'] for run in data['runs'])} – mm_grpo"
-        return render(title, data, pictures)
+        return render(title, data, images)
 
     def _repr_html_(self) -> str:
-        page = escape(self.html(WHILE_RUNNING))
+        page = escape(self.html(LIVE_BUDGET))
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
 
-    def gather(self, budget: Budget = WHOLE) -> tuple[dict[str, Any], dict[str, Picture]]:
-        """Everything the page shows, and its pictures."""
+    def gather(self, budget: Budget = FULL_BUDGET) -> tuple[dict[str, Any], dict[str, PageImage]]:
+        """Return the data of the page, and its images by name."""
         share = Budget(budget.texts // len(self.runs), budget.images // len(self.runs))
-        pictures = Pictures(0)
-        configs = [config_of(paths) for paths in self.runs]
+        images = ImageStore(0)
         curves = [Curves(iter_metrics(p.metrics) if p.metrics.is_file() else ()) for p in self.runs]
         runs, galleries = [], []
         for i, (paths, name) in enumerate(zip(self.runs, run_names(self.runs), strict=True)):
-            pictures.limit += share.images
-            galleries.append(gather_gallery(paths, share, pictures, i))
-            one = {
+            images.limit += share.images
+            galleries.append(gather_gallery(paths, share, images, i))
+            config = config_of(paths)
+            text = paths.config.read_text(encoding="utf-8") if paths.config.is_file() else ""
+            runs.append({
                 "name": name,
                 "summary": read_summary(paths),
-                "blind": (configs[i].get("run") or {}).get("eval_blind"),
+                "blind": (config.get("run") or {}).get("eval_blind"),
                 **curves[i].numbers(),
-                "events": read_events(paths.events)[-MOST_EVENTS:],
-                "config": str(redact(paths.config.read_text(encoding="utf-8")))
-                if paths.config.is_file()
-                else "",
-                "changed": changed_settings(configs[i]),
+                "events": read_events(paths.events)[-MAX_EVENTS:],
+                "config": str(redact(text)),
+                "changed": changed_settings(config),
                 "environment": read_json(paths.environment, dict) if paths.environment.is_file() else {},
                 "shown": galleries[i].counts,
-            }
-            runs.append(one)
+            })  # fmt: skip
         expected = [
             read_expected_curve(paths.expected) if paths.expected.is_file() else None for paths in self.runs
         ]
@@ -87,22 +93,19 @@ class Report:
             "expected": list(dict.fromkeys(f"{curve.metric}: {curve.source}" for curve in expected if curve)),
             "groups": [group for gallery in galleries for group in gallery.groups],
             "evaluations": [row for gallery in galleries for row in gallery.evaluations],
-            "page": PAGE,
+            "page": PAGE_SIZE,
             "budget": asdict(budget),
         }
-        return data, pictures.held
+        return data, images.by_name
 
     def _charts(
         self, curves: Sequence[Curves], expected: Sequence[ExpectedCurve | None]
     ) -> Iterator[dict[str, Any]]:
-        """The charts that have values; one that is `zero` throughout is named instead of drawn.
-
-        The evaluation's reward is left out where it is its accuracy.
-        """
+        """Yield the charts with values. The evaluation's reward is left out if it equals its accuracy."""
         accuracy: list[dict[str, Any]] = []
-        for place, curve in enumerate(CURVES):
-            lines = list(self._lines(place, curve, curves))
-            if len(lines) < (1 if len(self.runs) > 1 else curve.least):
+        for index, curve in enumerate(CURVES):
+            lines = list(self._lines(index, curve, curves))
+            if len(lines) < (1 if len(self.runs) > 1 else curve.min_lines):
                 continue
             if curve.title == "Evaluation reward" and lines == accuracy:
                 continue
@@ -114,54 +117,57 @@ class Report:
                 "smooth": curve.smooth,
                 "zero": not curve.zeros and not any(y for line in lines for _, y in line["points"]),
                 "lines": lines,
-                "expected": expected_lines(place, len(lines) > 1, expected),
+                "expected": expected_lines(index, len(lines) > 1, expected),
             }
 
-    def _lines(self, place: int, curve: Curve, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
-        """The lines of one chart."""
-        several = len(self.runs) > 1
-        for run, (name, own) in enumerate(zip(run_names(self.runs), curves, strict=True)):
-            lines = own.lines[place]
+    def _lines(self, index: int, curve: Curve, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of the chart CURVES[index]."""
+        several_runs = len(self.runs) > 1
+        for run, (name, run_curves) in enumerate(zip(run_names(self.runs), curves, strict=True)):
+            lines = run_curves.lines[index]
             for metric, points in lines.items():
-                if all(y is None for _, y in points) or (several and curve.alone not in ("", metric)):
+                if all(y is None for _, y in points) or (several_runs and curve.compared not in ("", metric)):
                     continue
                 label = metric
-                if several:
+                if several_runs:
                     label = f"{name} {metric}" if len(lines) > 1 else name
-                yield {"label": label, **({"run": run} if several else {}), **thinned(points)}
+                yield {"label": label, **({"run": run} if several_runs else {}), **thin_out(points)}
 
 
 class LivePage:
-    """report.html of a run that goes on: written every `every` steps, after evaluations, and at the end."""
+    """report.html of a running run, written every `every` steps, after evaluations, and at the end."""
 
     def __init__(self, paths: RunPaths, every: int) -> None:
         self._report, self._path, self._every = Report([paths]), paths.report, every
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the page where it is due after a step, whose `metrics` are in metrics.jsonl."""
+        """Write the page if it is due after this step; its `metrics` are in metrics.jsonl already."""
         if step % self._every == 0 or any(name.startswith("eval/") for name in metrics):
-            self.write(WHILE_RUNNING)
+            self.write(LIVE_BUDGET)
 
-    def write(self, budget: Budget = WHOLE) -> None:
-        """Write the page; one that cannot be written is a warning, for `mm-grpo view` can make it later."""
+    def write(self, budget: Budget = FULL_BUDGET) -> None:
+        """Write the page; only warn if that fails, because `mm-grpo view` can make it later."""
         try:
             self._report.write(self._path, budget)
-        except Exception as error:  # whatever it is: no run ends for a page
+        except Exception as error:  # no error of the page may end a run
             logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
 
 
-def expected_lines(place: int, named: bool, expected: Sequence[ExpectedCurve | None]) -> list[dict[str, Any]]:
-    """The expected curves of the chart at `place`, `named` by their metric; one that several runs expect is once."""
-    found = []
+def expected_lines(
+    index: int, with_metric: bool, expected: Sequence[ExpectedCurve | None]
+) -> list[dict[str, Any]]:
+    """Return the expected lines of the chart CURVES[index], without duplicates; labels may name the metric."""
+    lines = []
     for curve in dict.fromkeys(filter(None, expected)):
-        for metric in (metric for at, metric in places_of(curve.metric) if at == place):
-            label = f"expected {metric}" if named else "expected"
-            found.append({"label": label, "points": list(zip(curve.steps, curve.values, strict=True))})
-    return found
+        for chart, metric in curves_of(curve.metric):
+            if chart == index:
+                label = f"expected {metric}" if with_metric else "expected"
+                lines.append({"label": label, "points": list(zip(curve.steps, curve.values, strict=True))})
+    return lines
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:
-    """What config.yaml holds; {} where it cannot be read, which a page is drawn without."""
+    """Read config.yaml; return {} if it cannot be read."""
     try:
         return read_yaml(paths.config)
     except (UserError, OSError, ValueError):
@@ -169,27 +175,27 @@ def config_of(paths: RunPaths) -> dict[str, Any]:
 
 
 def changed_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The settings of a config that are not the defaults, by their full names; none of one that is not legal now."""
+    """Return (full name, value) of the settings that are not the defaults; [] for a config that is illegal today."""
     try:
         config = GRPOConfig.from_dict(values)
     except UserError:
         return []
-    default = GRPOConfig.from_dict({"model": {"path": config.model.path}})
+    default_config = GRPOConfig.from_dict({"model": {"path": config.model.path}})
 
-    def walk(now: Any, then: Any, before: str) -> Iterator[tuple[str, str]]:
-        for key, value in now.items():
-            known = then.get(key)
-            if isinstance(value, dict) and isinstance(known, dict) and value and known:
-                yield from walk(value, known, f"{before}{key}.")
-            elif value != known:
-                yield before + key, json.dumps(value, ensure_ascii=False, default=str)
+    def walk(section: Any, defaults: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for key, value in section.items():
+            default = defaults.get(key)
+            if isinstance(value, dict) and isinstance(default, dict) and value and default:
+                yield from walk(value, default, f"{prefix}{key}.")
+            elif value != default:
+                yield prefix + key, json.dumps(value, ensure_ascii=False, default=str)
 
-    found = walk(redact(config.model_dump(mode="json")), default.model_dump(mode="json"), "")
-    return [("model.path", str(config.model.path)), *found]
+    changes = walk(redact(config.model_dump(mode="json")), default_config.model_dump(mode="json"), "")
+    return [("model.path", str(config.model.path)), *changes]
 
 
 def run_names(runs: Sequence[RunPaths]) -> list[str]:
-    """The folders' names; with their parents' where two have the same."""
+    """Return the folders' names, with their parents' names if two are equal."""
     roots = [paths.root.resolve() for paths in runs]
     names = [root.name for root in roots]
     if len(set(names)) < len(names):

@@ -1,13 +1,14 @@
-"""`mm-grpo check`: everything a run would stumble over, found before a model is loaded.
+"""`mm-grpo check`: find the faults of a config, its rows and its rewards before a model is loaded.
 
-Every row of every set is decoded and made into a prompt, and every reward is called on the row's own right
-answer and on wrong ones (gold_answers.py). Failing rows are listed by cause.
+Every row of every set is decoded and made into a prompt, and every reward is called on the row's right answer and
+on wrong ones (gold_answers.py). Failing rows are listed by cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,7 +29,7 @@ from mm_grpo.errors import DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
-from mm_grpo.pages.check_page import ROWS, CheckPage
+from mm_grpo.pages.check_page import MAX_ROWS, CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
@@ -49,14 +50,28 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
-SHOWN = 20
+MAX_CAUSES = 20
 """Causes of failing rows that are listed for a set and for a reward; the others are counted."""
-
-
-WIDTH = 120
+MIN_WIDTH = 120
 """Least width of the tables, in characters."""
-NUMBERS = ("rows", "usable", "images", "weight")
+NUMBER_COLUMNS = ("rows", "usable", "images", "weight")
 """Columns of the tables that hold one number."""
+
+
+@dataclass
+class RowReport:
+    """Result of making the rows of one set into prompts."""
+
+    lengths: list[int] = field(default_factory=list)
+    """Tokens of each usable row's prompt."""
+    images: int = 0
+    """Images of the usable rows."""
+    failures: list[str] = field(default_factory=list)
+    """Messages about rows that would stop a run."""
+    dropped: dict[str, list[str]] = field(default_factory=dict)
+    """Messages about rows that a run leaves out, by the config field that allows it."""
+    keys: list[RowKey] = field(default_factory=list)
+    """(content, row name) of each readable row; equal rows have equal contents."""
 
 
 def check_config(  # noqa: PLR0915
@@ -66,28 +81,30 @@ def check_config(  # noqa: PLR0915
     rows: int | None = None,
     page: str | None = None,
 ) -> bool:
-    """Print what a run would load; True when every row can be used and every reward tells right from wrong.
+    """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
-    `rows` bounds the rows of each set that are looked at; `page` is where the page of `--page` goes.
-    Raises UserError for what is wrong with the config itself, the sources or the rewards' arguments.
+    `rows` limits the rows of each set that are checked; `page` is the path of the page of `--page`.
+    Raises UserError if the config itself, the sources or the rewards' arguments are wrong.
     """
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, WIDTH))
+        console = Console(width=max(console.width, MIN_WIDTH))
     toolbox = toolbox_of(config, None, None)
-    several_turns, own = toolbox is not None, [] if toolbox is None else toolbox.rewards
-    config.require_rewards(passed=bool(own))
-    scorer = Scorer([*config.rewards, *own], several_turns=several_turns)
-    headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
+    several_turns, environment_rewards = toolbox is not None, [] if toolbox is None else toolbox.rewards
+    config.require_rewards(passed=bool(environment_rewards))
+    scorer = Scorer([*config.rewards, *environment_rewards], several_turns=several_turns)
+    eval_metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
     if config.data.on_bad_image == "drop":
-        train, *evaluations = (readable(each, "drop", Ranks()) for each in (train, *evaluations))
+        train, *evaluations = (readable(dataset, "drop", Ranks()) for dataset in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
-    specs = scorer.specs[: len(scorer.specs) - len(own)]  # an environment's own has no right answer
+    # the reward of an environment has no right answer
+    specs = scorer.specs[: len(scorer.specs) - len(environment_rewards)]
     scorer.close()
     plan = plan_run(config, train, several_turns=several_turns)
-    Evaluations(config, {each.name: each for each in evaluations}, headline, several_turns=several_turns)
+    eval_sets = {dataset.name: dataset for dataset in evaluations}
+    Evaluations(config, eval_sets, eval_metric, several_turns=several_turns)
     check_features(config, train, several_turns=several_turns)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
@@ -102,8 +119,8 @@ def check_config(  # noqa: PLR0915
     length = None if embedded else config.rollout.vllm.max_model_len
     prompt_builder = PromptBuilder(processor, config, context, length, preparer=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
-    own_page = partial(CheckPage, answer=partial(gold_text, template=template))
-    shown = own_page(page, processor, specs, rows=0 if page is None else ROWS)
+    answer = partial(gold_text, template=template)
+    check_page = CheckPage(page, processor, specs, answer=answer, rows=0 if page is None else MAX_ROWS)
 
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
@@ -112,51 +129,53 @@ def check_config(  # noqa: PLR0915
     keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():
         conversational = True
-        with suppress(DataError):  # the first row is wrong, and will be listed
+        with suppress(DataError):  # a wrong first row is listed below
             conversational = dataset.conversational
         rewards = RewardCheck(
             specs, template=template, conversational=conversational, several_turns=several_turns,
             call_judges=call_judges,
         )  # fmt: skip
-        looked = dataset if rows is None else dataset.head(rows)
-        trained = dataset is train
-        limit = partial(_broken_limit, config=config, trained=trained, twins=twins if trained else None)
-        builder = prompt_builder if dataset is train else prompt_builder.evaluation
-        lengths, images, failed, dropped, keys[name] = _walk(looked, builder, limit, rewards, console, shown)
-        if rows is not None:  # the others are compared too, as far as that needs no picture
-            keys[name] = list(dataset.row_keys())
+        checked = dataset if rows is None else dataset.head(rows)
+        for_training = dataset is train
+        find_fault = partial(
+            _limit_fault, config=config, for_training=for_training, twins=twins if for_training else None
+        )
+        builder = prompt_builder if for_training else prompt_builder.evaluation
+        report = _check_rows(checked, builder, find_fault, rewards, console, check_page)
+        # with --rows all rows are compared too, by what can be read without their images
+        keys[name] = report.keys if rows is None else list(dataset.row_keys())
         reports[name] = rewards.finish()
-        spread = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
-        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(images), spread)
-        failures += _listed(name, failed, len(looked))
-        left_out = [
-            f"{name}: left out ({field} = drop): {len(of)} of {len(looked)}, the first {of[0]}"
-            for field, of in dropped.items()
+        lengths = report.lengths
+        min_mean_max = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
+        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(report.images), min_mean_max)
+        failures += _by_cause(name, report.failures, len(checked))
+        dropped = [
+            f"{name}: left out ({key} = drop): {len(messages)} of {len(checked)}, the first {messages[0]}"
+            for key, messages in report.dropped.items()
         ]
-        notes += left_out if lengths else []
-        failures += [] if lengths else left_out
-    shown.shared = shared_rows(keys.pop(train.name), keys)
-    notes += shown.shared
+        (notes if lengths else failures).extend(dropped)
+    check_page.shared = shared_rows(keys.pop(train.name), keys)
+    notes += check_page.shared
     console.print(table)
     for note in notes:
         print_line(note, console)
     _print_rewards(console, reports)
     print_line(config.batch_sentence(processes=1) + f", {plan.max_steps} steps", console)
-    for name, of_set in reports.items():
-        failures += [
-            line for each in of_set for line in _faults(each, name, whole=rows is None and name == train.name)
-        ]
+    for name, set_reports in reports.items():
+        all_rows = rows is None and name == train.name
+        for reward in set_reports:
+            failures += _faults(reward, name, all_rows=all_rows)
     for failure in failures:
         print_line(failure, console, style="red")
     if page is not None:
-        print_line(shown.write(), console)
+        print_line(check_page.write(), console)
     console.print("ok" if not failures else f"{len(failures)} problem(s)")
     return not failures
 
 
 def _check_model(config: GRPOConfig, processor: Processor) -> Any:
-    """Build the model without weights, and refuse what the learner or the engine would refuse of it."""
-    # adapters are looked for and not made: that takes seconds
+    """Build the model without weights; raise ConfigError if the learner or the engine would refuse it."""
+    # adapter targets are searched, adapters are not made: that takes seconds
     model, family = build_on_meta(config.with_values({"model.lora": None, "model.quantization": None}))
     if config.model.lora is not None:
         target_pattern(model, config.model.lora, family)
@@ -168,42 +187,37 @@ def _check_model(config: GRPOConfig, processor: Processor) -> Any:
     return model
 
 
-def _broken_limit(
-    prompt: Prompt, config: GRPOConfig, *, trained: bool, twins: TwinPrompts | None
+def _limit_fault(
+    prompt: Prompt, config: GRPOConfig, *, for_training: bool, twins: TwinPrompts | None
 ) -> str | None:
-    """What the learner, where a set is `trained` on, or the engine would stop at, of a prompt that can be made."""
+    """Return why the learner (only for training rows) or the engine would refuse a prompt; None if neither would."""
     if twins is not None:
         twins.twin(prompt)
     rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
     length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
-    if trained and length > config.pack_room:
+    if for_training and length > config.pack_room:
         twice = ", twice with algorithm.perception_coef," if copies > 0 else ""
         return (
             f"the prompt has {length} tokens, which with rollout.max_completion_length = "
             f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
             "or lower data.max_pixels or rollout.max_completion_length"
         )
-    most = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
-    if most is not None and images > most:
-        return f"the row has {images} images, and rollout.vllm.max_images = {most}; raise it"
+    max_images = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
+    if max_images is not None and images > max_images:
+        return f"the row has {images} images, and rollout.vllm.max_images = {max_images}; raise it"
     return None
 
 
-def _walk(
+def _check_rows(
     dataset: Rows,
     prompt_builder: PromptBuilder,
-    broken_limit: Callable[[Prompt], str | None],
+    find_fault: Callable[[Prompt], str | None],
     rewards: RewardCheck,
     console: Console,
     page: CheckPage,
-) -> tuple[list[int], int, list[str], dict[str, list[str]], list[RowKey]]:
-    """Of the rows that can be used prompt lengths and the count of images; of the others the messages about those
-    that stop a run, and about those that it drops, by the field that says so; at last what tells equal rows."""
-    lengths: list[int] = []
-    keys: list[RowKey] = []
-    images = 0
-    failed: list[str] = []
-    dropped: dict[str, list[str]] = {}
+) -> RowReport:
+    """Make each row into a prompt, and hand usable ones to `rewards` and `page`."""
+    report = RowReport()
     indices = track(
         range(len(dataset)),
         description=escape(printable(dataset.name, lines=False)),
@@ -212,31 +226,31 @@ def _walk(
         disable=not console.is_terminal,
     )
     for index in indices:
-        row, field = dataset.row_name(index), None
-        # A message about a sample has its uid, which counts rows from 0; a user looks for the file's line.
-        uid, source = f"{dataset.uid(index)}: ", dataset.uid(index).rpartition(":")[0]
+        row, uid, key = dataset.row_name(index), dataset.uid(index), None
+        source = uid.rpartition(":")[0]
         try:
             sample = dataset.sample(index)
-            keys.append((_content_of(sample), row))
+            report.keys.append((_content_of(sample), row))
             prompt = prompt_builder.process(sample)
-            message = uid + broken if (broken := broken_limit(prompt)) else ""
+            message = find_fault(prompt)
         except UserError as error:
-            message, field = str(error), prompt_builder.dropped_by(error)
+            message, key = str(error), prompt_builder.dropped_by(error)
         if message:
-            message = message.removeprefix(uid)
-            about = message if message.startswith(row) else f"{row}: {message}"
-            (failed if field is None else dropped.setdefault(field, [])).append(about)
-            page.refuse(source, row, ("" if field is None else "left out: ") + message)
+            # An error about a sample begins with its uid, which counts rows from 0; a user looks for the file's line.
+            message = message.removeprefix(f"{uid}: ")
+            with_row = message if message.startswith(row) else f"{row}: {message}"
+            (report.failures if key is None else report.dropped.setdefault(key, [])).append(with_row)
+            page.refuse(source, row, ("" if key is None else "left out: ") + message)
             continue
-        lengths.append(len(prompt.token_ids))
-        images += len(prompt.engine_prompt.images)
+        report.lengths.append(len(prompt.token_ids))
+        report.images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
-    return lengths, images, failed, dropped, keys
+    return report
 
 
 def _content_of(sample: Sample) -> Hashable:
-    """Return a key that is equal for rows with the same texts, but for white space, and the same pixels."""
+    """Return a key that is equal for rows of the same texts, except white space, and the same pixels."""
     texts: list[tuple[str, ...]] = []
     for message in sample.messages:
         content = message["content"]
@@ -246,22 +260,21 @@ def _content_of(sample: Sample) -> Hashable:
     return *texts, *pixels
 
 
-def _listed(name: str, failed: Sequence[str], rows: int) -> list[str]:
-    """One message for each cause why some of `rows` rows fail, SHOWN at most."""
-    causes = by_cause(failed, rows)
-    more = [f"{name}: rows fail for {len(causes) - SHOWN} more reasons"] if len(causes) > SHOWN else []
-    return [*causes[:SHOWN], *more]
+def _by_cause(name: str, messages: Sequence[str], rows: int) -> list[str]:
+    """Merge messages about some of `rows` rows into one for each cause, MAX_CAUSES at most."""
+    causes = by_cause(messages, rows)
+    hidden = len(causes) - MAX_CAUSES
+    return [*causes[:MAX_CAUSES], *([f"{name}: rows fail for {hidden} more reasons"] if hidden > 0 else [])]
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:
-    """Of each reward: its scores of right and of wrong answers, and what came out."""
     titles = ("set", "reward", "weight", "rows", "right answer", "wrong answers", "result")
     table = _table("rewards: scores (min / mean / max)", *titles)
-    for name, of_set in reports.items():
-        for report in of_set:
-            counted = (f"{report.weight:g}", str(len(report.gold) or "-"))
-            scores = (_spread(report.gold), _spread(report.wrong))
-            table.add_row(cell(name), cell(report.name), *counted, *scores, cell(_result(report)))
+    for name, set_reports in reports.items():
+        for report in set_reports:
+            counts = (f"{report.weight:g}", str(len(report.gold) or "-"))
+            scores = (_min_mean_max(report.gold), _min_mean_max(report.wrong))
+            table.add_row(cell(name), cell(report.name), *counts, *scores, cell(_result(report)))
     console.print(table)
 
 
@@ -277,25 +290,24 @@ def _result(report: RewardReport) -> str:
     return "ok" + (f", does not apply to {report.unapplied} row(s)" if report.unapplied else "")
 
 
-def _faults(report: RewardReport, name: str, *, whole: bool) -> Iterator[str]:
-    """What is wrong with a reward on the set `name`, by row and as a whole; `whole` where that is all that is trained
-    on."""
-    reward = f"reward {report.name!r}"
-    yield from _listed(report.name, report.failures, report.rows)
-    if whole and report.applies_nowhere:
+def _faults(report: RewardReport, name: str, *, all_rows: bool) -> Iterator[str]:
+    """Yield the faults of a reward on the set `name`; `all_rows` if these are all rows of the training set."""
+    yield from _by_cause(report.name, report.failures, report.rows)
+    if all_rows and report.applies_nowhere:
         yield (
-            f"{reward} applies to no row of {name}: in all {report.rows} a column that it needs is null, or the right "
-            "answer too gets None; fill it, name another (data.columns, data.gold_template), or set weight 0"
+            f"reward {report.name!r} applies to no row of {name}: in all {report.rows} a column that it needs is null, "
+            "or it gives even the right answer None; fill it, name another (data.columns, data.gold_template), or set "
+            "weight 0"
         )
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for column in columns:
-        justify: Literal["right", "left"] = "right" if column in NUMBERS else "left"
+        justify: Literal["right", "left"] = "right" if column in NUMBER_COLUMNS else "left"
         table.add_column(column, justify=justify, no_wrap=column == "reward")
     return table
 
 
-def _spread(scores: Sequence[float]) -> str:
+def _min_mean_max(scores: Sequence[float]) -> str:
     return " / ".join(map(number, (min(scores), fmean(scores), max(scores)))) if scores else "-"

@@ -1,9 +1,9 @@
-"""`mm-grpo doctor`: loads both parts of a run and compares them, before and after a real weight update.
+"""`mm-grpo doctor`: load engine and learner and compare them, before and after a real weight update.
 
-On the config's own first prompts: does the engine run the learner's tokens, do log-probs agree, has each
-generation its own seed, does an update of the learner arrive. The update is a real learner step with
-made-up advantages of +1 and -1, repeated at a growing learning rate until it has moved log-probs so far
-that an engine which missed it would be past the limit. The model is changed by this and not saved.
+Checked on the config's first prompts: equal tokens, equal log-probs, one seed for each generation, and that a
+learner's update reaches the engine. The update is a real learner step with made-up advantages of +1 and -1. It is
+repeated at a growing learning rate until log-probs have moved so far that an engine which missed the update would be
+past the limit. The changed model is not saved.
 """
 
 from __future__ import annotations
@@ -28,39 +28,41 @@ from mm_grpo.terminal import print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
-CLEARLY = 3.0
+CLEAR_MOVE_FACTOR = 3.0
 """The update is large enough when it has moved log-probs by this many times the limit."""
-FIRST_RATE, LAST_RATE, FACTOR = 1e-6, 1e-2, 3.0
+FIRST_RATE, LAST_RATE, RATE_FACTOR = 1e-6, 1e-2, 3.0
 
 
 @dataclass
 class ForcedUpdate:
-    """The weight update of the examination. `logp_moved` is in nats per token."""
+    """Weight update that the doctor makes."""
 
     learner_steps: int = 0
     learning_rate: float = 0.0
     logp_moved: float = 0.0
+    """Mean move of the learner's log-probs, in nats per token."""
     tensors: int = 0
+    """Tensors sent to the engine."""
     bytes: int = 0
 
 
 @dataclass
 class DoctorReport:
-    """What the doctor found. `failures` are messages; without any the two sides agree.
-
-    `ids_equal` is None until the engine has answered. `before` and `after` the update, one entry a prompt.
-    """
+    """Comparison of engine and learner."""
 
     engine: str
     model: str
     dtype: str = ""
     device: str = ""
     limit: float = 0.0
-    ids_equal: bool | None = None
+    ids_equal: bool = False
+    """True once the engine has answered with the learner's prompt ids."""
     before: list[PromptParity] = field(default_factory=list)
+    """Gaps before the update, one entry a prompt; `after` likewise."""
     after: list[PromptParity] = field(default_factory=list)
     update: ForcedUpdate | None = None
     failures: list[str] = field(default_factory=list)
+    """Messages; empty if the two sides agree."""
 
     @property
     def ok(self) -> bool:
@@ -68,9 +70,9 @@ class DoctorReport:
 
 
 def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
-    """Compare the two sides of `config` on its first `count` prompts.
+    """Compare engine and learner of `config` on its first `count` prompts.
 
-    Raises UserError for what the user can mend; all else that is wrong is in the report's `failures`.
+    Raises UserError for a fault of the user's; every other fault is in the report's `failures`.
     """
     report = DoctorReport(config.rollout.engine, config.model.path)
     try:
@@ -90,14 +92,14 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit
-    places = list(islice(parts.prompt_builder.first(rows, plan.order), count))
-    if not places:
+    first_slots = list(islice(parts.prompt_builder.first(rows, plan.order), count))
+    if not first_slots:
         limit_name = parts.prompt_builder.limit_name
         raise DataError(
             f"data.train: all {len(rows)} prompts are longer than {limit_name} allows; raise the limit"
         )
-    prompts = [prompt for _, _, prompt in places]
-    seeds = [plan.seeds.group(step, slot) for step, slot, _ in places]
+    prompts = [prompt for _, _, prompt in first_slots]
+    seeds = [plan.seeds.group(step, slot) for step, slot, _ in first_slots]
     requests = requests_for(prompts, seeds, Sampling(rollout.max_completion_length, rollout.temperature))
 
     def sample() -> list[tuple[Completion, ...]]:
@@ -106,41 +108,46 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         size = rollout.num_generations
         return [tuple(completions[i : i + size]) for i in range(0, len(completions), size)]
 
-    report.ids_equal = False
     answers = sample()
-    report.ids_equal = True  # require_answers found them so
+    report.ids_equal = True  # require_answers raises if they differ
     groups = [_group(i, p, a) for i, (p, a) in enumerate(zip(prompts, answers, strict=True))]
     report.before = [compare(parts.engine, parts.learner, g.prompt, g.completions) for g in groups]
     report.failures += [m for p in report.before for m in past_limit(p, limit)]
     report.failures += filter(None, (duplicate_completions([group]) for group in groups))
 
-    report.update = done = _update(parts, groups, config.learning_rate, limit)
-    if not done.logp_moved >= CLEARLY * limit:
+    report.update = update = _update(parts, groups, config.learning_rate, limit)
+    if not update.logp_moved >= CLEAR_MOVE_FACTOR * limit:
         report.failures.append(
-            f"{done.learner_steps} updates at learning rates up to {done.learning_rate:.3g} moved log-probs by "
-            f"{done.logp_moved:.3g} per token, and {CLEARLY * limit:.3g} would show an update: too much is frozen"
+            f"{update.learner_steps} updates at learning rates up to {update.learning_rate:.3g} moved log-probs by "
+            f"{update.logp_moved:.3g} per token, and {CLEAR_MOVE_FACTOR * limit:.3g} would show an update: too much "
+            "is frozen"
         )
-    done.tensors, done.bytes = parts.sync.send(1)
+    update.tensors, update.bytes = parts.sync.send(1)
     report.after = [
         compare(parts.engine, parts.learner, g.prompt, new, scored=[c.token_ids for c in g.completions])
         for g, new in zip(groups, sample(), strict=True)
     ]
-    late = [m for p in report.after for m in past_limit(p, limit)]
-    if late and not report.failures:
+    new_gaps = [m for p in report.after for m in past_limit(p, limit)]
+    if new_gaps and not report.failures:
         report.failures.append("the two sides agreed before the weight update: it did not reach the engine")
-    report.failures += late
+    report.failures += new_gaps
     parts.engine.close()
 
 
 def _for_updates(config: GRPOConfig) -> GRPOConfig:
-    """The config with a schedule and a loss under which every step updates; what is loaded stays the same."""
-    optim = {"lr_scheduler_type": "constant", "warmup_steps": 0, "updates_per_step": 1}
-    fields = {f"optim.{name}": value for name, value in optim.items()}
-    return config.with_values({**fields, "algorithm": {"beta": config.algorithm.beta}})
+    """Return the config with a schedule and a loss under which every step updates; the model stays the same."""
+    return config.with_values(
+        {
+            "optim.lr_scheduler_type": "constant",
+            "optim.warmup_steps": 0,
+            "optim.updates_per_step": 1,
+            "algorithm": {"beta": config.algorithm.beta},
+        }
+    )
 
 
 def _group(slot: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:
-    """Made-up advantages: +1 and -1 in turn over the distinct completions, so that copies do not cancel."""
+    """Give completions advantages of +1 and -1, in turn over the distinct ones so that copies do not cancel."""
     distinct = list(dict.fromkeys(c.token_ids for c in completions))
     advantages = tuple(1.0 if distinct.index(c.token_ids) % 2 == 0 else -1.0 for c in completions)
     return Group(slot, prompt, completions, advantages, advantages)
@@ -153,22 +160,22 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
         learner = parts.learner
         return [x for g in groups for x in learner.score(g.prompt, [c.token_ids for c in g.completions])]
 
-    done, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
+    update, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
     rate = max(rate, FIRST_RATE)
-    while not done.logp_moved >= CLEARLY * limit and (rate <= LAST_RATE or done.learner_steps == 0):
+    # `not >=`: a NaN too goes on
+    while not update.logp_moved >= CLEAR_MOVE_FACTOR * limit and (
+        rate <= LAST_RATE or update.learner_steps == 0
+    ):
         optimizer.config = optimizer.config.with_values({"learning_rate": rate})
         parts.learner.update(groups)
-        done.learner_steps, done.learning_rate = done.learner_steps + 1, rate
-        done.logp_moved = gap_of(before, score()).mean
-        rate *= FACTOR
-    return done
-
-
-# the report for people -------------------------------------------------------------------------
+        update.learner_steps, update.learning_rate = update.learner_steps + 1, rate
+        update.logp_moved = gap_of(before, score()).mean
+        rate *= RATE_FACTOR
+    return update
 
 
 def show(report: DoctorReport, console: Console | None = None) -> None:
-    """Print `report`; each failure stands at the end, in red."""
+    """Print `report`, failures last and in red."""
     console = console or Console(highlight=False)
     lines = [
         f"engine {report.engine}, model {report.model} ({report.dtype} on {report.device}), limit "
@@ -183,10 +190,11 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         gaps = f"{_gaps(before)}; after the update {_gaps(after) if after else '-'}"
         counts = f"{before.prompt_tokens} tokens, {before.images} image(s), {before.distinct} of {before.completions}"
         lines += [f"  {before.uid}: {counts} completions distinct; {gaps}"]
-    if (done := report.update) is not None:
+    if (update := report.update) is not None:
         lines += [
-            f"weight update: {done.learner_steps} learner step(s) up to learning rate {done.learning_rate:.3g} moved "
-            f"log-probs by {done.logp_moved:.3g} per token; sent {done.tensors} tensors, {in_gb(done.bytes)}"
+            f"weight update: {update.learner_steps} learner step(s) up to learning rate {update.learning_rate:.3g} "
+            f"moved log-probs by {update.logp_moved:.3g} per token; sent {update.tensors} tensors, "
+            f"{in_gb(update.bytes)}"
         ]
     for line in lines:
         print_line(line, console)

@@ -1,8 +1,7 @@
-"""`mm-grpo estimate`: what a config will hold of a GPU's memory, from the model's config.json alone.
+"""`mm-grpo estimate`: estimate the GPU memory of a run from the model's config.json, without its weights.
 
-The model is built without weights (torch's meta device), so that every count of weights is exact; the arithmetic is
-that of memory.py, which the run prints at its start. A card of N GB has N * 10^9 bytes. What does not fit is tried
-again with one setting more, in the order of what costs least.
+The model is built on torch's meta device, so that every count of weights is exact; memory.py does the arithmetic.
+A card of N GB has N * 10^9 bytes. For a config that does not fit, settings are added until it does, cheapest first.
 """
 
 from __future__ import annotations
@@ -41,23 +40,27 @@ from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
 from mm_grpo.terminal import print_line
 
 CARDS = (24.0, 48.0, 80.0)
-"""Sizes of GPUs [GB] that are shown beside what is asked for."""
-FEWEST = 512
+"""Sizes of GPUs [GB] that are always shown."""
+MIN_PACK_TOKENS = 512
 """Fewest tokens of a pack that are tried."""
 
 
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
-    """The model of a config without weights, trained parts marked, and its family. ConfigError for what is unknown."""
+    """Return a config's model, without weights but with `requires_grad` set, and its family.
+
+    Raises ConfigError if the model is of no known family or cannot be built.
+    """
     options = {"trust_remote_code": config.model.trust_remote_code}
-    cls, found = processor_class(config.model.path, processor=config.model.processor, **options)
+    cls, model_config = processor_class(config.model.path, processor=config.model.processor, **options)
     family = cls.family
     dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
     try:
         with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(found, dtype=dtype, **options)
+            model = AutoModelForImageTextToText.from_config(model_config, dtype=dtype, **options)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        where = f"model.path = '{config.model.path}'"
-        raise ConfigError(f"{where}: no model can be built by its config.json ({quoted(error)})") from None
+        raise ConfigError(
+            f"model.path = '{config.model.path}': no model can be built from its config.json ({quoted(error)})"
+        ) from None
     family.check(model)
     if config.model.freeze_vision:
         family.tower(model).requires_grad_(False)
@@ -66,79 +69,77 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     return model, family
 
 
-_KNOWN: dict[tuple[str, str, bool], tuple[ModelSizes, Image]] = {}
-"""By what decides them: a model is built again for each card and each setting that is tried."""
+_SIZES: dict[tuple[str, str, bool], tuple[ModelSizes, Image]] = {}
+"""Cache of `sizes_of`, because the search for settings that fit asks for the same model many times."""
 
 
 def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
-    """Counts and axes of a config's model, and its largest image. ConfigError where its config does not tell them."""
-    pixels, policy = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
-    own = policy.beta > 0 and (policy.reference_path is not None or config.model.lora is None)
-    key = (config.model.model_dump_json(), pixels, own)
-    if key not in _KNOWN:
+    """Return the sizes of a config's model and its largest image; ConfigError if its config does not tell them."""
+    pixels, algorithm = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
+    second_model = algorithm.beta > 0 and (algorithm.reference_path is not None or config.model.lora is None)
+    key = (config.model.model_dump_json(), pixels, second_model)
+    if key not in _SIZES:
         model, family = build_on_meta(config)
         try:
-            # a reference of its own is taken for as large
-            sizes = ModelSizes.of(model, model if own else None)
+            # a reference model is counted as large as the model
+            sizes = ModelSizes.of(model, model if second_model else None)
         except (AttributeError, TypeError) as error:
-            where = f"model.path = '{config.model.path}'"
             raise ConfigError(
-                f"{where}: its text config names its axes unlike Llama's ({quoted(error)})"
+                f"model.path = '{config.model.path}': its text config names its axes unlike Llama's ({quoted(error)})"
             ) from None
         if config.model.quantization is not None:
-            held = quantised_layers(model, family)
-            sizes = replace(sizes, quantised=sum(layer.weight.numel() for layer in held))
-        _KNOWN[key] = sizes, _image(config, model, family)
-    return _KNOWN[key]
+            layers = quantised_layers(model, family)
+            sizes = replace(sizes, quantised=sum(layer.weight.numel() for layer in layers))
+        _SIZES[key] = sizes, _image(config, model, family)
+    return _SIZES[key]
 
 
 def phases(config: GRPOConfig, card: int, *, processes: int) -> Phases:
-    """What one process of a run holds of a GPU of `card` bytes."""
+    """Estimate the memory of one process of a run on a GPU of `card` bytes."""
     return memory_of_run(*sizes_of(config), config, card, processes=processes)
-
-
-# what helps ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings that fit a config on a card, with the bytes that it holds then; empty where it fits as it is."""
+    """Settings to change so that a run fits its GPU."""
 
     settings: tuple[str, ...]
+    """Overrides, `a.b=value`; empty if the run fits already."""
     peak: int
+    """Bytes of the larger phase with these settings."""
 
 
-def what_fits(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:
-    """Settings, in the order of what costs least, with which a config fits; None where none do.
+def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:
+    """Return the cheapest settings with which a run fits a GPU of `card` bytes; None if none do.
 
-    One after another is added until all fits; then those that it does not need are taken back, the dearest first.
+    Settings are added, cheapest first, until the run fits; then unneeded ones are removed, dearest first.
     """
 
-    def tried(knobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Phases]:
+    def estimate(knobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Phases]:
         settings = {name: value for knob in knobs for name, value in knob.items()}
         return settings, phases(config.with_values(settings), card, processes=processes)
 
     def fits(knobs: Sequence[dict[str, Any]]) -> bool:
-        found = tried(knobs)[1]
-        return not found.fault and found.peak <= card
+        memory = estimate(knobs)[1]
+        return not memory.fault and memory.peak <= card
 
-    taken: list[dict[str, Any]] = []
-    more = _knobs(config, card, processes)
-    while not fits(taken):
-        if (knob := next(more, None)) is None:
+    chosen: list[dict[str, Any]] = []
+    remaining = _knobs(config, card, processes)
+    while not fits(chosen):
+        if (knob := next(remaining, None)) is None:
             return None
-        taken.append(knob)
-    for knob in taken[::-1]:
-        fewer = [one for one in taken if one is not knob]
+        chosen.append(knob)
+    for knob in chosen[::-1]:
+        fewer = [k for k in chosen if k is not knob]
         if fits(fewer):
-            taken = fewer
-    settings, found = tried(taken)
-    shown = (f"{name}={yaml_repr(value)}".replace("'", "") for name, value in settings.items())
-    return Remedy(tuple(shown), found.peak)
+            chosen = fewer
+    settings, memory = estimate(chosen)
+    overrides = (f"{name}={yaml_repr(value)}".replace("'", "") for name, value in settings.items())
+    return Remedy(tuple(overrides), memory.peak)
 
 
 def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
-    """Settings to try, from what costs least: seconds of a step, then time, then what is learned."""
+    """Yield settings to try, cheapest first: they cost seconds of a step, then more time, then quality."""
     (_, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
     lengths = Lengths.of(config, image, processes)
     colocated = ENGINE_FACTS[config.rollout.engine].colocated
@@ -149,7 +150,7 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
     if optim.gradient_checkpointing is False:
         yield {"optim.gradient_checkpointing": True}
     tokens = lengths.pack // 2
-    while tokens >= max(FEWEST, lengths.sequence):
+    while tokens >= max(MIN_PACK_TOKENS, lengths.sequence):
         yield {"optim.max_tokens_per_pack": tokens}
         tokens //= 2
     if not optim.offload_optimizer:
@@ -161,13 +162,13 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         yield lora
     four_bits = {**lora, "model.quantization": "nf4"} if config.model.quantization is None else {}
     yield four_bits
-    if colocated and not vllm.in_four_bits:  # which runs the learner's then
+    if colocated and not vllm.in_four_bits:  # vLLM then runs the learner's weights
         four_bits = {**four_bits, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
         yield four_bits | next(_share(config.with_values(four_bits), card, processes), {})
 
 
 def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
-    """The share of a GPU with which vLLM has its weights and the completions of a prompt."""
+    """Yield the GPU share with room for vLLM's weights and all completions of a prompt, if it is legal and new."""
     sizes, image = sizes_of(config)
     length = Lengths.of(config, image, processes).sequence
     sequences = sizes.cache_token * length * config.rollout.num_generations
@@ -176,75 +177,69 @@ def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
         yield {"rollout.vllm.gpu_memory_utilization": share}
 
 
-# what is shown -------------------------------------------------------------------------------
-
-
 def show(
     config: GRPOConfig, cards: Sequence[float], *, processes: int, console: Console | None = None
 ) -> None:
-    """Print the table for each GPU of `cards` [GB], and with which settings the config fits on these and CARDS."""
+    """Print a table for each GPU size of `cards` [GB], and the settings that fit on these sizes and on CARDS."""
     console = console or Console(highlight=False)
     sizes, image = sizes_of(config)
     lengths, engine = Lengths.of(config, image, processes), ENGINE_FACTS[config.rollout.engine]
-    counted = "data.max_prompt_length"
+    basis = "data.max_prompt_length"
     if config.data.max_prompt_length is None:
-        counted = f"{counted} is null: the image and {TEXT} of text"
-    how = "without" if config.optim.gradient_checkpointing is False else "with"
+        basis = f"{basis} is null: the image and {TEXT} of text"
+    with_or_without = "without" if config.optim.gradient_checkpointing is False else "with"
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
-        f"{processes} process(es), packs of at most {lengths.pack:,} tokens {how} gradient checkpointing\n"
-        f"an image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a prompt, prompts of "
-        f"{lengths.prompt:,} tokens ({counted})",
+        f"{processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
+        f"checkpointing\nan image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a "
+        f"prompt, prompts of {lengths.prompt:,} tokens ({basis})",
         console,
     )
-    for card in cards:
-        found = phases(config, round(card * GB), processes=processes)
-        console.print(_table(found, card))
-        sequences, note = (
-            f"{found.cache // lengths.sequence:,} sequences of {lengths.sequence:,}",
-            found.fault,
-        )
+    estimates = [phases(config, round(card * GB), processes=processes) for card in cards]
+    for index, memory in enumerate(estimates):
+        if memory in estimates[:index]:  # printed already, in the table of an equal estimate
+            continue
+        equal = [f"{card:g}" for card, other in zip(cards, estimates, strict=True) if other == memory]
+        console.print(_table(memory, " or ".join(dict.fromkeys(equal))))
+        sequences = f"{memory.cache // lengths.sequence:,} sequences of {lengths.sequence:,}"
+        note = memory.fault
         if not note and engine.remote:
             note = "vLLM servers have GPUs of their own, which are not counted"
         elif not note and engine.colocated:
-            note = f"vLLM's cache: {found.cache:,} tokens, {sequences}"
+            note = f"vLLM's cache: {memory.cache:,} tokens, {sequences}"
         if note:
             print_line(note, console)
     for card in sorted({*cards, *CARDS}):
-        print_line(fit_sentence(what_fits(config, round(card * GB), processes=processes), card), console)
+        print_line(fit_sentence(find_remedy(config, round(card * GB), processes=processes), card), console)
 
 
-def fit_sentence(found: Remedy | None, card: float) -> str:
+def fit_sentence(remedy: Remedy | None, card: float) -> str:
     """
     >>> fit_sentence(Remedy((), 21 * 10**9), 24)
     'fits on 24 GB (21.0 GB)'
     """
-    if found is None:
+    if remedy is None:
         return f"does not fit on {card:g} GB, whatever is set: take a smaller model"
-    settings = f" with {', '.join(found.settings)}" if found.settings else ""
-    return f"fits on {card:g} GB{settings} ({found.peak / GB:.1f} GB)"
+    settings = f" with {', '.join(remedy.settings)}" if remedy.settings else ""
+    return f"fits on {card:g} GB{settings} ({remedy.peak / GB:.1f} GB)"
 
 
-def _table(found: Phases, card: float) -> Table:
-    table = Table(title=f"GB of one process on a GPU of {card:g} GB")
-    for title in ("", "while it learns", "while it samples"):
-        table.add_column(title, justify="left" if not title else "right")
-    columns = [found.learner, found.rollout]
-    counts = {n: [phase.get(n, 0) for phase in columns] for n in dict.fromkeys([*columns[0], *columns[1]])}
-    counts["sum"] = [sum(phase.values()) for phase in columns]
-    for name, row in counts.items():
-        if name == "sum":
-            table.add_section()
-        if any(row):
-            table.add_row(name, *(f"{count / GB:.2f}" if count else "-" for count in row))
+def _table(memory: Phases, cards: str) -> Table:
+    table = Table("", title=f"GB of one process on a GPU of {cards} GB")
+    table.add_column("while it learns", justify="right")
+    table.add_column("while it samples", justify="right")
+    for name in dict.fromkeys([*memory.learner, *memory.rollout]):
+        sizes = memory.learner.get(name, 0), memory.rollout.get(name, 0)
+        if any(sizes):
+            table.add_row(name, *(f"{size / GB:.2f}" if size else "-" for size in sizes))
+    table.add_section()
+    sums = sum(memory.learner.values()), sum(memory.rollout.values())
+    table.add_row("sum", *(f"{size / GB:.2f}" for size in sums))
     return table
 
 
-# parts ---------------------------------------------------------------------------------------
-
-
 def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
-    """The largest image, by the processor's files, or for Qwen-VL by the model's config where they are not there."""
+    """Return the largest image by the processor's files, or by the config of a Qwen-VL model that has none."""
     folder = Path(config.model.path)
     files = ("preprocessor_config.json", "processor_config.json")
     if not folder.is_dir() or any((folder / name).is_file() for name in files):

@@ -1,11 +1,9 @@
 """Rewards on right and on wrong answers, for `mm-grpo check`.
 
-A reward must score a row's right answer above the right answers of other rows and above garbage; a built-in
-must give it 1. Rewards that read no column have no right answer: they are called, and their scores reported.
-Those that may use a network are called only when asked to. A reward has to apply to some row, unless it waits for a
-gate or has weight 0.
-
-What a right answer is, gold_text.py knows. In a run of several turns an answer is a conversation of one turn.
+A reward must score a row's right answer (gold_text.py) above the right answers of other rows and above garbage; a
+built-in must give it 1. Rewards that read no column have no right answer: they are called and their scores reported.
+Rewards that may use a network are called only on request. A reward has to apply to some row, unless it waits for a
+gate or has weight 0. In a run of several turns an answer is a conversation of one turn.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.preflight.gold_text import UNWRITTEN, gold_text, lacks_column, read_columns
+from mm_grpo.preflight.gold_text import NO_GOLD, gold_text, read_columns
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
@@ -25,51 +23,51 @@ from mm_grpo.types import Completion, Prompt, Turn
 
 CHUNK = 64
 """Rows among which right answers are exchanged."""
-OTHERS = 3
+OTHER_ANSWERS = 3
 """Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
 GARBAGE = "?!"
-MOST_ERRORS = 3
-"""A reward that has raised on so many rows is not called again: each may have waited for its deadline."""
+MAX_ERRORS = 3
+"""A reward that has raised on so many rows is not called again: each call may have waited for its deadline."""
 TOLERANCE = 1e-6
 
 JUDGES = ("judge", "reward_model")
-"""Built-ins whose best score the config sets; that of the others is 1."""
+"""Built-ins that may use a network."""
 FORMS = ("format",)
-"""Built-ins that read no column, but must be content with what `data.gold_template` makes of an answer."""
+"""Built-ins that read no column, but must give full score to an answer in the form of `data.gold_template`."""
 
 
 @dataclass
 class RewardReport:
-    """What one reward did: `gold` and `wrong` are its scores of right and wrong answers, `failures` messages about rows
-    on which it does not tell them apart or raises. `skipped` says why it was not judged, or not called.
-
-    To `unapplied` of the `rows` rows it does not apply: a column that it needs is null, its `when` names others, or
-    every answer gets None. `may_be_idle` says that it need not apply anywhere.
-    """
+    """Scores and faults of one reward on the rows of a set."""
 
     name: str
     weight: float
     skipped: str = ""
+    """Why the reward was not judged, or not called."""
     gold: list[float] = field(default_factory=list)
+    """Scores of right answers; `wrong` likewise."""
     wrong: list[float] = field(default_factory=list)
     rows: int = 0
     unapplied: int = 0
+    """Rows to which it does not apply: a needed column is null, `when` excludes the row, or every score is None."""
     may_be_idle: bool = False
+    """True if it need not apply to any row."""
     errors: int = 0
     failures: list[str] = field(default_factory=list)
+    """Messages about rows on which it raises, or does not tell right from wrong."""
 
     @property
     def applies_nowhere(self) -> bool:
-        """Whether it applies to none of the rows, and ought to."""
+        """True if it applies to no row, but should."""
         return 0 < self.rows == self.unapplied and not self.may_be_idle
 
 
 class RewardCheck:
-    """Scores right and wrong answers of the rows it is given, one reward after the other.
+    """Scorer of right and wrong answers. Call `add` for each row and `finish` at the end.
 
     `specs` are resolved rewards, `template` is `data.gold_template`, `conversational` as in `Scorer`.
-    `several_turns` says that the run has tools or an environment, so rewards are given `turns`, and may be `per_turn`.
-    `call_judges` allows rewards that may use a network. Call `add` for each row and `finish` at the end.
+    `several_turns` if the run has tools or an environment, so that rewards may read `turns` or be `per_turn`.
+    `call_judges` allows rewards that may use a network.
     """
 
     def __init__(self, specs: Sequence[RewardSpec], **options: Any) -> None:
@@ -77,13 +75,13 @@ class RewardCheck:
         self._rows: list[tuple[str, Prompt]] = []
 
     def add(self, row: str, prompt: Prompt) -> None:
-        """Take a row; `row` is what messages call it."""
+        """Add a row; `row` is its name in messages."""
         self._rows.append((row.rsplit("/", 1)[-1], prompt))
         if len(self._rows) >= CHUNK:
             self._flush()
 
     def finish(self) -> list[RewardReport]:
-        """Score what is left, stop all workers, and give a report for each reward."""
+        """Score the remaining rows, stop all workers, and return a report for each reward."""
         self._flush()
         for check in self._checks:
             check.scorer.close()
@@ -96,7 +94,7 @@ class RewardCheck:
 
 
 class _Check:
-    """One reward, and what is known of it so far."""
+    """Check of one reward, with its report so far."""
 
     def __init__(
         self,
@@ -113,7 +111,8 @@ class _Check:
         idle = spec.weight == 0 or bool(spec.options.only_if)
         self.report = RewardReport(spec.name, spec.weight, may_be_idle=idle)
         self.may_call = call_judges or not (spec.is_async or self.builtin in JUDGES)
-        self.judged = self.form = self.builtin in FORMS and template is not None
+        self.is_form = self.builtin in FORMS and template is not None
+        self.is_judged = self.is_form  # or once a row says what is right
         self.pool: list[str] = []
         if not self.may_call:
             self.report.skipped = "not called: it may use a network (--call-judges calls it)"
@@ -121,17 +120,17 @@ class _Check:
     def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
         if not self.may_call:
             return
-        needed = []
+        golds = []
         for row, prompt in rows:
-            self.judged = self.judged or self._may_judge(prompt)
-            always = not self.judged or self.form
-            if not lacks_column(self.spec, prompt):
-                needed.append((row, prompt, gold_text(self.spec, prompt, self.template, always=always)))
+            self.is_judged = self.is_judged or self._may_judge(prompt)
+            always = not self.is_judged or self.is_form
+            if self.spec.applies_to(prompt.sample.columns):
+                golds.append((row, prompt, gold_text(self.spec, prompt, self.template, always=always)))
         self.report.rows += len(rows)
-        self.report.unapplied += len(rows) - len(needed)
-        self.pool = list(dict.fromkeys(gold for _, _, gold in needed if gold is not None))
-        for row, prompt, gold in needed:
-            if self.report.errors < MOST_ERRORS:
+        self.report.unapplied += len(rows) - len(golds)
+        self.pool = list(dict.fromkeys(gold for _, _, gold in golds if gold is not None))
+        for row, prompt, gold in golds:
+            if self.report.errors < MAX_ERRORS:
                 self._score(row, prompt, gold)
 
     def _score(self, row: str, prompt: Prompt, gold: str | None) -> None:
@@ -140,15 +139,16 @@ class _Check:
             scores = self._scores(prompt, texts)
         except RewardError as error:
             self.report.errors += 1
-            end = f"; it is not called again after {MOST_ERRORS} such rows"
-            self.report.failures.append(f"{row}: {error}{end}")
+            self.report.failures.append(
+                f"{row}: {error}; it is not called again after {MAX_ERRORS} such rows"
+            )
         else:
             self._judge(row, gold, texts, scores)
 
     def _may_judge(self, prompt: Prompt) -> bool:
-        """Whether a row says what is right: it has a column that the reward reads."""
+        """Return True if a row says what is right: it has a column that the reward reads."""
         self.report.skipped = ""
-        if self.builtin in UNWRITTEN:
+        if self.builtin in NO_GOLD:
             self.report.skipped = "not judged: no column says what a right answer is"
         elif not self.spec.takes_kwargs and not read_columns(self.spec, prompt.sample.columns):
             self.report.skipped = "not judged: it reads no column, so no answer is right by the row alone"
@@ -156,11 +156,11 @@ class _Check:
 
     def _others(self, gold: str) -> list[str]:
         plain = " ".join(gold.split()).casefold()
-        others = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
-        return [] if self.form else others[-OTHERS:]
+        other_golds = [text for text in self.pool if " ".join(text.split()).casefold() != plain]
+        return [] if self.is_form else other_golds[-OTHER_ANSWERS:]
 
     def _scores(self, prompt: Prompt, texts: Sequence[str]) -> Sequence[float | None]:
-        # an answer by itself, without the thinking that the chat template may have begun
+        # the text is a whole answer, even if the chat template opens a block of thinking
         bare = dataclasses.replace(prompt, opens_thinking=False)
         completions = [self._completion(text) for text in texts]
         return self.scorer.score([bare] * len(texts), completions, 1).parts[self.spec.name]
@@ -172,29 +172,29 @@ class _Check:
     def _judge(
         self, row: str, right: str | None, texts: Sequence[str], scores: Sequence[float | None]
     ) -> None:
-        gold, others, garbage = scores[0], scores[1:-1], scores[-1]
+        gold, other_scores, garbage = scores[0], scores[1:-1], scores[-1]
         report = self.report
-        report.unapplied += self.judged and all(score is None for score in scores)
-        if right is not None and not self.judged:
+        report.unapplied += self.is_judged and all(score is None for score in scores)
+        if right is not None and not self.is_judged:
             report.wrong += [score for score in scores if score is not None]
-        if right is None or gold is None or not self.judged:
+        if right is None or gold is None or not self.is_judged:
             return
         report.gold.append(gold)
         report.wrong += [score for score in scores[1:] if score is not None]
-        same_as_others = bool(others) and all(not _less(score, gold) for score in others)
-        tried: list[tuple[str, float | None]] = [(right, gold)]
+        same_as_others = bool(other_scores) and all(not _less(score, gold) for score in other_scores)
+        evidence: list[tuple[str, float | None]] = [(right, gold)]
         if self.builtin is not None and not math.isclose(gold, 1.0, abs_tol=TOLERANCE):
             fault = "the right answer is not scored 1"
         elif not _less(garbage, gold):
             fault = "garbage scores no less"
-            tried.append((texts[-1], garbage))
+            evidence.append((texts[-1], garbage))
         elif same_as_others:
             fault = "the right answers of other rows score no less"
-            tried.append((texts[1], scores[1]))
+            evidence.append((texts[1], scores[1]))
         else:
             return
-        shown = ", ".join(f"{text[:40]!r} scores {number(score)}" for text, score in tried)
-        report.failures.append(f"{row}: {fault} ({report.name}: {shown})")
+        examples = ", ".join(f"{text[:40]!r} scores {number(score)}" for text, score in evidence)
+        report.failures.append(f"{row}: {fault} ({report.name}: {examples})")
 
 
 def number(score: float | None) -> str:
@@ -202,7 +202,7 @@ def number(score: float | None) -> str:
 
 
 def alone(spec: RewardSpec) -> RewardSpec:
-    """The reward as it is checked: not gated by others, and every error raised, whatever a run would do."""
+    """Return the reward without its gates, and with every error raised."""
     options = spec.options.model_copy(update={"only_if": (), "on_error": "stop", "on_timeout": "stop"})
     return dataclasses.replace(spec, options=options)
 

@@ -1,9 +1,8 @@
-"""The right answer of a row to a reward, as a model would write it.
+"""A row's right answer, as a model would write it.
 
-It is mostly the text of the column that the reward reads, in the form that `data.gold_template` gives. Where a
-built-in's column is not what a model writes (a box in other pixels, several texts of which all count), `GOLD` has a
-function that writes it; `UNWRITTEN` are those for which no row says what a right answer is. To add one: a line in
-either.
+It is mostly the text of the column that the reward reads, in the form of `data.gold_template`. If a built-in's column
+is not what a model writes (a box in other pixels, several texts that must all occur), a function in `GOLD` writes it.
+Rewards in `NO_GOLD` have no right answer in any column. To add one: a line in either.
 """
 
 from __future__ import annotations
@@ -19,26 +18,25 @@ from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
 Options = Mapping[str, Any]
-"""The row's columns and, over them, what the config sets: the arguments of the reward by name."""
+"""Arguments of the reward by name: the row's columns, replaced by what the config sets."""
 
-UNWRITTEN = frozenset({"json_schema", "judge", "reward_model"})
-UNREADABLE = 200
-"""Characters of a gold value that cannot be read, which stand for a right answer until the reward refuses it."""
+NO_GOLD = frozenset({"json_schema", "judge", "reward_model"})
+MAX_UNREADABLE = 200
+"""Characters of an unreadable gold value that are handed to the reward, which then refuses it."""
 DIGITS = 9
-"""Decimals of a coordinate: so many that the right box overlaps the gold one to 1e-6."""
+"""Decimals of a coordinate: enough for the written box to overlap the gold box to 1e-6."""
 
 
 def gold_text(
     spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
 ) -> str | None:
-    """The row's right answer to a reward; None when the row has none.
+    """Return the row's right answer for a reward; None if the row has none.
 
-    It is the text of the first column that the reward reads, `solution` and `answer` before others, put in
-    the place of the template's `{gold}`. With `always`, a reward that reads no column gets the answer that
-    any would.
+    It is the text of the first column that the reward reads, `solution` and `answer` before others, in place of
+    the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column.
     """
     columns = prompt.sample.columns
-    if lacks_column(spec, prompt):
+    if not spec.applies_to(columns):
         return None
     writer = GOLD.get(builtin_name(spec) or "")
     if writer is not None:
@@ -46,30 +44,25 @@ def gold_text(
         try:
             gold = writer(prompt, options)
         except (ValueError, TypeError, OverflowError, RecursionError):  # the reward says what is wrong
-            gold = str(options[spec.needs[0]])[:UNREADABLE]
+            gold = str(options[spec.needs[0]])[:MAX_UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
-        first = [name for name in ("solution", "answer") if name in names]
-        found = (as_text(columns[name]) for name in (*first, *names) if columns.get(name) is not None)
-        gold = next(found, "answer" if always else None)
+        preferred = [name for name in ("solution", "answer") if name in names]
+        texts = (as_text(columns[name]) for name in (*preferred, *names) if columns.get(name) is not None)
+        gold = next(texts, "answer" if always else None)
     if gold is None or not gold.strip():
         return None
     return gold if template is None else template.replace("{gold}", gold)
 
 
-def lacks_column(spec: RewardSpec, prompt: Prompt) -> bool:
-    """Whether the row is none that the reward is for, or lacks a column without which it does not apply."""
-    return not spec.applies_to(prompt.sample.columns)
-
-
 def read_columns(spec: RewardSpec, columns: Mapping[str, Any]) -> tuple[str, ...]:
-    """The dataset's columns that a reward takes by name."""
-    asked = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
-    return tuple(name for name in asked if name in columns and name not in (*spec.supplied, *spec.bound))
+    """Return the names of `columns` that a reward takes by name."""
+    names = dict.fromkeys((*spec.needs, *spec.required, *spec.optional))
+    return tuple(name for name in names if name in columns and name not in (*spec.supplied, *spec.bound))
 
 
 def as_text(value: Any) -> str:
-    """A column's value as an answer: a list of texts gives its first, numbers and boxes are written out.
+    """Write a column's value as an answer: the first of a list of texts, numbers and boxes in digits.
 
     >>> as_text(3.0), as_text(["red", "crimson"]), as_text((1, 2.5))
     ('3', 'red', '[1, 2.5]')
@@ -78,18 +71,18 @@ def as_text(value: Any) -> str:
         return value
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if isinstance(value, list | tuple) and value and all(isinstance(one, str) for one in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
         return str(value[0])
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _boxes(prompt: Prompt, options: Options) -> str | None:
-    """All boxes, one after the other; None for an empty list, whose right answer is any text without a box."""
-    return " ".join(_written(box, prompt, options) for box in options["boxes"]) or None
+    """Write all boxes, one after the other; None for an empty list, because any text without a box is right then."""
+    return " ".join(_box(box, prompt, options) for box in options["boxes"]) or None
 
 
-def _written(box: Any, prompt: Prompt, options: Options) -> str:
-    """A gold box in the space and the layout that the reward expects of the model."""
+def _box(box: Any, prompt: Prompt, options: Options) -> str:
+    """Write a gold box in the space and the layout that the reward expects of the model."""
     gold = gold_box(box, options.get("gold_layout", "xyxy"))
     x0, y0, x1, y1 = corners = _frame(prompt, options).moved(gold, *_spaces(options))
     orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
@@ -97,7 +90,7 @@ def _written(box: Any, prompt: Prompt, options: Options) -> str:
 
 
 def _click(prompt: Prompt, options: Options) -> str:
-    """A point in the gold shape, in the space that the reward expects of the model."""
+    """Write a point in the gold shape, in the space that the reward expects of the model."""
     frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
     shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
     point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
@@ -109,18 +102,18 @@ def _frame(prompt: Prompt, options: Options) -> Frame:
 
 
 def _spaces(options: Options) -> tuple[str, str]:
-    """Where the gold lives, and where the reward expects the model's answer."""
+    """Return the coordinate spaces of the gold value and of the model's answer."""
     return options.get("gold_space", "original"), options.get("space", "pixel")
 
 
 def _all_texts(prompt: Prompt, options: Options) -> str:
     answer = options["answer"]
-    several = isinstance(answer, Sequence) and not isinstance(answer, str)
-    return "\n".join(as_text(one) for one in answer) if several else as_text(answer)
+    is_list = isinstance(answer, Sequence) and not isinstance(answer, str)
+    return "\n".join(as_text(text) for text in answer) if is_list else as_text(answer)
 
 
 GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
-    **dict.fromkeys(("iou", "giou"), lambda prompt, options: _written(options["box"], prompt, options)),
+    **dict.fromkeys(("iou", "giou"), lambda prompt, options: _box(options["box"], prompt, options)),
     "box_match": _boxes,
     "clicking": _click,
     "contains": _all_texts,

@@ -1,13 +1,11 @@
-"""Estimate of a run's device memory in both of its phases, from the sizes of its model.
+"""Estimate of one process's device memory while it learns and while it samples, from the sizes of its model.
 
-The run prints it at its start, `mm-grpo estimate` without one, and out_of_memory.py refuses what it says is too large.
+In the formulas b is the bytes of a weight and n the count of trained weights. With gradient checkpointing each layer
+keeps its input, and one layer at a time keeps all activations.
 
-Each part is explained where it is computed: b are the bytes of a number of the weights, n the weights that are trained.
-With gradient checkpointing each layer keeps its input, and one at a time has everything.
-
-Left out: a tower's projector, prompts that are kept for several packs, dense masks of sliding windows, buffers of
-attention kernels, and the allocator's losses. Layers are taken for those of a Llama.
-Against what autograd keeps on a CPU the activations are 2 to 10 % too small, and a quarter with checkpointing.
+Not counted: the projector of the vision tower, prompts that are kept for several packs, dense masks of sliding
+windows, buffers of attention kernels, and memory lost by the allocator. Layers are taken for Llama's.
+Measured on a CPU, autograd keeps 2 to 10 % more than the estimate of activations, with checkpointing a quarter more.
 """
 
 from __future__ import annotations
@@ -33,38 +31,38 @@ GB = 10**9
 CHUNK = 64
 """Tokens that a layer of linear attention takes at once."""
 PROMPT = 1024
-"""Tokens of a prompt whose length nothing bounds, and of whose images nothing is known."""
+"""Tokens of a prompt of unlimited length with images of unknown size."""
 TEXT = 256
-"""Tokens of the text of a prompt whose length nothing bounds."""
+"""Text tokens of a prompt of unlimited length."""
 FORWARD = GB
-"""Bytes that vLLM is taken to need for a forward of its own, beside weights and cache, with launch.py's limits."""
+"""Bytes of a forward pass of vLLM, without weights and cache, under the limits of launch.py."""
 GRAPHS = 2 * GB
-"""Bytes that vLLM's CUDA graphs are taken for; some versions keep them while they sleep."""
-SCORED = 1024
+"""Bytes of vLLM's CUDA graphs; some versions keep them while they sleep."""
+MAX_SCORED = 1024
 """Most tokens of a prompt whose log-probs vLLM computes at once."""
 CONTEXT = GB // 2
 """Bytes of CUDA's context."""
 
 EMBEDDED_CACHE = "cache of the embedded engine"
-"""Taken for rows of the longest prompts and completions, which those of a run may never be."""
+"""Key of the largest possible cache; a run's rows may be shorter."""
 
 Bytes = dict[str, int]
-"""By what they are for, in words."""
+"""Use of memory, in words -> bytes."""
 
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """The axes of a vision tower; `patch` is the side of a patch in pixels."""
+    """Axes of a vision tower."""
 
     layers: int
     hidden: int
     inner: int
-    patch: int
+    patch: int  # side of a patch in pixels
     trained: bool = True
 
     @classmethod
     def of(cls, model: Any) -> VisionSizes | None:
-        """Read a transformers model's sizes; None where its vision config names an axis otherwise."""
+        """Read a transformers model's sizes; None if its vision config names an axis otherwise."""
         vision = getattr(model.config, "vision_config", None)
         layers = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None)
         hidden = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
@@ -79,30 +77,29 @@ class VisionSizes:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Counts of weights, `numbers` bytes each, and the axes of the text layers. `heads` is the width of all heads, and
-    `reference` counts the weights of a reference policy that is a model of its own."""
+    """Counts of weights, and axes of the text layers."""
 
     weights: int
     trained: int
-    numbers: int
+    numbers: int  # bytes of a weight
     layers: int
     hidden: int
-    heads: int
+    heads: int  # width of all heads
     inner: int
     vocabulary: int
     head_is_trained: bool = True
-    reference: int = 0
-    linear_layers: int = 0  # of `layers`
-    linear_token: int = 0  # bytes that each of these keeps of a token for its convolution and its rule
+    reference: int = 0  # weights of a reference policy that is a model of its own
+    linear_layers: int = 0  # layers of linear attention, counted in `layers` too
+    linear_token: int = 0  # bytes that such a layer keeps of a token for its convolution and its rule
     keys: int = 0  # width of the keys of all heads, and of the values
     vision: VisionSizes | None = None
-    trained_numbers: int = 0  # bytes of a trained number, 4 of adapters; 0 is `numbers`
-    adapters: int = 0  # weights of adapters, which are not among those that an engine holds
-    quantised: int = 0  # of the weights: those held in four bits
+    trained_numbers: int = 0  # bytes of a trained weight, 4 for adapters; 0 is `numbers`
+    adapters: int = 0  # weights of adapters, which an engine does not hold
+    quantised: int = 0  # weights in four bits, counted in `weights` too
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
-        """Read a transformers model's sizes. Raises AttributeError where its text config names an axis otherwise."""
+        """Read a transformers model's sizes. Raises AttributeError if its text config names an axis otherwise."""
         text = model.config.get_text_config()
         params, head = list(model.parameters()), model.get_output_embeddings().weight
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -138,9 +135,9 @@ class ModelSizes:
         return 2 * self.numbers * self.keys * self.full_layers
 
     def sent(self, config: GRPOConfig) -> int:
-        """Bytes of the weights that an engine gets; four bits come dequantised, unless it runs the learner's."""
-        kept = self.quantised if config.rollout.vllm.in_four_bits else 0
-        return self.numbers * (self.weights - self.adapters - kept)
+        """Bytes of the weights that an engine gets; four-bit weights are sent dequantised, unless vLLM runs them."""
+        quantised = self.quantised if config.rollout.vllm.in_four_bits else 0
+        return self.numbers * (self.weights - self.adapters - quantised)
 
 
 def learner_memory(
@@ -154,42 +151,47 @@ def learner_memory(
     gpu: bool = True,
     pixels: int = 0,
 ) -> Bytes:
-    """Estimate what one of `processes` holds for packs of `tokens` tokens and `pixels` of images; see the module.
+    """Estimate the learner's memory in one of `processes`, for packs of `tokens` tokens and `pixels` of images.
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """
     b, n, full = model.numbers, model.trained, model.full_layers
-    own = model.trained_numbers or b
-    parts = processes if zero_stage else 1
-    # fp32 sums, which stage 2 shards; stage 1 in bfloat16 holds what is not yet added to them
-    gradients = 4 * n // (parts if zero_stage == 2 else 1) + (2 * n if zero_stage == 1 and own == 2 else 0)
-    if zero_stage == 2:  # and its bucket, two where it overlaps
+    trained_bytes = model.trained_numbers or b
+    shards = processes if zero_stage else 1
+    # fp32 sums, which stage 2 shards; stage 1 in bfloat16 also holds gradients that are not added yet
+    gradients = 4 * n // (shards if zero_stage == 2 else 1)
+    if zero_stage == 1 and trained_bytes == 2:
+        gradients += 2 * n
+    if zero_stage == 2:  # and its bucket, two if communication overlaps
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = 4 * n if own == 2 or zero_stage else 0  # in fp32; DeepSpeed keeps them always
-    around = _token_of_layer(b, model.hidden, 0, model.inner)
-    layer, linear = (tokens * (around + more) for more in (5 * b * model.heads, model.linear_token))
+    masters = 4 * n if trained_bytes == 2 or zero_stage else 0  # in fp32; DeepSpeed always keeps them
+    without_heads = _token_of_layer(b, model.hidden, 0, model.inner)
+    layer = tokens * (without_heads + 5 * b * model.heads)
+    linear = tokens * (without_heads + model.linear_token)
     activations = full * layer + model.linear_layers * linear
     if checkpointing:
         largest = max(layer if full else 0, linear if model.linear_layers else 0)
         activations = model.layers * tokens * b * model.hidden + largest
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return {
-        "weights": b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + own * n,
+        "weights": b * (model.weights - n - model.quantised)
+        + round(NF4_BYTES * model.quantised)
+        + trained_bytes * n,
         "reference": b * model.reference,
         "gradients": gradients,
-        "optimizer": 0 if offload else (8 * n + masters) // parts,  # with AdamW's two means
+        "optimizer": 0 if offload else (8 * n + masters) // shards,  # with AdamW's two means
         "activations": activations,
         # last states and their fp32 gradients, the gradient of the head, and a tile (learner/logprobs.py)
         "log-probs": tokens * (4 + b) * model.hidden + head + chunk_bytes_of(gpu=gpu),
         "vision tower": _vision(model.vision, b, pixels, checkpointing) if model.vision is not None else 0,
-        # the largest one, for its product
+        # one layer at a time; this is the largest
         "dequantised layer": b * model.hidden * model.inner if model.quantised else 0,
     }
 
 
 @dataclass(frozen=True)
 class Image:
-    """The largest image that `data.max_pixels` allows; 0 tokens where the processor does not know."""
+    """Largest image that `data.max_pixels` allows; 0 tokens if the processor cannot tell."""
 
     pixels: int
     tokens: int
@@ -197,9 +199,9 @@ class Image:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a config's longest prompts, sequences and packs in one of `processes`, and images of such a pack.
+    """Tokens of a config's longest prompt, sequence and pack in one of `processes`, and images of such a pack.
 
-    A prompt whose length nothing bounds is one image, or `rollout.vllm.max_images`, and TEXT.
+    A prompt of unlimited length is counted as one image, or `rollout.vllm.max_images`, and TEXT.
     """
 
     prompt: int
@@ -221,13 +223,14 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Phases:
-    """Bytes of one process while it learns and while it samples; `cache` is the engine's, in tokens, and `fault` says
-    why vLLM would not start."""
+    """Memory of one process while it learns and while it samples."""
 
     learner: Bytes
     rollout: Bytes
     cache: int
+    """Tokens of the engine's cache."""
     fault: str = ""
+    """Why vLLM would not start."""
 
     @property
     def peak(self) -> int:
@@ -235,14 +238,13 @@ class Phases:
         return max(sum(self.learner.values()), sum(self.rollout.values()))
 
     def sentence(self, available: int) -> str:
-        """What each phase holds, and of what."""
-        phases = {"while it learns": self.learner, "while it samples": self.rollout}
-        said = [
-            f"{phase} {' + '.join(f'{name} {in_gb(size)}' for name, size in held.items() if size)} = "
-            f"{in_gb(sum(held.values()))}"
-            for phase, held in phases.items()
+        """Describe both phases in one sentence; `available` is the device's memory."""
+        phases = [
+            f"while it {verb} {' + '.join(f'{name} {in_gb(size)}' for name, size in parts.items() if size)} = "
+            f"{in_gb(sum(parts.values()))}"
+            for verb, parts in (("learns", self.learner), ("samples", self.rollout))
         ]
-        return f"memory of one process, estimated: {'; '.join(said)}; of {in_gb(available)}"
+        return f"memory of one process, estimated: {'; '.join(phases)}; of {in_gb(available)}"
 
 
 def memory_of_run(
@@ -255,44 +257,50 @@ def memory_of_run(
     checkpointing: bool | None = None,
     gpu: bool = True,
 ) -> Phases:
-    """What one process of a run holds of a `device` of so many bytes; `checkpointing` None is as the config says, on
-    where that leaves it open."""
+    """Estimate the memory of one process of a run on a device of `device` bytes.
+
+    `checkpointing` None means `optim.gradient_checkpointing`, and True if that is not set either.
+    """
     rollout, optim, lengths = config.rollout, config.optim, Lengths.of(config, image, processes)
-    alone = processes == 1 and not optim.offload_optimizer
+    unsharded = processes == 1 and not optim.offload_optimizer
     learner = learner_memory(
         sizes,
         tokens=lengths.pack,
         checkpointing=optim.gradient_checkpointing is not False if checkpointing is None else checkpointing,
-        zero_stage=0 if alone else optim.zero_stage,
+        zero_stage=0 if unsharded else optim.zero_stage,
         offload=optim.offload_optimizer,
         processes=processes,
         gpu=gpu,
         pixels=image.pixels * lengths.images,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
-    if config.algorithm.twin_view is not None and not gpu:  # which a GPU's run has in the host's memory
-        learner["twin views' states"] = _completion_tokens(config, processes) * sizes.numbers * sizes.hidden
+    if config.algorithm.twin_view is not None and not gpu:  # a run on a GPU keeps them in the host's memory
+        prompts = -(-rollout.prompts_per_step // (optim.updates_per_step * processes))
+        completion_tokens = prompts * rollout.num_generations * rollout.max_completion_length
+        learner["twin views' states"] = completion_tokens * sizes.numbers * sizes.hidden
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
     cache, fault = 0, ""
     engine = ENGINE_FACTS[rollout.engine]
     if engine.colocated and gpu:
         share = round(device * rollout.vllm.gpu_memory_utilization)
-        lent = shares_base(sizes, config)
-        if lent:
-            for held in (learner, sampling):
-                held["weights"] -= sizes.numbers * (sizes.weights - sizes.trained - sizes.quantised)
-        asleep, sent = rollout.vllm.sleep_level > 0, sizes.sent(config)
+        is_base_shared = shares_base(sizes, config)
+        if is_base_shared:
+            for phase in (learner, sampling):
+                phase["weights"] -= sizes.numbers * (sizes.weights - sizes.trained - sizes.quantised)
+        sleeps, weights = rollout.vllm.sleep_level > 0, sizes.sent(config)
         eager = rollout.vllm.in_four_bits or rollout.vllm.engine_kwargs.get("enforce_eager", False)
         graphs = 0 if eager else GRAPHS
-        learner["vLLM"] = (sent if lent else 0) if asleep else share
+        learner["vLLM"] = (weights if is_base_shared else 0) if sleeps else share
         learner["vLLM's CUDA graphs"] = graphs
-        # the canary's logits in fp32, and what the softmax makes of them
-        scores = 2 * 4 * sizes.vocabulary * min(SCORED, lengths.sequence)
+        # logits of the canary in fp32, and their softmax
+        scores = 2 * 4 * sizes.vocabulary * min(MAX_SCORED, lengths.sequence)
         sampling |= {"vLLM": share, "vLLM's CUDA graphs": graphs, "vLLM's scores of a prompt": scores}
-        cache = max(0, share - sent - FORWARD) // sizes.cache_token
+        cache = max(0, share - weights - FORWARD) // sizes.cache_token
         if cache < lengths.sequence:
-            least = in_gb(sent + FORWARD + sizes.cache_token * lengths.sequence)
-            fault = f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({least})"
+            required = in_gb(weights + FORWARD + sizes.cache_token * lengths.sequence)
+            fault = (
+                f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({required})"
+            )
     elif not engine.remote:
         prompts = -(-rollout.prompts_per_step // processes)
         rows = min(MAX_ROWS, prompts * rollout.num_generations)
@@ -303,78 +311,74 @@ def memory_of_run(
     return Phases(learner, sampling, cache, fault)
 
 
-def _completion_tokens(config: GRPOConfig, processes: int) -> int:
-    """Most tokens of the completions that a process makes one update of."""
-    rollout = config.rollout
-    prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
-    return prompts * rollout.num_generations * rollout.max_completion_length
-
-
 def _embedded(sizes: ModelSizes, image: Image, lengths: Lengths, prompts: int, rows: int) -> int:
-    """The larger of a layer's and of the tower's forward for prompts that are run together, and of a draw for rows."""
-    together = max(1, min(prompts, PREFILL_TOKENS // lengths.prompt))
-    b, pixels = sizes.numbers, image.pixels * together
-    # gate, up and their product, or what attention keeps
-    layer = together * lengths.prompt * b * max(3 * sizes.inner + sizes.hidden, 5 * sizes.heads)
+    """Return the largest forward: a layer or the tower for a batch of prompts, or sampling a token for each row."""
+    batch = max(1, min(prompts, PREFILL_TOKENS // lengths.prompt))
+    b, pixels = sizes.numbers, image.pixels * batch
+    # gate, up and their product, or the tensors of attention
+    layer = batch * lengths.prompt * b * max(3 * sizes.inner + sizes.hidden, 5 * sizes.heads)
     tower = _vision(replace(sizes.vision, trained=False), b, pixels, False) if sizes.vision is not None else 0
     logits = rows * sizes.vocabulary
     return max(layer, tower, b * logits + min(LOGIT_BYTES * logits, PART_BYTES))
 
 
 def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
-    """True where the base of adapters lies on the GPU once, as vLLM's (`rollout/vllm/engine.py`), for families that
-    vLLM has LoRA layers for. Some versions lend it only where they never sleep."""
+    """Return True if learner and vLLM share one copy of the base weights (`rollout/vllm/engine.py`).
+
+    True is assumed for families for which vLLM has no LoRA layers, too.
+    """
     vllm = config.rollout.vllm
-    factors = (
+    runs_adapters = (
         sizes.adapters > 0
         and (not sizes.quantised or vllm.in_four_bits)
         and vllm.engine_kwargs.get("enable_lora", True)
     )
-    return bool(factors and (vllm.sleep_level == 0 or can_free_cache_alone()))
+    # some versions of vLLM can share the base only if they never sleep
+    return bool(runs_adapters and (vllm.sleep_level == 0 or can_free_cache_alone()))
 
 
 def run_sentence(learner: Learner) -> str:
-    """One line: what this process will hold of its device at most, and what that has. "" where the model's config does
-    not name its axes as Llama's does."""
+    """Return one line about the memory of this process; "" if the model's config names its axes unlike Llama's."""
     model, reference = learner.model, learner.reference.model if learner.reference is not None else None
     try:
         sizes = ModelSizes.of(model, reference if reference is not model else None)
     except (AttributeError, TypeError):
         return ""
     available = device_memory(model.device)
-    found = memory_of_run(
+    memory = memory_of_run(
         sizes, image_of(learner.processor), learner.config, available, processes=learner.ranks.world,
         checkpointing=learner.checkpointing, gpu=model.device.type == "cuda",
     )  # fmt: skip
-    more = "; more than there is: `mm-grpo estimate` says what helps" if found.peak > available else ""
-    return f"memory: {in_gb(found.peak)} of {in_gb(available)} a process, estimated{more}"
+    warning = "; more than there is: `mm-grpo estimate` says what helps" if memory.peak > available else ""
+    return f"memory: {in_gb(memory.peak)} of {in_gb(available)} a process, estimated{warning}"
 
 
 def image_of(processor: Any) -> Image:
-    """The largest image that a processor makes tokens of."""
+    """Return the largest image that a processor makes tokens of."""
     return Image(processor.max_pixels, getattr(processor, "max_image_tokens", lambda: 0)())
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a GPU's memory, or of this machine's."""
+    """Return the bytes of a GPU's memory, or of this machine's for any other device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _token_of_layer(b: int, hidden: int, heads: int, inner: int) -> int:
-    """Bytes of a token in a layer of full attention: two RMS norms (fp32 input, normed twice); queries, keys and values
-    for each head, attention's output twice; gate, up, its activation and their product."""
-    return 2 * (4 + 2 * b) * hidden + 5 * b * heads + 4 * b * inner
+    """Return the bytes of a token in a layer of full attention."""
+    norms = 2 * (4 + 2 * b) * hidden  # two RMS norms: fp32 input, normed twice
+    attention = 5 * b * heads  # queries, keys, values; the output twice
+    return norms + attention + 4 * b * inner  # gate, up, its activation, their product
 
 
 def _linear_token(text: Any, b: int) -> int:
-    """Bytes of a token for a layer's gated delta rule as transformers runs it in torch, by its text config: the
-    convolution's channels before, padded, after and activated; in fp32 keys and values with their decays, and the
-    matrices of a chunk."""
+    """Return the bytes of a token in the gated delta rule of a layer, as transformers runs it in torch."""
     keys, values, heads = text.linear_key_head_dim, text.linear_value_head_dim, text.linear_num_value_heads
     channels = 2 * text.linear_num_key_heads * keys + heads * values
-    return int(4 * b * channels + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK))
+    convolution = 4 * b * channels  # before, padded, after, activated
+    # in fp32: keys and values with their decays, and the matrices of a chunk
+    return int(convolution + 4 * heads * (8 * keys + 5 * values + 5 * CHUNK))
 
 
 def _vision(tower: VisionSizes, b: int, pixels: int, checkpointing: bool) -> int:

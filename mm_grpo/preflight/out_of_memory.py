@@ -1,6 +1,6 @@
-"""Runs that are larger than their GPU: refused before the weights are loaded, and explained where the estimate erred.
+"""Runs that are larger than their GPU: refuse them before the weights are loaded, and explain a full GPU.
 
-Both say the settings that help, the cheapest first, as `mm-grpo estimate` does.
+Both messages give the settings that help, cheapest first, as `mm-grpo estimate` does.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager, suppress
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError, GuardStop, UserError
 from mm_grpo.learner.model import resolve_device
-from mm_grpo.preflight.estimate import phases, what_fits
+from mm_grpo.preflight.estimate import find_remedy, phases
 from mm_grpo.preflight.memory import EMBEDDED_CACHE, Phases, device_memory
 
-SMALLER = 0.9
-"""Share of the memory that an estimate should need after a card was full although it said that all fits."""
+SAFE_SHARE = 0.9
+"""Share of a GPU's memory that settings should need, by estimate, after the GPU was full in spite of it."""
 
 
 class OutOfDeviceMemory(RuntimeError):
@@ -23,24 +23,25 @@ class OutOfDeviceMemory(RuntimeError):
 
 
 def refuse_too_large(config: GRPOConfig, *, processes: int = 1) -> None:
-    """ConfigError where a phase of a run is past the memory of its GPU, but for a cache that its rows may not fill.
+    """Raise ConfigError if a phase of a run needs more memory than its GPU has.
 
-    On a CPU there is no such limit, and a model that the estimate cannot read is let through.
+    The embedded engine's cache is not counted, because short rows do not fill it. A run on a CPU, or with a model
+    that the estimate cannot read, is never refused.
     """
     device = resolve_device(config.model.device)
     if device.type != "cuda":
         return
     card = device_memory(device)
-    if (found := _phases(config, card, processes)) is None:
+    if (memory := _phases(config, card, processes)) is None:
         return
-    least = max(
-        sum(phase.values()) - phase.get(EMBEDDED_CACHE, 0) for phase in (found.learner, found.rollout)
+    peak = max(
+        sum(phase.values()) - phase.get(EMBEDDED_CACHE, 0) for phase in (memory.learner, memory.rollout)
     )
-    if least <= card and not found.fault:
+    if peak <= card and not memory.fault:
         return
-    reason = found.fault or "more than there is"
+    reason = memory.fault or "more than there is"
     raise ConfigError(
-        f"model.path = '{config.model.path}': {found.sentence(card)}: {reason}; {help_for(config, card, processes)}"
+        f"model.path = '{config.model.path}': {memory.sentence(card)}: {reason}; {help_for(config, card, processes)}"
     )
 
 
@@ -54,33 +55,37 @@ def memory_explained(config: GRPOConfig, *, processes: int) -> Iterator[None]:
         if isinstance(error, UserError | GuardStop) or not is_out_of_memory(error):
             raise
         card = device_memory(resolve_device(config.model.device))
-        found, said = _phases(config, card, processes), help_for(config, round(SMALLER * card), processes)
-        held = "" if found is None else f" ({found.sentence(card)})"
-        raise OutOfDeviceMemory(f"the GPU's memory is full; {said}{held}") from error
+        memory = _phases(config, card, processes)
+        details = "" if memory is None else f" ({memory.sentence(card)})"
+        remedy = help_for(config, round(SAFE_SHARE * card), processes)
+        raise OutOfDeviceMemory(f"the GPU's memory is full; {remedy}{details}") from error
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True for torch's errors of a full GPU, vLLM's, which its C++ raises as a RuntimeError, and what these caused; not
-    for what a server says in an EngineError."""
+    """Return True for torch's and vLLM's errors of a full GPU and for errors that they caused.
+
+    An EngineError that quotes a server is not one.
+    """
     while error is not None:
-        of_cuda = type(error).__name__ in ("OutOfMemoryError", "AcceleratorError", "RuntimeError")
-        if of_cuda and "out of memory" in str(error).lower():
+        # vLLM's C++ raises a plain RuntimeError
+        is_cuda = type(error).__name__ in ("OutOfMemoryError", "AcceleratorError", "RuntimeError")
+        if is_cuda and "out of memory" in str(error).lower():
             return True
         error = error.__cause__
     return False
 
 
 def _phases(config: GRPOConfig, card: int, processes: int) -> Phases | None:
-    with suppress(ConfigError):  # of a model whose axes the estimate cannot read
+    with suppress(ConfigError):  # the estimate cannot read the model's axes
         return phases(config, card, processes=processes)
     return None
 
 
 def help_for(config: GRPOConfig, card: int, processes: int) -> str:
-    """The settings with which a run fits into `card` bytes, in a half sentence."""
+    """Return a clause with the settings that make a run fit into `card` bytes."""
     remedy = None
     with suppress(ConfigError):
-        remedy = what_fits(config, card, processes=processes)
+        remedy = find_remedy(config, card, processes=processes)
     if remedy is None or not remedy.settings:
         return "take a smaller model, or fewer tokens and pixels (optim.max_tokens_per_pack, data.max_pixels)"
     return f"set {', '.join(remedy.settings)} ({remedy.peak / 1e9:.1f} GB by estimate)"

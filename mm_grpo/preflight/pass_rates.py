@@ -1,13 +1,14 @@
-"""`mm-grpo check --pass-rate N`: how often the model answers training rows right before it is trained on them.
+"""`mm-grpo check --pass-rate N`: measure how often the model answers training rows right before it is trained.
 
-A row is answered N times with the sampling of training, through the engine of the config, and its pass rate is the
-share of successes (rollout/success.py). Rows that are always or never solved teach nothing; those between can be
-written to a file, in the layout trl with images beside it.
+A row is answered N times with the sampling of training, through the engine of the config. Its pass rate is the
+share of successes (rollout/success.py). Rows that are always or never solved teach nothing; the others can be
+written to a file in the layout trl, with their images in a folder next to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.build import open_sampler
@@ -37,30 +38,31 @@ def measure(
     file: OutputFile | None,
     report: Callable[[str, int, int], None],
 ) -> None:
-    """Answer `rows` training rows, evenly spread, `samples` times each; print how many are never or always right, and
-    write those within `bounds`, both included, to `file`. `report` is told how far it is."""
+    """Answer `rows` training rows, evenly spaced, `samples` times each; print how many are never or always right.
+
+    Rows with a pass rate within `bounds`, both included, are written to `file`. `report` gets (label, done, total).
+    """
     toolbox, ranks, shares = toolbox_of(config, None, None), Ranks(), dict[int, float]()
-    several = toolbox is not None
-    scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several)
+    several_turns = toolbox is not None
+    scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several_turns)
     success = Success.of(config, scorer.specs)
-    loaded = load_train(config, needs=scorer.check, turns=several)
-    all_rows = readable(loaded, config.data.on_bad_image, ranks)
-    chosen = spread(all_rows, rows)
+    train = load_train(config, needs=scorer.check, turns=several_turns)
+    all_rows = readable(train, config.data.on_bad_image, ranks)
+    subset = evenly_spaced(all_rows, rows)
     if toolbox is not None:
-        toolbox.place(scorer.asking_for(("environment", "environments"), chosen.columns), processes=1)
+        toolbox.place(scorer.asking_for(("environment", "environments"), subset.columns), processes=1)
     as_trained = {"num_generations": samples, "temperature": config.rollout.temperature}
     config = config.with_values({f"rollout.eval.{name}": value for name, value in as_trained.items()})
 
     def keep(groups: list[Group]) -> None:
-        known = ((group.slot, success.share(group)) for group in groups)
-        shares.update((row, share) for row, share in known if share is not None)
+        for group in groups:
+            if (share := success.share(group)) is not None:
+                shares[group.slot] = share
 
-    with open_sampler(config, [chosen], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
+    with open_sampler(config, [subset], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
         scorer.start(conversational=all_rows.conversational)
         runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
-        answer_rows(
-            runner, chosen, config, 0, keep=keep, report=lambda done, of: report("pass rate", done, of)
-        )
+        answer_rows(runner, subset, config, 0, keep=keep, report=partial(report, "pass rate"))
     never, always = (list(shares.values()).count(share) for share in (0.0, 1.0))
     between = len(shares) - never - always
     print_phase(
@@ -68,19 +70,20 @@ def measure(
         f"{between}, always {always}"
     )
     low, high = bounds
-    kept = [row for row, share in sorted(shares.items()) if low <= share <= high]
-    print_phase(f"within {low:g} and {high:g}: {len(kept)}")
+    selection = [row for row, share in sorted(shares.items()) if low <= share <= high]
+    print_phase(f"within {low:g} and {high:g}: {len(selection)}")
     if file is not None:
-        write_jsonl(plain_rows(chosen, kept), file.path)
+        write_jsonl(plain_rows(subset, selection), file.path)
         print_phase(
-            f"{file.path}: {len(kept)} rows in the layout trl, prompts as the model gets them, columns by our names"
+            f"{file.path}: {len(selection)} rows in the layout trl, prompts as the model gets them, columns by our "
+            "names"
         )
 
 
-def spread(dataset: Rows, count: int) -> Rows:
-    """So many rows, evenly spread over all; of a mixture those of its sources."""
-    picked = {at * len(dataset) // count for at in range(min(count, len(dataset)))}
-    return dataset.without(set(range(len(dataset))) - picked)
+def evenly_spaced(dataset: Rows, count: int) -> Rows:
+    """Return `count` evenly spaced rows of a dataset or a mixture; all rows if it has no more."""
+    indices = {i * len(dataset) // count for i in range(min(count, len(dataset)))}
+    return dataset.without(set(range(len(dataset))) - indices)
 
 
 def plain_rows(dataset: Rows, rows: list[int]) -> Iterator[dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""`--smoke`: a config that runs on any CPU in seconds, made from one that wants a GPU and a download.
+"""`--smoke`: turn a config that needs a GPU and a download into one that runs on any CPU in seconds.
 
-The model becomes a tiny random one of the same family (testing/tiny_models.py), the rows those of `fixture/`
-beside the config, the run two small steps with the embedded engine, or with the one that was asked for by
-hand or by a layer. Everything else stays: the row mapping, the rewards, the loss, adapters. Such a run shows
-that a config works from end to end; what it learns, and its token counts, mean nothing.
+The model becomes a tiny random one of the same family (testing/tiny_models.py), rows come from `fixture/` next to
+the config, and the run makes two small steps with the embedded engine, unless an engine was set by hand or by a
+layer. Everything else stays: the row mapping, the rewards, the loss, adapters. A smoke run shows that a config works
+from end to end; its scores and token counts mean nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.testing.tiny_models import build, family_of
 
 FIXTURE = Path("fixture") / "train.jsonl"
-"""A few rows in the form that the recipe trains on, beside its config."""
+"""A few rows in the form that the recipe trains on, next to its config."""
 STEPS, PROMPTS, GENERATIONS, TOKENS = 2, 2, 4, 16
-ROWS = 16
-"""Most rows of a set that a smoke run holds."""
+MAX_ROWS = 16
+"""Most rows of a training set."""
 CONTEXT = 32768
 """Tokens of a prompt: the tiny tokenizer makes one of nearly every byte."""
 
 
 def smoke_config(
-    config: GRPOConfig, work: Path, run_dir: str, *, beside: Path, kept: Collection[str] = ()
+    config: GRPOConfig, work: Path, run_dir: str, *, folder: Path, fixed: Collection[str] = ()
 ) -> GRPOConfig:
-    """The smoke version of a config, whose tiny model is in `work`, needed as long as the run in `run_dir`.
+    """Return the smoke version of a config; its tiny model in `work` is needed as long as the run in `run_dir`.
 
-    `fixture/` may lie `beside` the config. `kept` are paths of fields that were set by hand or by a layer: `data.train`
-    and `rollout.engine` then stay. Raises ConfigError where the family cannot be read from `model.path`.
+    `folder` is the config's, with `fixture/` in it if there is one. `fixed` are paths of fields that were set by hand
+    or by a layer: `data.train` and `rollout.engine` then stay. Raises ConfigError if `model.path` tells no family.
     """
     values = config.model_dump()
     model, data, rollout = values["model"], values["data"], values["rollout"]
@@ -44,19 +44,20 @@ def smoke_config(
     if algorithm["reference_path"] is not None:
         algorithm["reference_path"] = str(build(family, work / "reference", context=CONTEXT, seed=1))
 
-    if "data.train" not in kept:
-        if (beside / FIXTURE).is_file():
-            data.update(train=str(beside / FIXTURE), eval=str(beside / FIXTURE), image_dir=None)
-        elif (beside / FIXTURE).parent.is_dir():  # a mixture's, with a folder for each of its files
-            data["train"] = _stand_in(data["train"], (beside / FIXTURE).parent)
-            data.update(eval=_stand_in(data["eval"], (beside / FIXTURE).parent), image_dir=None)
-    data.update(train=_short(data["train"]), eval=_short(data["eval"]))
+    fixture = folder / FIXTURE
+    if "data.train" not in fixed:
+        if fixture.is_file():
+            data.update(train=str(fixture), eval=str(fixture), image_dir=None)
+        elif fixture.parent.is_dir():  # a mixture's, with a folder for each of its files
+            data["train"] = _use_fixture(data["train"], fixture.parent)
+            data.update(eval=_use_fixture(data["eval"], fixture.parent), image_dir=None)
+    data.update(train=_shorten(data["train"]), eval=_shorten(data["eval"]))
     data["max_prompt_length"] = None  # it counts the tokens of the real tokenizer
     data["chat_template_kwargs"] = {}  # they are read by the real chat template
 
     tokens = min(TOKENS, rollout["max_completion_length"])
     rollout.update(prompts_per_step=PROMPTS, num_generations=GENERATIONS)
-    if "rollout.engine" not in kept:
+    if "rollout.engine" not in fixed:
         rollout["engine"] = "transformers"
     rollout["vllm"]["max_model_len"] = None  # it counts the tokens of the real tokenizer
     rollout["max_completion_length"] = tokens
@@ -64,8 +65,7 @@ def smoke_config(
     optim["updates_per_step"] = min(PROMPTS, optim["updates_per_step"])
     optim["warmup_steps"] = 0
     optim["max_tokens_per_pack"] = max(2 * CONTEXT, optim["max_tokens_per_pack"])
-    # Noise is hardly ever right, and groups of equal rewards leave before the learner, unless there is an
-    # entropy bonus to compute.
+    # A random model is hardly ever right. Groups of equal rewards skip the learner unless there is an entropy bonus.
     algorithm["entropy_coef"] = max(0.01, algorithm["entropy_coef"])
     run.update(dir=run_dir, max_steps=STEPS, eval_every=0, trackers=[])
     run["eval_blind"] = None  # the first few rows may be questions about one image
@@ -75,37 +75,37 @@ def smoke_config(
 
 
 def smoke_sets(config: GRPOConfig) -> tuple[Rows, dict[str, Rows]]:
-    """The first rows of the training set and of each evaluation set."""
+    """Return the first rows of the training set and of each evaluation set."""
     evaluations = {name: dataset.head(PROMPTS) for name, dataset in load_eval(config).items()}
-    return load_train(config).head(ROWS), evaluations
+    return load_train(config).head(MAX_ROWS), evaluations
 
 
-def _stand_in(source: Any, fixture: Path) -> Any:
-    """A source with the fixture's files in place of its own: for data/charts/eval.jsonl fixture/charts/train.jsonl."""
+def _use_fixture(source: Any, fixture: Path) -> Any:
+    """Replace a source's files by the fixture's: data/charts/eval.jsonl by fixture/charts/train.jsonl."""
 
-    def found(path: Any) -> Any:
+    def replace(path: Any) -> Any:
         file = fixture / Path(path).parent.name / FIXTURE.name if isinstance(path, str) else fixture
         return str(file) if file.is_file() else path
 
-    return _each(source, found)
+    return _map_source(source, replace)
 
 
-def _short(source: Any) -> Any:
-    """A task that makes few rows, also in a mixture or an evaluation set; anything else as it is."""
+def _shorten(source: Any) -> Any:
+    """Limit the rows that tasks make, also in a mixture or an evaluation set."""
 
-    def few(task: Any) -> Any:
+    def limit(task: Any) -> Any:
         is_sized = isinstance(task, dict) and isinstance(task.get("size"), int)
-        return {**task, "size": min(ROWS, task["size"])} if is_sized else task
+        return {**task, "size": min(MAX_ROWS, task["size"])} if is_sized else task
 
-    return _each(source, few)
+    return _map_source(source, limit)
 
 
-def _each(source: Any, change: Callable[[Any], Any]) -> Any:
-    """A source, a mixture or sets by name, with every path and task in it changed."""
+def _map_source(source: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to every path and task of a source, a mixture or sets by name."""
     if isinstance(source, list):
-        return [_each(each, change) for each in source]
+        return [_map_source(entry, change) for entry in source]
     if isinstance(source, dict) and "path" in source:
-        return {**source, "path": _each(source["path"], change)}
+        return {**source, "path": _map_source(source["path"], change)}
     if isinstance(source, dict) and not is_source(source):
-        return {name: _each(each, change) for name, each in source.items()}
+        return {name: _map_source(entry, change) for name, entry in source.items()}
     return change(source)

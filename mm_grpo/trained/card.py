@@ -1,6 +1,6 @@
-"""README.md of an export: what is written stands in the run's folder, or is left out.
+"""README.md of an export, from the files of the run's folder.
 
-Absolute paths are shortened to the last part of their names: an export is something that people share.
+Absolute paths are shortened to their last part, because people share exports.
 """
 
 from __future__ import annotations
@@ -19,80 +19,83 @@ from mm_grpo.version import __version__
 
 
 @dataclass(frozen=True)
-class History:
-    """What a run logged up to the exported step: rows of metrics.jsonl, and the names of its rewards."""
+class RunLog:
+    """Log of a run up to the exported step: rows of metrics.jsonl, and the names of its rewards."""
 
     rows: Sequence[Mapping[str, Any]] = ()
     rewards: Sequence[str] = ()
 
 
-def evaluations(history: History) -> list[tuple[str, str, float, float, int]]:
-    """Of each evaluation set: its name, what was measured, before the first step, last, and the step of that."""
-    first = history.rows[0] if history.rows and history.rows[0]["step"] == 0 else {}
-    found = []
+def evaluations(log: RunLog) -> list[tuple[str, str, float, float, int]]:
+    """Return each set's (name, measure, value before the first step, last value, step of the last value)."""
+    first = log.rows[0] if log.rows and log.rows[0]["step"] == 0 else {}
+    results = []
     for key, before in first.items():
-        name, _, what = key.removeprefix("eval/").rpartition("/")
-        own = key.startswith("eval/") and what in ("accuracy", "reward") and "/task/" not in key
-        later = [row for row in history.rows[1:] if row.get(key) is not None]
-        if own and name not in ("", BLIND) and before is not None and later:
-            found.append((name, what, before, later[-1][key], int(later[-1]["step"])))
-    return found
+        name, _, measure = key.removeprefix("eval/").rpartition("/")
+        of_a_set = key.startswith("eval/") and measure in ("accuracy", "reward") and "/task/" not in key
+        later = [row for row in log.rows[1:] if row.get(key) is not None]
+        if of_a_set and name not in ("", BLIND) and before is not None and later:
+            results.append((name, measure, before, later[-1][key], int(later[-1]["step"])))
+    return results
 
 
 def write_card(
-    folder: Path, config: GRPOConfig, history: History, *, step: int, adapter: bool, proof: str
+    folder: Path, config: GRPOConfig, log: RunLog, *, step: int, adapter: bool, proof: str
 ) -> None:
     """Write README.md with its YAML header."""
-    base = shortened(config.model.path)
+    base = shorten_paths(config.model.path)
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     header |= {"pipeline_tag": "image-text-to-text", "tags": ["grpo", "mm_grpo"]}
     header |= {} if Path(config.model.path).exists() else {"base_model": config.model.path}
-    what = "A LoRA adapter for" if adapter else "A model fine-tuned from"
+    kind = "A LoRA adapter for" if adapter else "A model fine-tuned from"
     lora = config.model.lora
-    how = f"LoRA (rank {lora.rank}, alpha {lora.alpha:g})" if lora else "all weights that are not frozen"
+    method = f"LoRA (rank {lora.rank}, alpha {lora.alpha:g})" if lora else "all weights that are not frozen"
     lines = [
         "---", write_yaml(header).strip(), "---", "",
         f"# {Path(base).name}, GRPO, {step} steps", "",
-        f"{what} `{base}`, trained with GRPO by mm_grpo {__version__}: {step} steps of "
-        f"{config.rollout.prompts_per_step} prompts with {config.rollout.num_generations} completions each, {how}.", "",
+        f"{kind} `{base}`, trained with GRPO by mm_grpo {__version__}: {step} steps of "
+        f"{config.rollout.prompts_per_step} prompts with {config.rollout.num_generations} completions each, {method}.",
+        "",
         "| | |", "|---|---|",
         f"| base model | `{base}` |",
         f"| data | {_sources(config.data.train)} |",
         f"| evaluation data | {_sources(config.data.eval)} |",
-        f"| rewards | {', '.join(f'`{name}`' for name in history.rewards)} |",
+        f"| rewards | {', '.join(f'`{name}`' for name in log.rewards)} |",
         f"| headline | {config.run.headline or 'mean reward'} |", "",
     ]  # fmt: skip
     table = ["## Evaluation", "", "| set | measure | before | after | at step |", "|---|---|---|---|---|"]
     rows = [
-        f"| {name} | {what} | {a:.3f} | {b:.3f} | {at} |" for name, what, a, b, at in evaluations(history)
+        f"| {name} | {measure} | {before:.3f} | {after:.3f} | {last_step} |"
+        for name, measure, before, after, last_step in evaluations(log)
     ]
     lines += [*table, *rows] if rows else ["The run was not evaluated."]
     lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]
     lines += [_usage(base, adapter=adapter), ""]
-    settings = write_yaml(redact(shortened(config.model_dump()))).strip()
+    settings = write_yaml(redact(shorten_paths(config.model_dump()))).strip()
     lines += ["## Config", "", "```yaml", settings, "```", ""]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def shortened(value: Any) -> Any:
-    """`value` with absolute paths, also those of file.py:name, shortened to their last part.
+def shorten_paths(value: Any) -> Any:
+    """Shorten absolute paths, also in file.py:name, to their last part.
 
-    >>> shortened({"path": "/home/me/models/tiny", "rewards": ["/home/me/mine.py:score", "format"], "n": 3})
+    >>> shorten_paths({"path": "/home/me/models/tiny", "rewards": ["/home/me/mine.py:score", "format"], "n": 3})
     {'path': 'tiny', 'rewards': ['mine.py:score', 'format'], 'n': 3}
     """
     if isinstance(value, Mapping):
-        return {key: shortened(each) for key, each in value.items()}
+        return {key: shorten_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [shortened(each) for each in value]
+        return [shorten_paths(entry) for entry in value]
     if isinstance(value, str) and value.startswith(("/", "~")) and "\n" not in value:
         return value.rstrip("/").rpartition("/")[2]
     return value
 
 
 def _sources(source: Any) -> str:
-    short = shortened(source)
-    text = short if isinstance(source, str) else json.dumps(short, ensure_ascii=False)
-    return "passed in Python, or none" if source is None else f"`{text}`"
+    if source is None:
+        return "passed in Python, or none"
+    short = shorten_paths(source)
+    return f"`{short if isinstance(source, str) else json.dumps(short, ensure_ascii=False)}`"
 
 
 def _usage(base: str, *, adapter: bool) -> str:

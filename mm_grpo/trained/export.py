@@ -1,15 +1,13 @@
-"""An export: a folder that transformers loads, or peft, written beside, proved, and only then given its name.
+"""Export: write a temporary folder that transformers or peft loads, prove it, and only then give it its name.
 
-`mm_grpo_export.json` in it is our mark: what it was made from, the settings that `mm-grpo ask` needs, and the names
-of all files. An existing folder is never touched, unless it carries the mark, holds nothing else, and `overwrite` is
-asked for.
+`mm_grpo_export.json` in it is our mark: it holds the step, the settings that `mm-grpo ask` needs and the names of all
+files. An existing folder is replaced only with `overwrite`, and if it has the mark and no other files.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,94 +15,93 @@ from typing import Any
 
 from torch import Tensor
 
-from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json
+from mm_grpo.files import atomic_folder, read_json
 from mm_grpo.learner.lora import adapter_factors, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
-from mm_grpo.trained.card import History, write_card
+from mm_grpo.trained.card import RunLog, write_card
 from mm_grpo.trained.model import Trained, load_trained
-from mm_grpo.trained.prompts import prompts_of_run
-from mm_grpo.trained.proof import Expected, Proof, expected_of, prove
+from mm_grpo.trained.prompts import ProofPrompts, prompts_of_run
+from mm_grpo.trained.proof import Proof, prove
 from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 
 MARK = "mm_grpo_export.json"
-SHARD = "5GB"
+MAX_SHARD = "5GB"
 """Largest file of weights."""
 SETTINGS = (
     "model.processor", "model.trust_remote_code", "data.system_prompt", "data.chat_template_kwargs",
     "data.min_pixels", "data.max_pixels", "rollout.max_completion_length", "rollout.eval",
 )  # fmt: skip
-"""Fields of the run that decide how the model is asked; they stand in the mark."""
+"""Fields of the run that decide how the model is asked. They are saved in the mark."""
 
 
 def export_run(
     source: Path,
     out: Path,
     *,
-    which: str | None = None,
+    checkpoint: str | None = None,
     adapter: bool = False,
     overwrite: bool = False,
     overrides: Sequence[str] = (),
     trust: bool = False,
 ) -> Proof:
-    """Write a checkpoint of the run `source` to the folder `out`; the proof that it is the trained model.
+    """Write a checkpoint of the run `source` to the folder `out`; return the proof that it is the trained model.
 
-    Raises ConfigError, and leaves `out` as it was, for whatever cannot be read, written or proved, and for code that
-    the run's files ask to run, unless `trust`.
+    Raises ConfigError, and leaves `out` as it was, if anything cannot be read, written or proved, and unless `trust`
+    if the run's files ask to run code.
     """
     check_out(out, overwrite=overwrite)
-    found = find_checkpoint(source, which, overrides, trust=trust)
-    if adapter and found.config.model.lora is None:
+    run_checkpoint = find_checkpoint(source, checkpoint, overrides, trust=trust)
+    if adapter and run_checkpoint.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
-    trained = load_trained(found)
-    rows = [json.loads(line) for line in (found.checkpoint.log or b"").splitlines()]
-    rewards = [str(reward["name"]) for reward in found.checkpoint.extra["rewards"]]
-    history = History([row for row in rows if row["step"] <= found.step], rewards)
-    return write_export(trained, history, out, adapter=adapter, overwrite=overwrite)
+    trained, contents = load_trained(run_checkpoint), run_checkpoint.checkpoint
+    rows = [json.loads(line) for line in (contents.log or b"").splitlines()]
+    rewards = [str(reward["name"]) for reward in contents.extra["rewards"]]
+    log = RunLog([row for row in rows if row["step"] <= contents.step], rewards)
+    return write_export(trained, log, out, adapter=adapter, overwrite=overwrite)
 
 
 def write_export(
-    trained: Trained, history: History, out: Path, *, adapter: bool, overwrite: bool = False
+    trained: Trained, log: RunLog, out: Path, *, adapter: bool, overwrite: bool = False
 ) -> Proof:
     """Write a trained model to `out` and prove it; takes memory for a second copy of the model."""
     check_out(out, overwrite=overwrite)
-    tmp = out.with_name(f".{out.name}.{os.getpid()}.export")
+    prompts = prompts_of_run(trained.paths, trained.processor, trained.config)
+    proofs: list[Proof] = []
+
+    def write(folder: Path) -> None:
+        write_model(trained, folder, adapter=adapter)
+        proof = prove(folder, trained, prompts, _tensors(trained, adapter=adapter), adapter=adapter)
+        write_card(folder, trained.config, log, step=trained.step, adapter=adapter, proof=str(proof))
+        _write_mark(folder, trained, prompts, proof, adapter=adapter)
+        check_out(out, overwrite=overwrite)  # again: another process may have written there
+        proofs.append(proof)
+
     try:
-        tmp.mkdir(parents=True)
-        asked = prompts_of_run(trained.paths, trained.processor, trained.config)
-        config, step = trained.config, trained.step
-        expected = expected_of(trained, asked, _tensors(trained, adapter=adapter))
-        write_model(trained, tmp, adapter=adapter)
-        proof = prove(tmp, config, expected, adapter=adapter)
-        write_card(tmp, config, history, step=step, adapter=adapter, proof=str(proof))
-        _mark(tmp, config, step, proof, expected, adapter=adapter)
-        _rename(tmp, out, overwrite=overwrite)
+        atomic_folder(out, write)
     except OSError as error:
         raise ConfigError(
             f"'{out}' cannot be written ({error.strerror or error}); name another folder"
         ) from None
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    return proof
+    return proofs[0]
 
 
 def write_model(trained: Trained, folder: Path, *, adapter: bool) -> None:
-    """Weights or adapter, configs, processor and chat template."""
+    """Write the weights or the adapter, the configs, the processor and the chat template."""
     model, config = trained.model, trained.config
     if adapter:
         save_adapter(model, folder, config.model.path)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
     else:
-        own = {"state_dict": dict(merged_tensors(model))} if has_adapters(model) else {}
-        save_pretrained(model, folder, max_shard_size=SHARD, **own)
+        options = {"state_dict": dict(merged_tensors(model))} if has_adapters(model) else {}
+        save_pretrained(model, folder, max_shard_size=MAX_SHARD, **options)
     trained.processor.save(folder)
 
 
 def check_out(out: Path, *, overwrite: bool) -> None:
-    """ConfigError when `out` may not be written: it exists, and is no earlier export that may be replaced."""
+    """Raise ConfigError if `out` exists and is no export that may be replaced."""
     if not os.path.lexists(out):
         return
     mark = read_export_mark(out)
@@ -112,13 +109,13 @@ def check_out(out: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"'{out}' exists and is no export of mm_grpo (it has no {MARK}); name a new folder")
     if not overwrite:
         raise ConfigError(f"'{out}' holds an export; name another folder, or replace it with --overwrite")
-    other = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_symlink() or not p.is_dir())
-    if added := [name for name in other if name not in mark["files"]]:
-        raise ConfigError(f"--overwrite: '{out}' holds {added[0]}, which no export wrote; move it away")
+    files = sorted(str(p.relative_to(out)) for p in out.rglob("*") if p.is_symlink() or not p.is_dir())
+    if foreign := [name for name in files if name not in mark["files"]]:
+        raise ConfigError(f"--overwrite: '{out}' holds {foreign[0]}, which no export wrote; move it away")
 
 
 def read_export_mark(folder: Path) -> dict[str, Any] | None:
-    """What mm_grpo_export.json of a folder holds; None where there is none. ConfigError for one that is damaged."""
+    """Read mm_grpo_export.json of a folder; None if there is none. Raises ConfigError if it is damaged."""
     file = folder / MARK
     if folder.is_symlink() or not file.is_file() or file.is_symlink():
         return None
@@ -133,37 +130,22 @@ def _tensors(trained: Trained, *, adapter: bool) -> Iterator[tuple[str, Tensor]]
     if not adapter:
         yield from merged_tensors(trained.model)
         return
-    for name, tensor in adapter_factors(trained.model):  # as peft names them once they are loaded
+    for name, tensor in adapter_factors(trained.model):  # renamed as peft names loaded tensors
         yield name.removesuffix(".weight") + ".default.weight", tensor
 
 
-def _mark(
-    folder: Path, config: GRPOConfig, step: int, proof: Proof, expected: Expected, *, adapter: bool
+def _write_mark(
+    folder: Path, trained: Trained, prompts: ProofPrompts, proof: Proof, *, adapter: bool
 ) -> None:
-    dumped = config.model_dump(mode="json")
+    values = trained.config.model_dump(mode="json")
     settings: dict[str, Any] = {}
     for path in SETTINGS:
         section, _, name = path.partition(".")
-        settings.setdefault(section, {})[name] = dumped[section][name]
+        settings.setdefault(section, {})[name] = values[section][name]
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     mark = {
-        "mm_grpo": __version__, "kind": "adapter" if adapter else "merged", "step": step,
-        "gap": asdict(proof.gap), "limit": proof.limit, "prompts": [prompt.uid for prompt, _ in expected.asked],
+        "mm_grpo": __version__, "kind": "adapter" if adapter else "merged", "step": trained.step,
+        "gap": asdict(proof.gap), "limit": proof.limit, "prompts": [prompt.uid for prompt, _ in prompts],
         "settings": settings, "files": [*files, MARK],
     }  # fmt: skip
     (folder / MARK).write_text(json.dumps(mark, indent=1) + "\n", encoding="utf-8")
-
-
-def _rename(tmp: Path, out: Path, *, overwrite: bool) -> None:
-    """Give `tmp` its name. What came there in the meantime is not touched."""
-    check_out(out, overwrite=overwrite)
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        os.rename(out, old)
-    try:
-        os.rename(tmp, out)
-    except OSError:
-        if old.exists():
-            os.rename(old, out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""An export, sent to the Hugging Face Hub: private unless asked otherwise, and no repository of somebody else's."""
+"""Upload an export to the Hugging Face Hub: private by default, and never over a repository that is no export."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mm_grpo.files import temporary_folder
 from mm_grpo.processors.base import Processor
 from mm_grpo.run.metrics import read_metrics
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.trained.card import History
+from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, write_export
 from mm_grpo.trained.model import Trained, as_config_error
 
 
 def check_hub(name: str, *, overwrite: bool = False) -> str:
-    """The full name of the repository that `name` will be, asked of the Hub before any work.
+    """Return the full name of the repository `name`, checked with the Hub before any work.
 
-    Raises ConfigError without a token, offline, for a name that is none, and for a repository that is there already:
-    it may be replaced with `overwrite` where an export was pushed there.
+    Raises ConfigError without a token, offline, for an illegal name, and for a repository that exists, unless it is an
+    export and `overwrite` is set.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -48,23 +48,22 @@ def check_hub(name: str, *, overwrite: bool = False) -> str:
 
 
 def push(folder: Path, name: str, *, private: bool = True) -> str:
-    """Upload the export in `folder` to the repository `name`, made where there is none; the commit's address.
+    """Upload the export in `folder` to the repository `name`, created if needed; return the commit's address.
 
-    One that is there keeps its visibility. Raises ConfigError when the Hub refuses or cannot be reached; the folder
-    stays.
+    An existing repository keeps its visibility. Raises ConfigError if the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 
     with as_config_error(f"--push {name}: the Hub cannot be used, and '{folder}' stays"):
         api = HfApi()
         api.create_repo(name, private=private, exist_ok=True)
-        found = api.upload_folder(
+        commit = api.upload_folder(
             repo_id=name,
             folder_path=str(folder),
             commit_message="mm_grpo export",
             delete_patterns="*.safetensors",
         )
-    return str(found)
+    return str(commit)
 
 
 def push_trained(
@@ -79,13 +78,13 @@ def push_trained(
     adapter: bool,
     overwrite: bool,
 ) -> str:
-    """Export the model that a trainer holds to a temporary folder, and push it: the commit's address."""
+    """Export a trainer's model to a temporary folder and push it; return the commit's address."""
     if adapter and config.model.lora is None:
         raise ConfigError("adapter=True: the run trained no adapters (model.lora is null)")
     full = check_hub(name, overwrite=overwrite)
-    history = History(read_metrics(paths.metrics) if paths.metrics.is_file() else [], rewards)
-    step = max((int(row["step"]) for row in history.rows), default=0)
+    log = RunLog(read_metrics(paths.metrics) if paths.metrics.is_file() else [], rewards)
+    step = max((int(row["step"]) for row in log.rows), default=0)
     with temporary_folder("push") as folder:
         trained = Trained(model, processor, config, paths, step)
-        write_export(trained, history, folder / "export", adapter=adapter)
+        write_export(trained, log, folder / "export", adapter=adapter)
         return push(folder / "export", full, private=private)

@@ -1,4 +1,4 @@
-"""The model of a checkpoint, as the learner holds it: base weights, adapters, and what was trained of them."""
+"""Load the model of a checkpoint as the learner holds it: base weights, adapters, trained weights."""
 
 from __future__ import annotations
 
@@ -20,55 +20,61 @@ from mm_grpo.trained.source import RunCheckpoint
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model with what it was trained by; `paths` are its run's, and `step` the last one made."""
+    """Trained model with its processor and its run's config and paths."""
 
     model: Any
     processor: Processor
     config: GRPOConfig
     paths: RunPaths
     step: int
+    """Last step that trained it."""
 
 
-def load_trained(found: RunCheckpoint) -> Trained:
-    """The model of a checkpoint. ConfigError where the base model is not the one that it was trained from."""
-    processor = processor_of(found.config)
-    model = load_model(found.config.model, processor.family)
+def load_trained(checkpoint: RunCheckpoint) -> Trained:
+    """Load the model of a checkpoint. Raises ConfigError if the base model is not the run's."""
+    config = checkpoint.config
+    processor = processor_of(config)
+    model = load_model(config.model, processor.family)
     check_saveable(model, processor)
-    put_in(model, found)
-    return Trained(model.eval(), processor, found.config, found.paths, found.step)
+    put_in(model, checkpoint)
+    return Trained(model.eval(), processor, config, checkpoint.paths, checkpoint.step)
 
 
 def put_in(model: Any, found: RunCheckpoint) -> None:
-    """Replace the trained weights of `model`, loaded by `found.config`, by those of the checkpoint, in place.
+    """Replace the trained weights of `model`, which `found.config` loaded, by the checkpoint's, in place.
 
-    Neither optimizer nor gradients are made. Raises ConfigError when they are of another model, or cannot be read.
+    Raises ConfigError if they belong to another model or cannot be read.
     """
     section, manifest = found.config.model, found.checkpoint.manifest
-    where, path = f"model.path = '{section.path}'", found.checkpoint.path
+    field, path = f"model.path = '{section.path}'", found.checkpoint.path
     trained: Mapping[str, list[int]] = manifest["parameters"]
     parameters = dict(model.named_parameters())
     shapes = {name: list(p.shape) for name, p in parameters.items()}
     if wrong := sorted(name for name, shape in trained.items() if shapes.get(name) != shape):
-        differs = f"{wrong[0]} has shape {trained[wrong[0]]} there and {shapes.get(wrong[0], 'none')} here"
-        raise ConfigError(f"{where}: '{path}' is of another model: {differs}; give the run's base model")
-    for name, parameter in parameters.items():  # a model that was passed in may have had more of it frozen
+        shape = shapes.get(wrong[0], "none")
+        raise ConfigError(
+            f"{field}: '{path}' is of another model: {wrong[0]} has shape {trained[wrong[0]]} there and {shape} here; "
+            "give the run's base model"
+        )
+    # the config alone does not tell what was trained: a model passed in Python may have more of it frozen
+    for name, parameter in parameters.items():
         parameter.requires_grad_(name in trained)
     if frozen_digest(model) != manifest["frozen"]:
         raise ConfigError(
-            f"{where} in {section.dtype}: the weights that are not trained are not those of '{path}'; give the run's "
-            "base model in its number format (model.dtype=...)"
+            f"{field} in {section.dtype}: the weights that are not trained are not the frozen weights of '{path}'; "
+            "give the run's base model in its number format (model.dtype=...)"
         )
-    files = [path / str(mark["name"]) for mark in manifest["files"]]
+    files = [path / str(file["name"]) for file in manifest["files"]]
     with as_config_error(f"'{path}' cannot be read"):
         load_weights({name: parameters[name] for name in trained}, files)
 
 
 @contextmanager
-def as_config_error(what: str) -> Iterator[None]:
-    """Raise whatever error of a library as ConfigError behind `what`, which says what it is about."""
+def as_config_error(prefix: str) -> Iterator[None]:
+    """Raise any error of a library as ConfigError, behind `prefix`."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"{what} ({type(error).__name__}: {quoted(error)})") from None
+        raise ConfigError(f"{prefix} ({type(error).__name__}: {quoted(error)})") from None

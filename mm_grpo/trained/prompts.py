@@ -1,4 +1,4 @@
-"""Prompts and completions that a run left in its folder, to compare a saved model with the trained one on."""
+"""Prompts and completions of a run's rollout log, on which an export is compared with the trained model."""
 
 from __future__ import annotations
 
@@ -17,43 +17,49 @@ from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 from mm_grpo.types import Prompt, Sample
 
 COUNT = 4
-"""Prompts that are compared on."""
-TOKENS = 64
-"""Tokens of a completion that are compared, at most."""
+"""Prompts of a comparison."""
+MAX_TOKENS = 64
+"""Most tokens of a completion."""
 
-Asked = list[tuple[Prompt, tuple[int, ...]]]
+ProofPrompts = list[tuple[Prompt, tuple[int, ...]]]
 """Prompts, each with the token ids [T] of a completion."""
 
 
-def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig, count: int = COUNT) -> Asked:
-    """`count` prompts of the rollout log with a completion each, newest first, those with an image before others.
+def prompts_of_run(
+    paths: RunPaths, processor: Processor, config: GRPOConfig, count: int = COUNT
+) -> ProofPrompts:
+    """Return `count` prompts of the rollout log with a completion each, newest first, prompts with images preferred.
 
-    ConfigError where the run left none.
+    Raises ConfigError if the log has none.
     """
-    found = list(itertools.islice(_logged(paths, processor, config), 8 * count))
-    if not found:
+    prompts = list(itertools.islice(_logged_prompts(paths, processor, config), 8 * count))
+    if not prompts:
         raise ConfigError(f"'{paths.root}' has no rollouts/ to compare on; put them back")
-    found.sort(key=lambda asked: not asked[0].engine_prompt.images)
-    return found[:count]
+    prompts.sort(key=lambda pair: not pair[0].engine_prompt.images)
+    return prompts[:count]
 
 
-def _logged(paths: RunPaths, processor: Processor, config: GRPOConfig) -> Iterator[tuple[Prompt, Any]]:
-    seen: set[str] = set()
+def _logged_prompts(
+    paths: RunPaths, processor: Processor, config: GRPOConfig
+) -> Iterator[tuple[Prompt, Any]]:
+    uids: set[str] = set()
     for step in reversed(logged_steps(paths)):
         for row in read_rollouts(paths, step):
-            kept = all(IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in row["images"])
-            if row["uid"] in seen or not kept:
+            images_exist = all(
+                IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in row["images"]
+            )
+            if row["uid"] in uids or not images_exist:
                 continue
-            seen.add(row["uid"])
+            uids.add(row["uid"])
             images = tuple(open_image(str(paths.images / n), row=row["uid"]) for n in row["images"])
             prompt = processor.prompt(Sample(uid=row["uid"], messages=row["messages"], images=images))
             yield prompt, _text_ids(processor, config, row["completion"])
 
 
 def _text_ids(processor: Processor, config: GRPOConfig, text: str) -> tuple[int, ...]:
-    """The ids of a completion's text, without media tokens, and an end token behind."""
-    own = getattr(processor, "tokenizer", None)  # a processor of the user's own need not have one
-    tokenizer: Any = own or AutoTokenizer.from_pretrained(config.model.path)
+    """Return the ids of a completion's text without media tokens, and an end token behind them."""
+    # a processor of the user's own need not have a tokenizer
+    tokenizer: Any = getattr(processor, "tokenizer", None) or AutoTokenizer.from_pretrained(config.model.path)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    kept = [int(i) for i in ids if i not in processor.media_token_ids][: TOKENS - 1]
-    return (*kept, min(processor.stop_token_ids))
+    text_ids = [int(i) for i in ids if i not in processor.media_token_ids][: MAX_TOKENS - 1]
+    return (*text_ids, min(processor.stop_token_ids))

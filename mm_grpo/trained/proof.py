@@ -1,8 +1,8 @@
-"""A written folder against the trained model: the same tensors to the bit, and the same log-probs.
+"""Compare a written folder with the trained model: equal tensors to the bit, and equal log-probs.
 
-The folder is loaded with plain transformers, adapters with plain peft, and runs prompts of the run one by one, as its
-own processor makes them. What the trained model says of the same tokens was computed by the learner's forward, with
-its adapters unmerged. So a wrong merge shows, and so does a file that is not what was written.
+The folder is loaded with plain transformers, adapters with plain peft, and scores prompts of the run one by one, made
+by its own processor. The learner's forward scores the same tokens with unmerged adapters. So a wrong merge is found,
+and so is a damaged file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,13 @@ from mm_grpo.processors.model_folder import quoted
 from mm_grpo.rollout.weights import digest
 from mm_grpo.terminal import quiet_libraries
 from mm_grpo.trained.model import Trained, as_config_error
-from mm_grpo.trained.prompts import Asked
+from mm_grpo.trained.prompts import ProofPrompts
 from mm_grpo.types import Prompt
 
-LARGEST = 1e-4
-"""Largest gap of a token in float32, in nats; in bfloat16 the mean gap is bounded, by that between two engines."""
+MAX_GAP = 1e-4
+"""Largest gap of a token in float32, in nats. In bfloat16 the mean gap is limited, as between learner and engine."""
 
-MATCHES = """
+MATCH_PATTERNS = """
 import json, re, sys
 config, names = json.load(open(sys.argv[1], encoding="utf-8")), json.load(sys.stdin)
 for field in "target_modules exclude_modules modules_to_save layers_pattern rank_pattern alpha_pattern".split():
@@ -46,92 +46,91 @@ for field in "target_modules exclude_modules modules_to_save layers_pattern rank
         for name in names:
             re.match(rf"(.*\\.)?({pattern})$", name)
 """
-PATIENCE = 20.0
-"""Seconds for the patterns of an adapter, which take milliseconds."""
-
-Scores = list[list[float]]
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a written folder has to show: log-probs of `asked` under the trained model, digests of tensors by name."""
-
-    asked: Asked
-    scores: Scores
-    digests: Mapping[str, str]
-    dtype: torch.dtype
+PATTERN_TIMEOUT = 20.0
+"""Seconds for the patterns of an adapter, which normally take milliseconds."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The gap [nats] over some prompts, and what it was held against: the largest in float32, the mean in bfloat16."""
+    """Gap of log-probs [nats] over some prompts; the largest is limited in float32, the mean in bfloat16."""
 
     gap: LogprobGap
     prompts: int
     limit: float
     dtype: str
 
+    def limited(self) -> tuple[str, float]:
+        """Return the name and the value of the limited difference."""
+        return ("largest", self.gap.max) if self.dtype == "float32" else ("mean", self.gap.mean)
+
     def __str__(self) -> str:
-        kind, limit = ("largest", self.gap.max) if self.dtype == "float32" else ("mean", self.gap.mean)
+        kind, difference = self.limited()
         return (
             f"log-probs of {self.gap.tokens} tokens after {self.prompts} prompts of the run, by plain transformers: "
-            f"the {kind} difference from the trainer's is {limit:.1e} nats ({self.dtype}, at most {self.limit:g})"
+            f"the {kind} difference from the trainer's is {difference:.1e} nats ({self.dtype}, at most {self.limit:g})"
         )
 
 
-def expected_of(trained: Trained, asked: Asked, tensors: Iterator[tuple[str, Tensor]]) -> Expected:
-    """Scores by the learner's forward, and digests of the tensors that will be read back, under their names there."""
-    scores = [
-        score(trained.model, trained.processor, trained.config, prompt, [ids])[0] for prompt, ids in asked
-    ]
-    return Expected(asked, scores, {name: digest(tensor) for name, tensor in tensors}, trained.model.dtype)
+def prove(
+    folder: Path,
+    trained: Trained,
+    prompts: ProofPrompts,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    adapter: bool,
+) -> Proof:
+    """Load `folder` and compare it with the trained model, whose `tensors` are named as in the folder.
 
-
-def prove(folder: Path, config: GRPOConfig, expected: Expected, *, adapter: bool) -> Proof:
-    """Load `folder` and compare. ConfigError, naming what differs, when it is not the trained model."""
-    trust = config.model.trust_remote_code
+    Raises ConfigError, naming the difference, if it is not the trained model.
+    """
+    config, dtype = trained.config, trained.model.dtype
     with as_config_error("what was written cannot be loaded"), quiet_libraries():
-        model = load_plain(folder, config, expected.dtype, adapter=adapter)
-        processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    for name, wanted in expected.digests.items():
-        if name not in named or digest(named[name]) != wanted:
-            how = "differs from what was written" if name in named else "is missing"
-            raise ConfigError(f"{name} {how} where it is read back: the disk or the copy is faulty")
-    found: Scores = []
-    kwargs = config.data.chat_template_kwargs
-    with torch.no_grad():
-        for prompt, ids in expected.asked:
-            inputs = plain_inputs(processor, prompt, ids, kwargs)
-            made = tuple(inputs["input_ids"][0].tolist())
-            if made != (*prompt.token_ids, *ids):
-                counts = f"{len(made) - len(ids)} tokens, and the trainer made {len(prompt.token_ids)} others"
+        model = load_plain(folder, config, dtype, adapter=adapter)
+        processor: Any = AutoProcessor.from_pretrained(
+            folder, trust_remote_code=config.model.trust_remote_code
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in tensors:
+        if name not in parameters or digest(parameters[name]) != digest(tensor):
+            fault = "differs from what was written" if name in parameters else "is missing"
+            raise ConfigError(f"{name} {fault} when it is read back: the disk or the copy is faulty")
+    scores, expected = list[list[float]](), list[list[float]]()
+    for prompt, ids in prompts:
+        expected += score(trained.model, trained.processor, config, prompt, [ids])
+        with torch.no_grad():
+            inputs = plain_inputs(processor, prompt, ids, config.data.chat_template_kwargs)
+            input_ids = tuple(inputs["input_ids"][0].tolist())
+            if input_ids != (*prompt.token_ids, *ids):
+                counts = (
+                    f"{len(input_ids) - len(ids)} tokens, the trainer's {len(prompt.token_ids)} other ones"
+                )
                 raise ConfigError(f"{prompt.uid}: the saved processor is not the run's: it makes {counts}")
-            found.append(plain_logprobs(model, inputs, ids))
-    gap, dtype = gap_of(found, expected.scores), str(expected.dtype).removeprefix("torch.")
-    exact = dtype == "float32"
-    proof = Proof(gap, len(found), LARGEST if exact else LIMITS["bfloat16"], dtype)
-    if not (gap.max if exact else gap.mean) <= proof.limit:
+            scores.append(plain_logprobs(model, inputs, ids))
+    name = str(dtype).removeprefix("torch.")
+    limit = MAX_GAP if name == "float32" else LIMITS["bfloat16"]
+    proof = Proof(gap_of(scores, expected), len(scores), limit, name)
+    if not proof.limited()[1] <= limit:  # a NaN is refused too
         raise ConfigError(f"what was written is not the trained model: {proof}; nothing was kept")
     return proof
 
 
 def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter: bool) -> Any:
-    """The model in `folder` by transformers, or the base model, quantised as the run's, with the adapter in `folder` by
-    peft."""
+    """Load the model in `folder` with transformers; with `adapter` the base model, and the adapter with peft."""
     trust = config.model.trust_remote_code
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust}
     base = config.model.path if adapter else folder
     if adapter:
-        cls, found = processor_class(str(base), processor=config.model.processor, trust_remote_code=trust)
-        options |= nf4_options(config.model, found, cls.family, dtype)
+        cls, base_config = processor_class(
+            str(base), processor=config.model.processor, trust_remote_code=trust
+        )
+        options |= nf4_options(config.model, base_config, cls.family, dtype)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(
         base, use_safetensors=True, output_loading_info=True, **options
     )
     model, info = loaded
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, info[what])):
-            raise ConfigError(f"{what.replace('_', ' ')} in '{base}': {', '.join(keys[:3])}")
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, info[kind])):
+            raise ConfigError(f"{kind.replace('_', ' ')} in '{base}': {', '.join(keys[:3])}")
     if adapter:
         run_exactly(model)
         model = _with_adapter(model, folder)
@@ -141,74 +140,76 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
-    """The model with the adapter in `folder`. ConfigError when the folder has not all of its tensors, or others."""
+    """Add the adapter in `folder` to a model. Raises ConfigError if the folder lacks a tensor or has a foreign one."""
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
-    _require_quick_patterns(model, folder)
+    _refuse_slow_patterns(model, folder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft only warns of what is missing, which is an error here
+        warnings.simplefilter("ignore")  # peft only warns of missing tensors, which are an error here
         model = PeftModel.from_pretrained(model, str(folder))
-        read: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
-    missing = sorted(name for name in read.missing_keys if f".{ADAPTER}" in name)  # and not the base's own
-    for names, fault in ((missing, "lacks"), (sorted(read.unexpected_keys), "has no layer for")):
+        keys: Any = set_peft_model_state_dict(model, load_peft_weights(str(folder), device="cpu"))
+    missing = sorted(name for name in keys.missing_keys if f".{ADAPTER}" in name)  # without the base's keys
+    for names, fault in ((missing, "lacks"), (sorted(keys.unexpected_keys), "has no layer for")):
         if names:
-            listed = ", ".join(names[:3]).replace(f".{ADAPTER}", "") + f" and {len(names) - 3} more" * (
-                len(names) > 3
-            )
-            raise ConfigError(f"'{folder}' {fault} {listed}; give the whole adapter, as it was saved")
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            first = ", ".join(names[:3]).replace(f".{ADAPTER}", "")
+            raise ConfigError(f"'{folder}' {fault} {first}{more}; give the whole adapter, as it was saved")
     return model
 
 
-def _require_quick_patterns(model: Any, folder: Path) -> None:
-    """ConfigError when the patterns of an adapter take too long: peft matches them in this process."""
+def _refuse_slow_patterns(model: Any, folder: Path) -> None:
+    """Raise ConfigError if the patterns of an adapter take too long; peft would match them in this process."""
     file = folder / "adapter_config.json"
     names = json.dumps([name for name, _ in model.named_modules()])
-    command = [sys.executable, "-I", "-c", MATCHES, str(file)]
+    command = [sys.executable, "-I", "-c", MATCH_PATTERNS, str(file)]
     try:
-        subprocess.run(command, input=names, text=True, stderr=subprocess.DEVNULL, timeout=PATIENCE)
+        subprocess.run(command, input=names, text=True, stderr=subprocess.DEVNULL, timeout=PATTERN_TIMEOUT)
     except subprocess.TimeoutExpired:
-        why = f"a pattern takes more than {PATIENCE:g} s on the names of the layers"
-        raise ConfigError(f"'{file}': {why} (target_modules, say); list the names instead") from None
+        raise ConfigError(
+            f"'{file}': a pattern, say of target_modules, takes more than {PATTERN_TIMEOUT:g} s on the names of the "
+            "layers; list the names instead"
+        ) from None
 
 
 def plain_inputs(
     processor: Any, prompt: Prompt, completion: Sequence[int], template_kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """What transformers' own `processor` makes of the row, its images at their final size, with a completion behind."""
-    # a template that takes no list of parts is given strings, and one that takes no string, parts
+    """Make the model's inputs from a row, its images at their final size, and a completion, by transformers' own
+    `processor`."""
+    # some templates take only strings as contents, others only lists of parts
     messages = [dict(message) for message in prompt.sample.messages]
-    parts = [
+    with_parts = [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
         for m in messages
     ]
     images = list(prompt.engine_prompt.images) or None
-    made: dict[str, Tensor] = {}
-    for given in (messages, parts):
+    inputs: dict[str, Tensor] = {}
+    for conversation in (messages, with_parts):
         try:
             text = processor.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=True, **template_kwargs
+                conversation, tokenize=False, add_generation_prompt=True, **template_kwargs
             )
         except Exception as error:
-            if given is parts:
+            if conversation is with_parts:
                 raise ConfigError(f"{prompt.uid}: the saved chat template fails ({quoted(error)})") from error
             continue
-        made = dict(processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
-        if tuple(made["input_ids"][0].tolist()) == prompt.token_ids:
+        inputs = dict(processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+        if tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids:
             break
-    made.pop("attention_mask", None)
+    inputs.pop("attention_mask", None)
     ids = torch.tensor([list(completion)], dtype=torch.long)
-    made["input_ids"] = torch.cat([made["input_ids"], ids], 1)
+    inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], 1)
     for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in made:
-            made[name] = torch.nn.functional.pad(made[name], (0, len(completion)))
-    return made
+        if name in inputs:
+            inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(completion)))
+    return inputs
 
 
 def plain_logprobs(model: Any, inputs: Mapping[str, Tensor], completion: Sequence[int]) -> list[float]:
-    """Log-probs [T] of a completion at the end of `inputs`, by the model's own forward; over the whole vocabulary."""
+    """Return log-probs [T] of the completion at the end of `inputs`, over the whole vocabulary."""
     device = next(model.parameters()).device
     on_device = {name: tensor.to(device) for name, tensor in inputs.items()}
     logits = model(**on_device, use_cache=False).logits[0].float()[-len(completion) - 1 : -1]
-    chosen = torch.tensor(list(completion), device=logits.device)[:, None]
-    values: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    ids = torch.tensor(list(completion), device=logits.device)[:, None]
+    values: list[float] = logits.log_softmax(-1).gather(1, ids)[:, 0].tolist()
     return values

@@ -1,8 +1,8 @@
-"""The results of `mm-grpo eval` as a table on the terminal, and as one JSON object."""
+"""Results of `mm-grpo eval` as a table on the terminal, and as one JSON object."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -14,66 +14,67 @@ if TYPE_CHECKING:
 
 
 def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
-    """Print `results`: a line a set, one for each value of a column, and the sets without their images below.
+    """Print `results`: a line for each set and each value of a column, then the scores without images.
 
-    Plain text, the same in a pipe; pass@1 is left out, for it is the share itself.
+    The text is the same in a pipe. pass@1 is left out, because it is the share itself.
     """
-    how = results.sampling
-    drawn = "greedy" if how["temperature"] == 0 else f"temperature {how['temperature']:g}"
-    times = f", {how['num_generations']} completions a row" if how["num_generations"] > 1 else ""
-    write(f"{results.model} ({drawn}{times}; {results.seconds:.0f} s)")
-    ks = sorted({k for one in results.sets.values() for k in one.pass_at if k > 1})
-    listed: list[tuple[str, SetResult]] = []
+    sampling = results.sampling
+    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    times = f", {sampling['num_generations']} completions a row" if sampling["num_generations"] > 1 else ""
+    write(f"{results.model} ({how}{times}; {results.seconds:.0f} s)")
+    ks = sorted({k for result in results.sets.values() for k in result.pass_at if k > 1})
+    rows: list[tuple[str, SetResult]] = []
     for name, result in results.sets.items():
-        listed.append((name, result))
-        listed += [(f"  {results.by} = {value}", own) for value, own in results.groups.get(name, {}).items()]
+        rows.append((name, result))
+        groups = results.groups.get(name, {})
+        rows += [(f"  {results.by} = {value}", group) for value, group in groups.items()]
     titles = ["", "rows", results.headline, "mean reward", *[f"pass@{k}" for k in ks], "tokens", "clipped"]
-    lines = [titles, *[_cells(label, one, ks) for label, one in listed]]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-    for line in lines:
-        first, *others = zip(line, widths, strict=True)
-        write("  ".join([first[0].ljust(first[1]), *[text.rjust(width) for text, width in others]]))
-    for label, one in listed:
-        if (blind := one.evaluation.blind) is not None:
+    lines = [titles, *[_cells(label, result, ks) for label, result in rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for label, *numbers in lines:
+        write("  ".join([label.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]))
+    for label, result in rows:
+        if (blind := result.evaluation.blind) is not None:
             gap = _number(blind.gap, blind.gap_interval)
             write(
                 f"{label}, images {blind.kind}: {_number(blind.score, blind.interval)}; the images add {gap}"
             )
     write("[...]: 95 % intervals, of shares by Wilson, of means by the normal approximation")
-    if how["num_generations"] > 1 and not ks:
+    if sampling["num_generations"] > 1 and not ks:
         write("no pass@k: run.headline has no mark to pass; write it as NAME >= MARK")
 
 
 def as_dict(results: Results) -> dict[str, Any]:
-    """What `--json` writes."""
+    """Return the JSON object of `--json`."""
 
-    def one(result: SetResult) -> dict[str, Any]:
+    def set_dict(result: SetResult) -> dict[str, Any]:
         values = asdict(result.evaluation)
         del values["tasks"]
         return {**values, "pass_at": {str(k): v for k, v in result.pass_at.items()}}
 
-    found: dict[str, Any] = {
+    def set_dicts(sets: Mapping[str, SetResult]) -> dict[str, Any]:
+        return {name: set_dict(result) for name, result in sets.items()}
+
+    output: dict[str, Any] = {
         "model": results.model, "headline": results.headline, "sampling": dict(results.sampling),
-        "seconds": round(results.seconds, 3), "sets": {name: one(each) for name, each in results.sets.items()},
+        "seconds": round(results.seconds, 3), "sets": set_dicts(results.sets),
     }  # fmt: skip
     if results.by is not None:
-        groups = {
-            name: {value: one(each) for value, each in own.items()} for name, own in results.groups.items()
-        }
-        found |= {"by": results.by, "groups": groups}
-    return found
+        groups = {name: set_dicts(by_value) for name, by_value in results.groups.items()}
+        output |= {"by": results.by, "groups": groups}
+    return output
 
 
 def _cells(label: str, result: SetResult, ks: list[int]) -> list[str]:
-    one = result.evaluation
+    evaluation = result.evaluation
     return [
         printable(label, lines=False),
-        str(one.rows),
-        _number(one.score, one.interval),
-        _number(one.reward, one.reward_interval),
+        str(evaluation.rows),
+        _number(evaluation.score, evaluation.interval),
+        _number(evaluation.reward, evaluation.reward_interval),
         *[_number(result.pass_at.get(k)) for k in ks],
-        "-" if one.length is None else f"{one.length:.1f}",
-        "-" if one.clipped is None else f"{one.clipped:.0%}",
+        "-" if evaluation.length is None else f"{evaluation.length:.1f}",
+        "-" if evaluation.clipped is None else f"{evaluation.clipped:.0%}",
     ]
 
 

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from mm_grpo.import_path import library_first
-from mm_grpo.terminal import outlive_reader
+from mm_grpo.terminal import ignore_closed_pipe
 from mm_grpo.user_code import worker
 from mm_grpo.user_code.kept_state import working_folder
 
@@ -241,7 +241,7 @@ def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> 
             for each in ours:
                 each.close()
             if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout = outlive_reader(sys.stdout)
+                sys.stdout = ignore_closed_pipe(sys.stdout)
                 sys.stdout.reconfigure(line_buffering=True)
             worker.serve(connection, getattr(importlib.import_module(module), name))
     except BaseException:

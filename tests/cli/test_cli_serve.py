@@ -91,7 +91,7 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
         return [sys.executable, "-S", str(FAKE), str(settings.socket), str(tmp_path / "pids")]
 
     monkeypatch.setattr(launch, "server_command", fake)
-    with serve.servers_beside(load_config(str(job), []), 2, 1) as fields:
+    with serve.servers_for_run(load_config(str(job), []), 2, 1) as fields:
         urls = fields["rollout.server.urls"]
         assert len(set(urls)) == 2 and all(url.startswith("unix:///") for url in urls)
         changed = load_config(str(job), []).with_values(fields)
@@ -136,7 +136,7 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
             asked.append("ended")
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(train, "servers_beside", beside)
+    monkeypatch.setattr(train, "servers_for_run", beside)
     monkeypatch.setattr(train, "_train", lambda config, overrides, loaded, *_: asked.append(loaded.rollout))
     monkeypatch.setattr(train, "launch", lambda count, program: asked.append(program) or 0)
     assert [command("train", job, "--serve", 2, *more).code for more in ((), ("--processes", 2))] == [0, 0]

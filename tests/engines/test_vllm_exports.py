@@ -30,8 +30,8 @@ def test_vllm_reads_what_was_exported(models: dict[str, Path], tmp_path: Path) -
         )
         return VLLMEngine(settings, processor)
 
-    export_run(run.root, tmp_path / "last", which="last")
-    export_run(run.root, tmp_path / "adapter", which="last", adapter=True)
+    export_run(run.root, tmp_path / "last", checkpoint="last")
+    export_run(run.root, tmp_path / "adapter", checkpoint="last", adapter=True)
     merged = engine(tmp_path / "last")
     assert merged.score(run.prompt, run.answer) == pytest.approx(run.scores[3], abs=1e-4)
     adapted = engine(base, enable_lora=True, max_lora_rank=8)

@@ -85,7 +85,7 @@ def test_fewer_rows_and_rows_that_are_left_out(
         data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
-    monkeypatch.setattr(check_page, "MOST_BYTES", 700)  # one image has some 500
+    monkeypatch.setattr(check_page, "MAX_BYTES", 700)  # one image has some 500
     data, _ = checked(page_job(), tmp_path / "out.html")
     assert [(len(of_set["shown"]), of_set["left_out"]) for of_set in data["sets"]] == [(1, 2), (1, 2)]
     assert len(data["pictures"]) == 2

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from mm_grpo.pages.curves import CURVES, MOST_STRETCHES, Curves, thinned
+from mm_grpo.pages.curves import CURVES, MAX_STRETCHES, Curves, thin_out
 
 
 def place(title: str) -> int:
     return next(i for i, curve in enumerate(CURVES) if curve.title == title)
 
 
-@pytest.mark.parametrize("rows", [MOST_STRETCHES, MOST_STRETCHES + 1, 10_000])
+@pytest.mark.parametrize("rows", [MAX_STRETCHES, MAX_STRETCHES + 1, 10_000])
 def test_many_points_keep_their_spikes_and_means(rows: int) -> None:
     values = [float(i % 10) for i in range(rows)]
     values[rows // 3], values[rows // 2] = 99.0, -99.0
-    found = thinned([*enumerate(values), (rows, None)] if rows > MOST_STRETCHES else [*enumerate(values)])
+    found = thin_out([*enumerate(values), (rows, None)] if rows > MAX_STRETCHES else [*enumerate(values)])
     points = found["points"]
-    assert len(points) <= 2 * MOST_STRETCHES
+    assert len(points) <= 2 * MAX_STRETCHES
     assert (rows // 3, 99.0) in points and (rows // 2, -99.0) in points
     assert [x for x, _ in points] == sorted(x for x, _ in points)
-    if rows == MOST_STRETCHES:
+    if rows == MAX_STRETCHES:
         assert found == {"points": [*enumerate(values)]}
         return
     assert found["width"] * len(found["means"]) >= rows and points[-1][0] <= found["means"][-1][0] == rows

@@ -15,23 +15,23 @@ from helpers.runs import group
 from PIL import Image
 
 from mm_grpo.pages.gallery import (
-    WHOLE,
+    FULL_BUDGET,
     Budget,
     Gallery,
-    Pictures,
+    ImageStore,
     describe_completion,
     describe_turn,
     gather_gallery,
     split_thinking,
 )
-from mm_grpo.pages.page import Picture
+from mm_grpo.pages.page import PageImage
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.types import Group
 
 
-def gathered(folder: RunFolder, budget: Budget = WHOLE) -> tuple[Gallery, Pictures]:
-    pictures = Pictures(budget.images)
-    return gather_gallery(folder.paths, budget, pictures), pictures
+def gathered(folder: RunFolder, budget: Budget = FULL_BUDGET) -> tuple[Gallery, ImageStore]:
+    images = ImageStore(budget.images)
+    return gather_gallery(folder.paths, budget, images), images
 
 
 def logged(path: Path, *steps: list[Group]) -> RunFolder:
@@ -41,26 +41,26 @@ def logged(path: Path, *steps: list[Group]) -> RunFolder:
     return folder
 
 
-def decoded(picture: Picture) -> Image.Image:
+def decoded(picture: PageImage) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(picture.uri.partition(",")[2])))
 
 
 def test_a_large_picture_is_made_smaller_and_keeps_its_own_pixels(tmp_path: Path) -> None:
-    gallery, pictures = gathered(logged(tmp_path, [group(0, (1.0,), side=1024)]))
-    (made,) = (pictures.held[name] for name in gallery.groups[0]["images"])
+    gallery, images = gathered(logged(tmp_path, [group(0, (1.0,), side=1024)]))
+    (made,) = (images.by_name[name] for name in gallery.groups[0]["images"])
     assert decoded(made).size == (512, 256) and (made.width, made.height) == (1024, 512)
     noise = Image.effect_noise((500, 500), 80).convert("RGB")
     one = group(0, (1.0,))
     prompt = replace(one.prompt, engine_prompt=replace(one.prompt.engine_prompt, images=(noise,)))
-    _, pictures = gathered(logged(tmp_path / "b", [replace(one, prompt=prompt)]))
-    assert [made.uri[:16] for made in pictures.held.values()] == ["data:image/jpeg;"]
+    _, images = gathered(logged(tmp_path / "b", [replace(one, prompt=prompt)]))
+    assert [made.uri[:16] for made in images.by_name.values()] == ["data:image/jpeg;"]
 
 
 def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp_path: Path) -> None:
     rewards: list[tuple[float | None, ...]] = [(0.5, 0.5), (0.0, 1.0), (None, None), (0.2, 0.6)]
     folder = logged(tmp_path, *[[group(i, r) for i, r in enumerate(rewards)] for _ in range(20)])
-    whole, pictures = gathered(folder)
-    assert len(whole.groups) == 80 and len(pictures.held) == 4  # each image once
+    whole, images = gathered(folder)
+    assert len(whole.groups) == 80 and len(images.by_name) == 4  # each image once
     budget = Budget(int(len(json.dumps(whole.groups[0])) * 2.5 * 8), 10**6)  # two groups of each of 8 steps
     found, _ = gathered(folder, budget)
     assert {g["slot"] for g in found.groups} == {1, 3}
@@ -74,9 +74,9 @@ def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp
 
 def test_the_budget_of_images_leaves_out_groups_whose_images_do_not_fit(tmp_path: Path) -> None:
     folder = logged(tmp_path, [group(i, (0.0, i / 10)) for i in range(10)])
-    size = len(next(iter(gathered(folder)[1].held.values())).uri)
-    gallery, pictures = gathered(folder, Budget(10**6, 3 * size + size // 2))
-    assert [g["slot"] for g in gallery.groups] == [7, 8, 9] and len(pictures.held) == 3
+    size = len(next(iter(gathered(folder)[1].by_name.values())).uri)
+    gallery, images = gathered(folder, Budget(10**6, 3 * size + size // 2))
+    assert [g["slot"] for g in gallery.groups] == [7, 8, 9] and len(images.by_name) == 3
 
 
 def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
     Image.new("RGB", (2, 2)).save(tmp_path / "secret.png")
     file = folder.paths.rollout_file(1)
     file.write_text(re.sub(r'"images": \["[^"]*"\]', '"images": ["../../../secret.png"]', file.read_text()))
-    gallery, pictures = gathered(folder)
-    assert gallery.groups[0]["images"] == [] and pictures.held == {}
+    gallery, images = gathered(folder)
+    assert gallery.groups[0]["images"] == [] and images.by_name == {}
     turn = {"role": "tool", "text": "", "name": "zoom", "arguments": {}, "images": ["../../../secret.png"]}
     assert describe_turn(turn)["images"] == []
 

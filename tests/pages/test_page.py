@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from mm_grpo.pages.page import Picture, inert_json, policy_hash, render
+from mm_grpo.pages.page import PageImage, inert_json, policy_hash, render
 
 EVIL = "</script><script>alert(1)</script><!-- <img src=x onerror=alert(2)>\"'&\u2028\u202e\x1b[31m\x00\ud800"
 
@@ -20,12 +20,14 @@ def test_json_ends_no_element_and_holds_what_can_be_shown() -> None:
 
 
 def test_a_page_allows_its_own_script_and_style_alone() -> None:
-    page = render(EVIL, {"kind": "run", "text": EVIL}, {"a.png": Picture(3, 2, "data:image/png;base64,aaaa")})
+    page = render(
+        EVIL, {"kind": "run", "text": EVIL}, {"a.png": PageImage(3, 2, "data:image/png;base64,aaaa")}
+    )
     scripts = re.findall(r"<script([^>]*)>(.*?)</script>", page, re.DOTALL)
     assert [kind for kind, _ in scripts] == [
         ' type="application/json" id="data"', ' type="text/plain" id="u-a.png"', "",
     ]  # fmt: skip
-    assert json.loads(scripts[0][1])["pictures"] == {"a.png": [3, 2]}
+    assert json.loads(scripts[0][1])["images"] == {"a.png": [3, 2]}
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy == (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.pages.gallery import LONGEST_TEXT, describe_completion
+from mm_grpo.pages.gallery import MAX_TEXT, describe_completion
 
 
 def row(pieces: list[str], nats: list[float], **more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def test_tokens_near_0_are_one_piece() -> None:
     [
         (["<think>", "why", "</think>", "\n\n", " red"], "<think>why</think>"),
         (["<think>", "why</thi", "nk> r", "ed"], "<think>why</think>"),
-        (["<think>a", "wo" * LONGEST_TEXT, "b</think>", "red"], "<think>awo"),
+        (["<think>a", "wo" * MAX_TEXT, "b</think>", "red"], "<think>awo"),
     ],
 )
 def test_the_pieces_joined_are_the_text(pieces: list[str], thinking: str) -> None:

@@ -18,7 +18,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.quantization import NF4_BYTES
-from mm_grpo.preflight.estimate import phases, show, sizes_of, what_fits
+from mm_grpo.preflight.estimate import find_remedy, phases, show, sizes_of
 from mm_grpo.preflight.memory import GB, Image, ModelSizes, learner_memory, memory_of_run
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
@@ -159,7 +159,7 @@ def test_four_bits_that_vllm_shares_are_counted_once(bare: Path) -> None:
 def test_what_fits_offers_vllm_on_the_learners_four_bits(bare: Path) -> None:
     config = config_for(bare, model={"lora": LORA, "quantization": "nf4"}, rollout={"engine": "vllm"})
     card = round(2.1 * GB)  # less than CUDA graphs and the rest
-    found = what_fits(config, card, processes=1)
+    found = find_remedy(config, card, processes=1)
     assert found is not None and "rollout.vllm.engine_kwargs={quantization: nf4}" in found.settings
     assert found.peak <= card
 
@@ -185,13 +185,13 @@ def test_what_fits_takes_the_cheapest_settings(bare: Path) -> None:
     config = config_for(bare, rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.8}})
     card = 25 * GB
     assert phases(config, card, processes=1).peak > card * 0.8
-    fits = what_fits(config, card, processes=1)
+    fits = find_remedy(config, card, processes=1)
     assert fits is not None and fits.settings == ()
     full = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.9})
-    found = what_fits(full, card, processes=1)
+    found = find_remedy(full, card, processes=1)
     assert found is not None and found.settings == ("rollout.vllm.gpu_memory_utilization=0.05",)
     assert found.peak <= card
-    assert what_fits(config, GB, processes=1) is None  # vLLM needs more than that alone
+    assert find_remedy(config, GB, processes=1) is None  # vLLM needs more than that alone
 
 
 def test_the_command_needs_no_weights(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:

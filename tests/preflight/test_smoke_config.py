@@ -33,7 +33,7 @@ def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
             "run": {"expected_curve": "curve.json"},
         }
     )
-    made = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), beside=tmp_path)
+    made = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), folder=tmp_path)
     assert made.data.train == [
         {"path": COLOURS | {"size": 16}, "weight": 3, "task": "colour"},
         {"path": COUNTS | {"size": 16}, "task": "count"},

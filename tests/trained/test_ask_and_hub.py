@@ -92,7 +92,7 @@ def test_an_adapter_folder_without_all_of_its_layers_is_refused(
 def test_an_adapter_whose_pattern_takes_for_ever_is_refused(
     field: str, exported: Path, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "PATIENCE", 1.0)
+    monkeypatch.setattr(proof, "PATTERN_TIMEOUT", 1.0)
     folder, slow = tmp_path / "adapter", r"(([a-z_0-9]|\.)+)+!"
     shutil.copytree(exported / "adapter", folder)
     file = folder / "adapter_config.json"

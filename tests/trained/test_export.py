@@ -30,7 +30,7 @@ from mm_grpo.run.manifest import manifest_text
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
-from mm_grpo.trained.card import History
+from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
 from mm_grpo.trained.source import find_checkpoint
@@ -61,10 +61,10 @@ def plain(folder: Path, run: Finished, base: Path | None = None) -> list[float]:
 def test_an_export_answers_as_the_trainer_did(
     kind: str, which: str, step: int, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mm_grpo.trained.export.SHARD", "100KB")
+    monkeypatch.setattr("mm_grpo.trained.export.MAX_SHARD", "100KB")
     adapter = kind == "adapter"
     run = runs("lora" if adapter else kind)
-    made = export_run(run.root, tmp_path / "out", which=which, adapter=adapter)
+    made = export_run(run.root, tmp_path / "out", checkpoint=which, adapter=adapter)
     assert made.gap.max <= 1e-4 and made.gap.tokens > 8 and made.prompts == 4
     base = Path(run.trainer.config.model.path)
     found = plain(tmp_path / "out", run, base if adapter else None)
@@ -97,7 +97,7 @@ def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path
     paths = RunPaths(tmp_path)
     write_rollouts(paths, 1, [group_with_rewards(g) for g in groups_of(processor)])
     trained = Trained(model.eval(), processor, config, paths, 1)
-    found = write_export(trained, History(), tmp_path / "out", adapter=number % 3 == 0)
+    found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
     assert found.gap.max <= 1e-4 and found.prompts == 3
 
 
@@ -147,7 +147,7 @@ def test_what_is_not_the_trained_model_is_not_kept(
         "processor": "saved processor",
     }
     with pytest.raises(ConfigError, match=words[fault]):
-        write_export(trained, History(), tmp_path / "out", adapter=False)
+        write_export(trained, RunLog(), tmp_path / "out", adapter=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +186,7 @@ def test_a_bfloat16_checkpoint_is_the_model_to_the_bit(
 def test_an_existing_folder_is_not_touched(runs: Runs, tmp_path: Path) -> None:
     """One of the user's is refused by robustness/cases.py."""
     run, out = runs("full"), tmp_path / "out"
-    export_run(run.root, out, which="step-2")
+    export_run(run.root, out, checkpoint="step-2")
     before = (out / "README.md").stat().st_ino
     with pytest.raises(ConfigError, match="--overwrite"):
         export_run(run.root, out)
@@ -202,7 +202,7 @@ def test_an_existing_folder_is_not_touched(runs: Runs, tmp_path: Path) -> None:
 
 def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> None:
     run = runs("full")
-    export_run(run.root, tmp_path / "out", which="best")
+    export_run(run.root, tmp_path / "out", checkpoint="best")
     card = (tmp_path / "out/README.md").read_text()
     rows = [json.loads(line) for line in (run.root / "metrics.jsonl").read_text().splitlines()]
     before, after = rows[0]["eval/eval/reward"], rows[2]["eval/eval/reward"]
