@@ -573,10 +573,9 @@ class RunConfig(Section):
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False
     """Replace what the run folder already holds. Default: false."""
-    guards: Annotated[
-        dict[GuardName, GuardAction],
-        Accepts("a mapping of guards to stop, warn or off"),
-    ] = Field(default_factory=dict)
+    guards: Annotated[dict[GuardName, GuardAction], Accepts("a mapping of guards to stop, warn or off")] = (
+        Field(default_factory=dict)
+    )
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,

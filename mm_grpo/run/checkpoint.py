@@ -24,13 +24,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import frozen_digest, load_state, load_weights, state_file
 from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
-from mm_grpo.run.manifest import (
-    FORMAT,
-    Checkpoint,
-    checkpoints_in,
-    inspect_checkpoint,
-    read_checkpoint,
-)
+from mm_grpo.run.manifest import FORMAT, Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field
 

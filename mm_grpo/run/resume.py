@@ -65,10 +65,8 @@ class RunState:
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
             return 0
-        refuse_another_run(
-            checkpoint, max_steps=self.max_steps, allow_changed_code=self.config.run.allow_changed_code,
-            **self.identity(),
-        )  # fmt: skip
+        allowed = self.config.run.allow_changed_code
+        refuse_another_run(checkpoint, self.identity(), self.max_steps, allow_changed_code=allowed)
         self.checkpoints.load(checkpoint)
         self.step, self.extra, self.log = checkpoint.step, checkpoint.extra, checkpoint.log
         return self.step

@@ -132,30 +132,23 @@ def _file_digest(fn: Callable[..., Any]) -> str | None:
 
 
 def refuse_another_run(
-    checkpoint: Checkpoint,
-    rows: Mapping[str, Any],
-    rewards: Sequence[Mapping[str, Any]],
-    max_steps: int,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    tool_sources: Sequence[Mapping[str, Any]] = (),
-    allow_changed_code: bool = False,
+    checkpoint: Checkpoint, identity: Mapping[str, Any], max_steps: int, *, allow_changed_code: bool = False
 ) -> None:
     """Raise ConfigError if a checkpoint is of a run with other rows, rewards, tools or more than `max_steps` steps.
 
     Evaluation sets must have the same order, because the first is the headline; `tools` are compared by their JSON
     schemas. If the source of a reward or of a tool changed and that is allowed, warn.
     """
-    then = checkpoint.extra
+    then, rows = checkpoint.extra, identity["rows"]
     where = f"the checkpoint '{checkpoint.path}' was made with"
-    if changed := _changed(then["rewards"], rewards):
+    if changed := _changed(then["rewards"], identity["rewards"]):
         _refuse_code(f"rewards: {where} other rewards ({changed})", allow_changed_code)
-    if then["tools"] != list(tools):
+    if then["tools"] != identity["tools"]:
         raise ConfigError(
             f"tools: {where} other names or descriptions; put them back (rollout.tools, rollout.environment, or tools= "
             "and environment_factory= of GRPOTrainer), or start a new run"
         )
-    if changed := _changed(then["tool_sources"], tool_sources):
+    if changed := _changed(then["tool_sources"], identity["tool_sources"]):
         _refuse_code(f"tools: {where} other ones ({changed})", allow_changed_code)
     sets, old_sets = [n.removeprefix("eval.") for n in rows if n != "train"], list(then["before"])
     if sets != old_sets:

@@ -195,10 +195,7 @@ def test_a_path_is_no_loaded_model(models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoilt(config: Any, inputs: Any, tokens: Any, statistics: Any) -> Any:
         statistics.add(loss=torch.tensor(math.nan), entropy=torch.tensor(math.nan))

@@ -41,12 +41,7 @@ def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
 
 
 def run(
-    model: Path,
-    folder: Path,
-    steps: int,
-    resume: bool = False,
-    heldout: Any = HELDOUT,
-    save_every: int = 1,
+    model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT, save_every: int = 1
 ) -> dict[str, Any]:
     run = {
         "max_steps": steps,
