@@ -155,7 +155,7 @@ def build_parts(
 ) -> Parts:
     """Load what `config` names, or take the `model` and the `processor` that are passed in.
 
-    `updates` is the length of the learning-rate schedule, `datasets` are all whose rows will be asked about, the
+    `updates` is the length of the learning-rate schedule, `datasets` are all rows that will be sampled, the
     training set first, `ranks` the processes that train together, `toolbox` what the model may call; `phase` is called
     with what begins. Raises ConfigError for what cannot be loaded and GuardStop when the weights did not reach the
     engine.
@@ -263,10 +263,10 @@ def open_sampler(
 
 def _check_processor(processor: Processor, config: GRPOConfig) -> None:
     """Raise ConfigError if a processor that was passed in contradicts the config."""
-    arguments, own = config.data.chat_template_kwargs, getattr(processor, "chat_template_kwargs", {})
-    if arguments != own:
+    config_kwargs, kwargs = config.data.chat_template_kwargs, getattr(processor, "chat_template_kwargs", {})
+    if config_kwargs != kwargs:
         raise ConfigError(
-            f"data.chat_template_kwargs = {arguments}: the processor that was passed in has {own}; give "
+            f"data.chat_template_kwargs = {config_kwargs}: the processor that was passed in has {kwargs}; give "
             "load_processor(...) the same"
         )
     twin = config.algorithm.twin_view
@@ -311,7 +311,7 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
     merged = [layer for layer in layers if layer not in learner.factored]
     if merged:
         return (
-            f"adapters: those of {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, "
+            f"adapters: {len(merged)} of {len(layers)} layers ({merged[0]}, ...) are merged for the engine, "
             "which has no LoRA layers for them; what rounding takes from them is lora/merge_lost"
         )
     lends = "" if lent is None else f", which lends it {lent / 1e9:.2f} GB of the base"

@@ -61,12 +61,12 @@ def expand_glob(pattern: str) -> list[str]:
 def _matches(pattern: str) -> list[str]:
     """Return the paths that match."""
     # not glob's own `**`, which goes in circles when links lead up
-    top, *rest = _DEEP.split(pattern, maxsplit=1)
-    if not rest:
+    top, *tail = _DEEP.split(pattern, maxsplit=1)
+    if not tail:
         return glob.glob(pattern)
     folders = [folder for start in glob.glob(top or ".") for folder in _folders(start)]
     inner = [glob.escape(folder.removeprefix("./") if folder != "." else "") for folder in folders]
-    return [path for folder in inner for path in _matches(os.path.join(folder, rest[0] or "*"))]
+    return [path for folder in inner for path in _matches(os.path.join(folder, tail[0] or "*"))]
 
 
 def _folders(top: str) -> Iterator[str]:

@@ -49,15 +49,15 @@ def load_named(address: str, field: str, error: type[UserError]) -> Any:
     place, _, name = address.rpartition(":")
     if not place or not name:
         raise error(f"{field} = {address!r}: must be path/to/file.py:Name or package.module:Name")
-    what = f"{field} = {address!r}"
-    module = load_file(what, place, error) if place.endswith(".py") else load_module(what, place, error)
+    subject = f"{field} = {address!r}"
+    module = (load_file if place.endswith(".py") else load_module)(subject, place, error)
     target: Any = module
     for part in name.split("."):
         target = getattr(target, part, None)
     if target is None:
         public = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
         raise error(
-            f"{what}: {place} has no {name!r}; {did_you_mean(name, public)}it has {', '.join(public)}"
+            f"{subject}: {place} has no {name!r}; {did_you_mean(name, public)}it has {', '.join(public)}"
         )
     return target
 

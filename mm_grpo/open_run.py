@@ -102,16 +102,16 @@ class OpenRun:
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
         self.parts = parts = self._load(model, processor)
-        self.processor, self.model, self.prompt_builder = parts.processor, parts.model, parts.prompt_builder
-        self.engine, self.learner, self.sync = parts.engine, parts.learner, parts.sync
-        self.sampler = sampler_of(
+        self.processor, self.model, self.engine = parts.processor, parts.model, parts.engine
+        self.learner, self.sync = parts.learner, parts.sync
+        sampler = sampler_of(
             config, self.processor, self.engine, toolbox, plan.seeds, lambda: self.sync.version
         )
-        self.runner = RolloutRunner(self.prompt_builder, self.sampler, scorer, ranks)
+        self.runner = RolloutRunner(parts.prompt_builder, sampler, scorer, ranks)
         staleness = config.rollout.max_staleness
         self.collector = Collector(
             config, self.train_set, plan.order, plan.seeds,
-            # steps ahead are sampled in another thread, whose collectives need a group of their own
+            # steps ahead are sampled in another thread, and its collectives need another group
             replace(self.runner, ranks=ranks.second()) if staleness else self.runner,
             version=partial(scheduled_version, staleness=staleness),
             reference_logprobs=self.learner.reference_logprobs,
@@ -135,7 +135,7 @@ class OpenRun:
     @cached_property
     def first_prompt(self) -> tuple[int, int, Prompt]:
         """Step, slot and prompt of the first row with an image among the first P rows, else of the first row."""
-        prompts = self.prompt_builder.first(self.train_set, self.plan.order)
+        prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_image(islice(prompts, self.config.rollout.prompts_per_step))
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
@@ -150,8 +150,8 @@ class OpenRun:
         """Apply the guards of an update: engine against learner, weights that moved, a finite loss."""
         with self.ranks.fail_together("guards"):
             for version, gap in report.gaps.items():
-                moved = self.sync.moved_since(version)
-                self.guards.apply("logp_gap", sampled_gap(gap, self.sync.limit, moved), step)
+                problem = sampled_gap(gap, self.sync.limit, self.sync.moved_since(version))
+                self.guards.apply("logp_gap", problem, step)
             for record in report.updates:
                 self.guards.apply("update_happens", update_happens(record), step)
             self.guards.apply("update_happens", finite_loss(report.metrics["loss"]), step)
@@ -170,8 +170,8 @@ class OpenRun:
         """Start the run folder after `step` steps: cut its logs there, and replay them to the guards."""
         folder, last, root = self.folder, self.plan.max_steps, self.folder.paths.root
         if self.resume:
-            left = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
-            resuming = f"resuming {root} after step {step}: {left}"
+            remaining = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
+            resuming = f"resuming {root} after step {step}: {remaining}"
             self.phase(resuming if step else f"{root} has no checkpoint to resume; starting at step 1")
         with self.ranks.fail_together("starting"):
             if self.ranks.first:
@@ -213,7 +213,7 @@ class OpenRun:
     def close(self) -> None:
         """End the threads and processes of prompts, rewards and tools; the engine and the model stay."""
         self.pipeline.close()
-        self.prompt_builder.close()
+        self.parts.prompt_builder.close()
         self.scorer.close()
         if self.toolbox is not None:
             self.toolbox.close()

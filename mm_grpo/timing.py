@@ -1,4 +1,4 @@
-"""Seconds by name: `timed` adds those of a block to the times of a step."""
+"""Seconds by name: `timed` adds the seconds of a block to the times of a step."""
 
 from __future__ import annotations
 

@@ -59,10 +59,9 @@ class GRPOTrainer(Exports):
             environment_factory=environment_factory, callbacks=callbacks, resume=resume,
         )  # fmt: skip
         super().__init__(parts)
-        self.plan, self.collector, self.pipeline = parts.plan, parts.collector, parts.pipeline
-        self.prompt_builder, self.sampler, self.runner = parts.prompt_builder, parts.sampler, parts.runner
-        self.engine, self.sync, self.guards = parts.engine, parts.sync, parts.guards
-        self.signals = parts.signals
+        self.plan, self.runner, self.collector = parts.plan, parts.runner, parts.collector
+        self.pipeline, self.engine, self.sync = parts.pipeline, parts.engine, parts.sync
+        self.guards, self.signals = parts.guards, parts.signals
         self.tokens_seen = self.resumed_at = 0
         self.stop_reason, self._trained = "", False
 
@@ -166,7 +165,8 @@ class GRPOTrainer(Exports):
     # the run around the steps ----------------------------------------------------------------
 
     def _train(self) -> dict[str, Any]:
-        started, every, last_step = time.perf_counter(), self.config.run.eval_every or 0, self.plan.max_steps
+        started, eval_every = time.perf_counter(), self.config.run.eval_every or 0
+        last_step = self.plan.max_steps
         self._load_checkpoint()
         step = self.resumed_at
         self._call("on_train_begin", step=step)
@@ -174,7 +174,7 @@ class GRPOTrainer(Exports):
         with self.parts.display(step, self.tokens_seen) as self.progress, closing(self.parts):
             self._before_steps()
             for step in range(self.resumed_at + 1, last_step + 1):
-                due = step == last_step or (every > 0 and step % every == 0)
+                due = step == last_step or (eval_every > 0 and step % eval_every == 0)
                 metrics = self._step(step)
                 metrics |= self._evaluate(step) if due else {}
                 self._call("on_step_end", step=step, metrics=metrics)
@@ -214,7 +214,7 @@ class GRPOTrainer(Exports):
             self.evaluations.restore(self.state.extra)
         elif metrics := self._evaluate(0):
             self._call("on_log", step=0, metrics=metrics)
-        signal = self.ranks.max(self.signals.asked, "stopping")
+        signal = self.ranks.max(self.signals.number, "stopping")
         if signal and self.resumed_at < self.plan.max_steps:
             raise self.signals.interruption(signal, self.resumed_at, self.resumed_at, self.folder.paths.root)
         self.progress.begin()
@@ -224,7 +224,7 @@ class GRPOTrainer(Exports):
 
     def _save_checkpoint(self, step: int, *, last: bool) -> None:
         """Write a checkpoint when one is due. Raises RunInterrupted after a signal, unless the run is over anyway."""
-        signal = self.ranks.max(self.signals.asked, "stopping")
+        signal = self.ranks.max(self.signals.number, "stopping")
         path = self.state.save(step, self.tokens_seen, self.pipeline.finished, due=last or bool(signal))
         if path is not None:
             self._call("on_save", step=step, path=path)

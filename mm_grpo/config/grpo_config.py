@@ -199,8 +199,11 @@ class GRPOConfig(Section):
     def batch_sentence(self, processes: int = 1) -> str:
         """Say the arithmetic of one step: prompts x generations -> updates."""
         prompts, generations = self.rollout.prompts_per_step, self.rollout.num_generations
-        iterations, (few, rest) = self.algorithm.num_iterations, divmod(prompts, self.optim.updates_per_step)
-        share = f"{few:,} or {few + 1:,} prompts each" if rest else f"{_counted(few, 'prompt')} each"
+        iterations, (few, remainder) = (
+            self.algorithm.num_iterations,
+            divmod(prompts, self.optim.updates_per_step),
+        )
+        share = f"{few:,} or {few + 1:,} prompts each" if remainder else f"{_counted(few, 'prompt')} each"
         share += f", {iterations:,} iterations" if iterations > 1 else ""
         several = f" on {processes:,} processes" if processes > 1 else ""
         defaulted = self.model.lora is not None and self.optim.learning_rate is None
@@ -239,12 +242,12 @@ def _scaling_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     estimator = algorithm.advantage_estimator
     each_by_itself = algorithm.multi_objective_aggregation == "normalize_then_sum"
     if each_by_itself:
-        owner, own = "algorithm.multi_objective_aggregation = normalize_then_sum", None
-    else:  # `own` is the estimator's divisor, if it is one of the scales
+        owner, divisor = "algorithm.multi_objective_aggregation = normalize_then_sum", None
+    else:  # the estimator's divisor, if it is one of the scales
         owner = f"algorithm.advantage_estimator = {estimator}"
         scales = {"rloo": "none", "reinforce_plus_plus_baseline": "batch", "maxrl": None}
-        own = scales.get(estimator, algorithm.scale_rewards)
-    if algorithm.scale_rewards not in ("group", own):  # group is the default, and may be left
+        divisor = scales.get(estimator, algorithm.scale_rewards)
+    if algorithm.scale_rewards not in ("group", divisor):  # group is the default, and may stay
         yield "algorithm.scale_rewards", f"{owner} brings its own scale and would ignore this; leave it out"
     if each_by_itself and estimator != "grpo":
         yield "algorithm.advantage_estimator", f"must be grpo with {owner}"
@@ -293,9 +296,9 @@ def _loss(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     elif own_weights and algorithm.importance_sampling_level != "token":
         why = f"{chosen} weighs in its own way and would ignore this; leave it out"
         yield "algorithm.importance_sampling_level", why
-    least, most = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
-    if config.importance_sampling_mode != "none" and most is not None and (least or 0.0) >= most:
-        why = f"must be below algorithm.importance_sampling_clip_max, which is {most}"
+    clip_min, clip_max = algorithm.importance_sampling_clip_min, algorithm.importance_sampling_clip_max
+    if config.importance_sampling_mode != "none" and clip_max is not None and (clip_min or 0.0) >= clip_max:
+        why = f"must be below algorithm.importance_sampling_clip_max, which is {clip_max}"
         yield "algorithm.importance_sampling_clip_min", why
 
 
@@ -330,9 +333,9 @@ def _multi_turn_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     if tools and twin is not None:
         yield "algorithm.twin_view", "must be null with rollout.tools and rollout.environment"
     if twin is not None and twin.view == "high_resolution":
-        seen, most = config.data.max_pixels, twin.max_pixels
-        if seen == most or (seen is not None and most is not None and most < seen):
-            why = f"must be above data.max_pixels, which is {'null' if seen is None else seen}, to show more"
+        pixels, twin_pixels = config.data.max_pixels, twin.max_pixels
+        if pixels == twin_pixels or (pixels is not None and twin_pixels is not None and twin_pixels < pixels):
+            why = f"must be above data.max_pixels, which is {yaml_repr(pixels)}, to show more"
             yield "algorithm.twin_view.max_pixels", why
     if tools and config.algorithm.perception_coef > 0:
         why = "must be 0 with rollout.tools and rollout.environment, which may show what the mask hides"

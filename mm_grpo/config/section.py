@@ -65,16 +65,9 @@ class Section(BaseModel):
     @classmethod
     def all_paths(cls) -> list[str]:
         """Return the dotted path of every field of the tree that holds this section."""
-        root: type[Section] = cls
-        while holder := next(
-            (kind for kind in Section.__subclasses__() if root in kind._inner_sections()), None
-        ):
-            root = holder
-        return [path for path, _ in leaves(root)]
-
-    @classmethod
-    def _inner_sections(cls) -> list[type[Section]]:
-        return [kind for field in cls.model_fields.values() for kind in _sections_within(field)]
+        trees = [[path for path, _ in leaves(kind)] for kind in Section.__subclasses__()]
+        branch = {path for path, _ in leaves(cls)}
+        return max((tree for tree in trees if branch <= {*tree}), key=len, default=[*branch])
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with `{"a.b": value}` laid over it, checked as a new one is. Paths start at this section."""

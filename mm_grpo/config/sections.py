@@ -146,9 +146,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        least, most = self.min_pixels, self.max_pixels
-        if least and most and least > most:
-            raise CheckError(f"data.min_pixels = {least}: must be <= data.max_pixels, which is {most}")
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise CheckError(
+                f"data.min_pixels = {self.min_pixels}: must be <= data.max_pixels, which is {self.max_pixels}"
+            )
         return self
 
     def eval_sets(self) -> dict[str, str | list[Any] | dict[str, Any]]:
@@ -572,10 +573,9 @@ class RunConfig(Section):
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False
     """Replace what the run folder already holds. Default: false."""
-    guards: Annotated[
-        dict[GuardName, GuardAction],
-        Accepts("a mapping of guards to stop, warn or off"),
-    ] = Field(default_factory=dict)
+    guards: Annotated[dict[GuardName, GuardAction], Accepts("a mapping of guards to stop, warn or off")] = (
+        Field(default_factory=dict)
+    )
     """What guards do when they fire, by name: stop, warn or off; a guard that is not named keeps its own choice
     (docs/checking.md). They are duplicate_completions, logp_gap, update_happens, no_update, zero_std, no_reward,
     zero_kl, masked_share, entropy_collapse, clipped_lengths, unread_images, sight_lost, tools_failing, tools_unused,

@@ -1,8 +1,8 @@
 """Sources of rows: a path, a task, a mixture of entries, evaluation sets by name.
 
 `data.train: [{path: boxes.jsonl, weight: 3, task: grounding}, count.jsonl]` has two entries. `SourceEntry` declares
-what one may hold beside its rows, whoever wrote it: a config, where `path` is what YAML holds, or Python, where it may
-be rows (data/mixture.py). To let sources differ in one more field of `data`: a field of `SourceEntry`.
+what an entry may hold beside its rows. In a config `path` is a YAML value; in Python it may be rows (data/mixture.py).
+To let sources differ in one more field of `data`: a field of `SourceEntry`.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _source(value: Any) -> str | list[Any] | dict[str, Any]:
 
     A mixture is a list of entries with at least one mapping.
     """
-    if not isinstance(value, list | tuple) or not any(isinstance(each, Mapping) for each in value):
+    if not isinstance(value, list | tuple) or not any(isinstance(entry, Mapping) for entry in value):
         return _entry(value)
-    return [_named(f"entry {number}", each, _entry) for number, each in enumerate(value, start=1)]
+    return [_named(f"entry {number}", entry, _entry) for number, entry in enumerate(value, start=1)]
 
 
 def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
@@ -71,7 +71,7 @@ def _entry(value: Any) -> str | list[Any] | dict[str, Any]:
 def _rows(value: Any) -> str | list[str] | dict[str, Any]:
     """Read a path, glob or dataset name, a list of them, or a mapping whose `task` names a built-in task."""
     if isinstance(value, list | tuple) and value:
-        return [path_text(each) for each in value]
+        return [path_text(path) for path in value]
     if not isinstance(value, Mapping):
         return path_text(value)
     source = plain_mapping(value)
@@ -83,10 +83,8 @@ def _rows(value: Any) -> str | list[str] | dict[str, Any]:
 def _set(value: Any) -> str | list[Any] | dict[str, Any]:
     """Read the source of an evaluation set; FieldError if it has a weight."""
     source = _source(value)
-    if any(
-        isinstance(each, dict) and "weight" in each
-        for each in (source if isinstance(source, list) else [source])
-    ):
+    entries = source if isinstance(source, list) else [source]
+    if any(isinstance(entry, dict) and "weight" in entry for entry in entries):
         raise FieldError("weight is for data.train; an evaluation answers every row once: leave it out")
     return source
 

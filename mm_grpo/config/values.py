@@ -1,4 +1,4 @@
-"""Kinds of value that the config's fields hold: annotated types, each with what it reads and how it is described.
+"""Kinds of value that the config's fields hold, as annotated types.
 
 A kind that pydantic cannot check by its type alone has a function here that takes the value of a file and returns the
 config's, or raises FieldError with the words that follow the field's name. `Accepts` are the words for what a field
@@ -38,8 +38,8 @@ def _number(value: Any) -> Any:
 
 
 def _prompt(value: str) -> str:
-    named = os.path.isfile(value) or value.endswith((".txt", ".md", ".jinja", ".jinja2", ".prompt"))
-    if named and not re.search(r"\s", value):
+    is_file = os.path.isfile(value) or value.endswith((".txt", ".md", ".jinja", ".jinja2", ".prompt"))
+    if is_file and not re.search(r"\s", value):
         raise FieldError(
             "is the name of a file, which the model would be told as it stands; write the text itself"
         )

@@ -10,21 +10,23 @@ from ruamel.yaml.constructor import ConstructorError, SafeConstructor
 from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
-MOST_VALUES, MOST_LEVELS = 100_000, 50
-"""Of a document with its aliases (*name) written out, as in every copy that is made of it."""
+MAX_VALUES, MAX_LEVELS = 100_000, 50
+"""Limits of a document with its aliases (*name) expanded, as every copy of it has them."""
 
 
 class _Constructor(SafeConstructor):
     def construct_document(self, node: Any) -> Any:
-        count, waiting = 0, [(node, 1)]
-        while waiting:
-            inner, level = waiting.pop()
+        count, nodes = 0, [(node, 1)]
+        while nodes:
+            inner, level = nodes.pop()
             count += 1
-            if count > MOST_VALUES or level > MOST_LEVELS:
-                most = f"more than {MOST_VALUES:,} values, or {MOST_LEVELS} levels"
-                raise ConstructorError(problem=f"its aliases (*name) written out, it has {most}; write less")
+            if count > MAX_VALUES or level > MAX_LEVELS:
+                limits = f"more than {MAX_VALUES:,} values, or {MAX_LEVELS} levels"
+                raise ConstructorError(
+                    problem=f"with its aliases (*name) expanded it has {limits}; write less"
+                )
             for value in () if isinstance(inner, ScalarNode) else inner.value:
-                waiting += [(part, level + 1) for part in (value if isinstance(value, tuple) else (value,))]
+                nodes += [(part, level + 1) for part in (value if isinstance(value, tuple) else (value,))]
         return super().construct_document(node)
 
 
@@ -33,7 +35,7 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_str(self, data: str) -> ScalarNode:
-        # Unusual line ends (U+0085, U+2028) would be written as they are, and read back as spaces.
+        # unusual line ends (U+0085, U+2028) would be written unescaped, and read back as spaces
         usual = data.replace("\n", "").replace("\t", "").isprintable()
         style = '"' if not usual else "|" if "\n" in data else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
@@ -49,7 +51,7 @@ _Representer.add_representer(float, _Representer.represent_float)
 
 
 def new_yaml() -> YAML:
-    """A reader and writer; a key given twice is an error."""
+    """Return a reader and writer of YAML; a key that occurs twice is an error."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer, yaml.Constructor = _Representer, _Constructor
     yaml.default_flow_style, yaml.width = False, 110

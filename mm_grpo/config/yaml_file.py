@@ -22,12 +22,12 @@ from mm_grpo.config.values import is_source, plain
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import expand_glob, read_regular_file
 
-MOST = 200_000
-"""Characters of a config, of which some 20,000 a second are parsed."""
+MAX_CHARACTERS = 200_000
+"""Most characters of a config; some 20,000 a second are parsed."""
 
 
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+    """Read the mapping in a YAML file; an empty file is an empty mapping.
 
     Raises ConfigError, in one line with file, line and column, when there is no such mapping.
     """
@@ -46,7 +46,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def write_yaml(mapping: Mapping[str, Any]) -> str:
-    """The YAML text that `read_yaml` reads back as an equal mapping."""
+    """Return the YAML text that `read_yaml` reads back as an equal mapping."""
     from mm_grpo.config.yaml_dialect import new_yaml
 
     stream = io.StringIO()
@@ -55,21 +55,21 @@ def write_yaml(mapping: Mapping[str, Any]) -> str:
 
 
 def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) -> Any:
-    """A path of a config file as the one in the file's `folder`, where that exists; anything else as it is.
+    """Return a path of a config file as the one in the file's `folder`, if that exists; anything else as it is.
 
-    A recipe is a folder that works wherever it lies: `path: base` names the folder `base` beside its
-    config.yaml. What is not there may be found from the working folder, or be a hub name. `value` may
-    also be `file.py:name`, `folder:split`, a glob, a list of paths, a mapping of names to any of these, or with
-    `rewards` the list of them, where only `file.py:name` is a path. A mapping with the key `path` is an entry of a
-    mixture; one with the key `task` alone may name a function in a file.
+    So a recipe's folder may be moved: `path: base` names the folder `base` beside its config.yaml. A path that does not
+    exist there may exist in the working folder, or be a hub name. `value` may also be `file.py:name`, `folder:split`, a
+    glob, a list of paths, a mapping of names to any of these, or with `rewards` the list of them, in which only
+    `file.py:name` is a path. A mapping with the key `path` is an entry of a mixture; one with the key `task` alone may
+    name a function in a file.
     """
     if isinstance(value, list):
         if rewards:
             return [_resolve_named(entry, folder) for entry in value]
         return [resolve_relative_path(entry, folder) for entry in value]
     if isinstance(value, dict) and "path" in value:
-        own = {key: value[key] for key in ("path", "image_dir") if key in value}
-        return {**value, **{key: resolve_relative_path(inner, folder) for key, inner in own.items()}}
+        paths = {key: value[key] for key in ("path", "image_dir") if key in value}
+        return {**value, **{key: resolve_relative_path(path, folder) for key, path in paths.items()}}
     if isinstance(value, dict) and "task" in value:
         return {**value, "task": _resolve_named(value["task"], folder)}
     if isinstance(value, dict):
@@ -79,9 +79,9 @@ def resolve_relative_path(value: Any, folder: Path, *, rewards: bool = False) ->
     file, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
     if os.path.exists(folder / file):
         return f"{folder / file}{colon}{name}"
-    whole, colon, split = value.rpartition(":")
-    if whole and os.path.isdir(folder / whole):
-        return f"{folder / whole}{colon}{split}"
+    dataset, colon, split = value.rpartition(":")
+    if dataset and os.path.isdir(folder / dataset):
+        return f"{folder / dataset}{colon}{split}"
     if glob.has_magic(value) and expand_glob(f"{glob.escape(str(folder))}/{value}"):
         return f"{glob.escape(str(folder))}/{value}"
     return value
@@ -96,11 +96,11 @@ def _resolve_named(entry: Any, folder: Path) -> Any:
 def merge(
     base: Mapping[str, Any], layer: Mapping[str, Any], sources: Collection[str] = (), at: str = ""
 ) -> dict[str, Any]:
-    """A copy of `base` with what a later file holds laid over it.
+    """Return a copy of `base` with the values of a later file laid over it.
 
-    Sections and other mappings are merged key by key. Everything else replaces what was there: plain values, null,
-    lists, and in the fields `sources` (dotted) each source of rows ({task: ...}, {path: ...}), whose keys belong
-    together. `at` is the dotted name of the two mappings, with a dot behind.
+    Sections and other mappings are merged key by key. Other values replace the old ones: plain values, null, lists, and
+    in the fields `sources` (dotted) each source of rows ({task: ...}, {path: ...}), because its keys belong together.
+    `at` is the dotted name of the two mappings, with a dot behind.
 
     >>> merge({"run": {"dir": "r", "seed": 1}, "rewards": ["iou"]}, {"run": {"seed": 2}, "rewards": []})
     {'run': {'dir': 'r', 'seed': 2}, 'rewards': []}
@@ -109,18 +109,18 @@ def merge(
     for key, value in layer.items():
         old, name = result.get(key), f"{at}{key}"
         if isinstance(old, Mapping) and isinstance(value, Mapping):
-            whole = name.startswith(tuple(sources)) and (is_source(old) or is_source(value))
-            value = value if whole else merge(old, value, sources, f"{name}.")
+            replaces = name.startswith(tuple(sources)) and (is_source(old) or is_source(value))
+            value = value if replaces else merge(old, value, sources, f"{name}.")
         result[key] = copy.deepcopy(value)
     return result
 
 
 def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `mapping` with each `a.b=value` laid over it; a later one wins.
+    """Return a copy of `mapping` with each `a.b=value` laid over it; a later one wins.
 
     A value is YAML (`8`, `[iou]`, `{task: shapes}`, `null`), except that a text needs no quotes even
-    with `: ` or ` #` in it. `rewards.0.weight=2` reaches into a list. Whether a key exists is found
-    when the result is validated.
+    with `: ` or ` #` in it. `rewards.0.weight=2` reaches into a list. Unknown keys are refused later, when the
+    result is validated.
     """
     result = copy.deepcopy(dict(mapping))
     for override in overrides:
@@ -136,12 +136,12 @@ def apply_overrides(mapping: Mapping[str, Any], overrides: Iterable[str]) -> dic
 
 
 def read_value(text: str, origin: str) -> Any:
-    """The value of a text on a command line; `origin` stands in the message about one that is no YAML."""
+    """Parse the value of a text on a command line; `origin` begins the message about invalid YAML."""
     from ruamel.yaml.nodes import ScalarNode
 
     from mm_grpo.config.yaml_dialect import new_yaml
 
-    # A bare text is taken as it stands: YAML would cut "Count # of cats" and split "Answer: yes".
+    # a bare text is not parsed: YAML would cut "Count # of cats" and split "Answer: yes"
     tag = str(new_yaml().resolver.resolve(ScalarNode, text, (True, False)))
     if text[:1] in tuple("[{\"'") or tag.endswith((":null", ":bool", ":int", ":float")):
         return _parse(text, origin)
@@ -151,7 +151,7 @@ def read_value(text: str, origin: str) -> Any:
 def set_value(tree: dict[str, Any], parts: Sequence[str], value: Any, what: str) -> None:
     """Put `value` into nested mappings and lists; null on the way becomes a mapping.
 
-    Raises ConfigError, starting with `what`, where a part reaches into a plain value or past a list's end.
+    Raises ConfigError, starting with `what`, if a part reaches into a plain value or past a list's end.
     """
     node: Any = tree
     for depth, part in enumerate(parts):
@@ -172,9 +172,9 @@ def set_value(tree: dict[str, Any], parts: Sequence[str], value: Any, what: str)
 
 def refuse_long(text: str, origin: str) -> None:
     """Raise ConfigError for a text that would take minutes to parse."""
-    if len(text) > MOST:
-        most = f"a config has {MOST:,} at most; rows are read from files that data.train names"
-        raise ConfigError(f"{origin}: has {len(text):,} characters, and {most}")
+    if len(text) > MAX_CHARACTERS:
+        limit = f"a config has {MAX_CHARACTERS:,} at most; rows are read from files that data.train names"
+        raise ConfigError(f"{origin}: has {len(text):,} characters, and {limit}")
 
 
 def _parse(text: str, origin: str) -> Any:

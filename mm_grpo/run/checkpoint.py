@@ -1,11 +1,11 @@
 """checkpoints/step-000010/: everything that a killed run needs to go on.
 
 A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the log up to
-its step (`metrics.jsonl`), and `manifest.json` (manifest.py), which says what the checkpoint is of and has the size and
-XXH3 of each file. It is filled beside, under a name that starts with a dot, and renamed when all of it is on the disk
-(checkpoint_writer.py): a folder with the right name is whole, or was damaged later, which the marks tell.
+its step (`metrics.jsonl`), and `manifest.json` (manifest.py) with the identity of its run and the size and XXH3 of each
+file. It is filled under a name that starts with a dot and renamed when all of it is on the disk (checkpoint_writer.py),
+so a folder with the right name was complete, and the digests show later damage.
 
-Any number of processes may resume it. The files have to lie where every process sees them.
+Any number of processes may resume it. Every process has to see the files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,12 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import frozen_digest, load_state, load_weights, state_file
 from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
-from mm_grpo.run.manifest import (
-    FORMAT,
-    Checkpoint,
-    checkpoints_in,
-    inspect_checkpoint,
-    read_checkpoint,
-)
+from mm_grpo.run.manifest import FORMAT, Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field
 
-MOST_STEPS = 100
-"""Steps that a killed run redoes at most, where run.save_every is null."""
+MAX_INTERVAL = 100
+"""Most steps between two checkpoints, and so the most that a killed run repeats, if run.save_every is null."""
 logger = logging.getLogger("mm_grpo")
 
 
@@ -52,7 +46,7 @@ class Checkpoints:
         Older ones are removed (`write_checkpoint`), except that of step `spared`. ConfigError when it cannot be
         written.
         """
-        identity = self._identity  # every process takes part in it
+        identity = self._identity  # a collective: outside of the block that only some may leave
         optimizer, first = self.learner.optimizer, self.ranks.first
         with self.ranks.fail_together("a checkpoint"):
             manifest = {
@@ -74,19 +68,19 @@ class Checkpoints:
         return write_checkpoint(self.folder, contents, self.ranks)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None when there is none at all.
+        """Return the newest undamaged checkpoint; None when there are no checkpoints. Collective.
 
-        Damaged ones are passed over with a warning. Raises ConfigError when all are damaged.
+        Damaged ones are skipped with a warning. Raises ConfigError when all are damaged.
         """
         faults: list[str] = []
         for path in reversed(checkpoints_in(self.folder).values()):
-            # every process looks at its share of the files
-            manifest, own = inspect_checkpoint(path, self.ranks.shard)
-            found = [each for each in self.ranks.all_gather(own, "looking for a checkpoint") if each]
-            fault = next(iter(found), None)
+            # every process checks its share of the files
+            manifest, local_fault = inspect_checkpoint(path, self.ranks.shard)
+            path_faults = filter(None, self.ranks.all_gather(local_fault, "looking for a checkpoint"))
+            fault = next(path_faults, None)
             if fault is None:
-                for each in faults:
-                    logger.warning("%s; resuming from %s", each, path.name)
+                for older_fault in faults:
+                    logger.warning("%s; resuming from %s", older_fault, path.name)
                 return Checkpoint(path, manifest)
             faults.append(fault)
         if faults:
@@ -97,66 +91,67 @@ class Checkpoints:
         return None
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Put the learner into the state of a checkpoint. ConfigError when it is another run's or model's."""
+        """Load a checkpoint into the learner. ConfigError when it is another run's or model's. Collective."""
         manifest, identity = checkpoint.manifest, self._identity
         with self.ranks.fail_together("resuming"):
             self._refuse_others(checkpoint, identity)
             files = [checkpoint.path / str(mark["name"]) for mark in manifest["files"]]
-            own = files[self.ranks.rank] if len(files) == self.ranks.world else None
-            load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], own)
+            local_file = files[self.ranks.rank] if len(files) == self.ranks.world else None
+            load_state(self.learner.optimizer, files, manifest["updates"], manifest["adam_steps"], local_file)
 
     def sentence(self, every: int) -> str:
-        """What the run keeps to resume from, said at its start, with the bytes on disk of one checkpoint."""
+        """Say at the start which checkpoints the run keeps, and the size of one on disk."""
         if not every:
             return "checkpoints: none (run.save_every = 0); a run that is killed starts again"
-        size = 12 * sum(
-            p.numel() for p in trainable(self.learner.module).values()
-        )  # weights and two means, fp32
+        # weights and Adam's two means in fp32: 12 bytes
+        size = 12 * sum(p.numel() for p in trainable(self.learner.module).values())
         keep = self.config.run.keep_checkpoints
         steps = "step" if every == 1 else f"{every} steps"
         return f"checkpoints: {size / 1e9:.3g} GB every {steps}, newest {keep} and best kept, for --resume"
 
     @contextmanager
     def weights_of(self, step: int) -> Iterator[None]:
-        """Within it this process has the weights of a checkpoint, then its own."""
+        """Give this process the weights of a checkpoint in the block, and its own ones back after it."""
         trained = trainable(self.learner.module)
-        own = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+        backup = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
         try:
-            found = read_checkpoint(self.folder / f"step-{step:06d}")
-            load_weights(trained, [found.path / str(mark["name"]) for mark in found.manifest["files"]])
+            checkpoint = read_checkpoint(self.folder / f"step-{step:06d}")
+            load_weights(
+                trained, [checkpoint.path / str(mark["name"]) for mark in checkpoint.manifest["files"]]
+            )
             yield
         finally:
-            for name, kept in own.items():
-                trained[name].data.copy_(kept)
+            for name, weights in backup.items():
+                trained[name].data.copy_(weights)
 
     # reading ---------------------------------------------------------------------------------
 
     def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
         if differing := differing_field(identity["config"], manifest["config"]):
-            field, value, known = differing
+            field, value, old = differing
             raise ConfigError(
-                f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(known)}, and "
+                f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(old)}, and "
                 "what follows would be another run; put it back, or start a new run"
             )
-        mine, theirs = identity["parameters"], manifest["parameters"]
-        names = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n) != theirs.get(n))
+        shapes, old_shapes = identity["parameters"], manifest["parameters"]
+        names = sorted(n for n in shapes.keys() | old_shapes.keys() if shapes.get(n) != old_shapes.get(n))
         if names:
             name = names[0]
             raise ConfigError(
                 f"model.path = '{self.config.model.path}': the checkpoint {where} is of another model: {name} has "
-                f"shape {theirs.get(name, 'none')} there and {mine.get(name, 'none')} here "
-                f"({len(names)} of {len(mine)} trained tensors differ)"
+                f"shape {old_shapes.get(name, 'none')} there and {shapes.get(name, 'none')} here "
+                f"({len(names)} of {len(shapes)} trained tensors differ)"
             )
         if manifest["frozen"] != identity["frozen"]:
             raise ConfigError(
-                f"model.path = '{self.config.model.path}': the weights that are not trained differ from those that "
+                f"model.path = '{self.config.model.path}': the weights that are not trained are not the ones that "
                 f"the checkpoint {where} was trained with; give the same base model"
             )
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """What a checkpoint is of. Only the first process looks at the frozen weights, and tells the others."""
+        """Config, trained tensors and frozen weights of the run. Collective: the first process hashes for all."""
         parameters = {n: list(p.shape) for n, p in trainable(self.learner.module).items()}
         frozen = frozen_digest(self.learner.model) if self.ranks.first else ""
         return {
@@ -167,6 +162,6 @@ class Checkpoints:
         }
 
 
-def steps_between(every: int | None, max_steps: int, most: int | None = MOST_STEPS) -> int:
-    """Steps from one checkpoint (or evaluation) to the next, 0 for none: what a field says, or what null stands for."""
+def steps_between(every: int | None, max_steps: int, most: int | None = MAX_INTERVAL) -> int:
+    """Return the steps from one checkpoint (or evaluation) to the next, 0 for none, with null resolved."""
     return max(1, min(most or max_steps, max_steps // 10)) if every is None else every

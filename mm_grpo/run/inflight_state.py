@@ -1,10 +1,10 @@
-"""What a checkpoint keeps of the steps that were sampled ahead (rollout/pipeline.py): groups that are finished and not
-learned from, with completions, log-probs, versions and rewards, whole.
+"""Steps that were sampled ahead (rollout/pipeline.py), in a checkpoint: finished groups that were not learned from.
 
-It is one compressed text in the manifest, under `extra`. Prompts are not kept: they are made again from their rows. Nor
-are advantages, which follow from the rewards, and the environments of conversations, which only rewards look at.
+They are one compressed text in the manifest, under `extra`, with completions, log-probs, versions and rewards. Prompts
+are left out, because they are made again from their rows; so are advantages, which follow from the rewards, and the
+environments of conversations, which only rewards read.
 
-The first process writes what all of them have, and each takes its own from it, so another number of them may go on.
+The first process writes the groups of all, and each reads its share, so another number of processes may go on.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.collect import Collector
 
 KEY = "ahead"
-MADE_AGAIN = (
+LEFT_OUT = (
     "prompt", "kl", "advantages", "turn_advantages", "tail", "environment", "local_groups", "times",
     "streamed_calls",
 )  # fmt: skip
-"""Fields of a rollout, its groups and completions that are not kept with them."""
+"""Fields of a rollout, its groups and completions that are made again."""
 Values = dict[str, Any]
 
 
 def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
-    """{KEY: text} of the steps that all processes have ahead, on the first one; {} on the others. Collective."""
-    if not ahead:  # nor has any other process any
+    """Return {KEY: text} of the steps ahead of all processes on the first one; {} on the others. Collective."""
+    if not ahead:  # then no process has any: all have the same steps
         return {}
-    # of several processes the first has every completion already, but for what only its owner can run
-    own = [
+    # the first process has every completion, but only their own process has the tails of conversations
+    local_tails = [
         [step, group.slot, [encode(c.tail, ("vision",)) for c in group.completions]]
         for step, rollout in ahead.items()
         for group in rollout.groups
     ]
-    every = ranks.gather(own, "the steps ahead")
-    if every is None:
+    tails = ranks.gather(local_tails, "the steps ahead")
+    if tails is None:
         return {}
     rollouts = [
         {
-            **encode(replace(rollout, sampled=[]), MADE_AGAIN),
+            **encode(replace(rollout, sampled=[]), LEFT_OUT),
             "sampled": list(map(_packed_group, rollout.sampled)),
         }
         for _, rollout in sorted(ahead.items())
     ]
-    packed = {"rollouts": rollouts, "tails": [one for part in every for one in part]}
+    packed = {"rollouts": rollouts, "tails": [tail for part in tails for tail in part]}
     text = json.dumps(packed, separators=(",", ":"))
     return {KEY: base64.b85encode(zlib.compress(text.encode(), 1)).decode()}
 
@@ -66,11 +66,11 @@ def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
 def unpack_ahead(
     extra: Mapping[str, Any], collector: Collector, processor: Processor, ranks: Ranks
 ) -> dict[int, Rollout]:
-    """This process's part of what `pack_ahead` kept in a checkpoint's extra, by step."""
+    """Return this process's share of the steps that `pack_ahead` put into a checkpoint's extra, by step."""
     if KEY not in extra:
         return {}
     packed = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
-    tails = {(step, slot): found for step, slot, found in packed["tails"]}
+    tails = {(step, slot): group_tails for step, slot, group_tails in packed["tails"]}
     return {
         values["step"]: _rollout(values, tails, collector, processor, ranks) for values in packed["rollouts"]
     }
@@ -83,39 +83,43 @@ def _rollout(
     processor: Processor,
     ranks: Ranks,
 ) -> Rollout:
-    """A rollout as it was before advantages. The first process has the groups of all, for rewards and the log."""
-    step, last = values["step"], {one["slot"]: one["attempt"] for one in values["sampled"]}
+    """Make a rollout as it was before advantages. The first process gets all groups, for rewards and the log."""
+    step, attempts = values["step"], {group["slot"]: group["attempt"] for group in values["sampled"]}
 
-    def is_own(one: Values) -> bool:
-        return bool(one["slot"] % ranks.world == ranks.rank and one["attempt"] == last[one["slot"]])
+    def is_last(group: Values) -> bool:
+        return bool(group["attempt"] == attempts[group["slot"]])
 
-    wanted = [one for one in values["sampled"] if ranks.first or is_own(one)]
+    def is_local(group: Values) -> bool:
+        return bool(group["slot"] % ranks.world == ranks.rank and is_last(group))
+
     packed = [
-        {**one, "tails": tails.get((step, one["slot"]))} if one["attempt"] == last[one["slot"]] else one
-        for one in wanted
+        {**group, "tails": tails.get((step, group["slot"]))} if is_last(group) else group
+        for group in values["sampled"]
+        if ranks.first or is_local(group)
     ]
     groups = _groups(packed, step, collector, processor)
-    own = {group.slot: group for one, group in zip(wanted, groups, strict=True) if is_own(one)}
-    return Rollout(**{**values, "sampled": groups if ranks.first else [], "local_groups": own})
+    local_groups = {group.slot: group for value, group in zip(packed, groups, strict=True) if is_local(value)}
+    return Rollout(**{**values, "sampled": groups if ranks.first else [], "local_groups": local_groups})
 
 
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
-    packed: Values = encode(replace(group, extra=extra), MADE_AGAIN)
+    packed: Values = encode(replace(group, extra=extra), LEFT_OUT)
     return packed
 
 
 def _groups(packed: Sequence[Values], step: int, collector: Collector, processor: Processor) -> list[Group]:
-    """Groups of a step with their prompts made again."""
-    at = [(step, one["slot"], one["attempt"]) for one in packed]
+    """Make the groups of a step, with their prompts from their rows."""
+    places = [(step, group["slot"], group["attempt"]) for group in packed]
     prompts: dict[tuple[int, int, int], Prompt] = {}
-    for attempt in sorted({one["attempt"] for one in packed}):  # an attempt's equal rows were one prompt
-        of_attempt = [place for place in at if place[2] == attempt]
-        prompts |= zip(of_attempt, collector.prompts_at(of_attempt), strict=True)
+    # attempt by attempt: equal rows of one attempt share a prompt
+    for attempt in sorted({group["attempt"] for group in packed}):
+        attempt_places = [place for place in places if place[2] == attempt]
+        prompts |= zip(attempt_places, collector.prompts_at(attempt_places), strict=True)
     pictures: dict[str, Picture] = {}
     groups = []
-    for one, where in zip(packed, at, strict=True):
-        values, prompt = dict(one), prompts[where]
+    for group, place in zip(packed, places, strict=True):
+        values, prompt = dict(group), prompts[place]
         tails = values.pop("tails", None) or [None] * len(values["completions"])
         values["completions"] = [
             {**completion, "tail": tail and _tail(tail, prompt, processor, pictures)}
@@ -126,13 +130,13 @@ def _groups(packed: Sequence[Values], step: int, collector: Collector, processor
 
 
 def _tail(values: Values, prompt: Prompt, processor: Processor, pictures: dict[str, Picture]) -> Tail:
-    """A tail whose pictures are made again from their images, equal ones once."""
+    """Make a tail, with its pictures from their images, equal images once."""
     images = [picture["image"] for picture in values["pictures"]]
     for image in images:
         if image not in pictures:
-            made = cast("ConversationProcessor", processor)  # it made them before
-            pictures[image] = made.picture(decode(Image, image), row=prompt.uid)
+            conversational = cast("ConversationProcessor", processor)  # it made the tails
+            pictures[image] = conversational.picture(decode(Image, image), row=prompt.uid)
     positions = torch.tensor(values["position_ids"], dtype=prompt.position_ids.dtype)
-    known = {"position_ids": positions, "pictures": [pictures[image] for image in images]}
-    tail: Tail = decode(Tail, {**values, **known})
+    tensors = {"position_ids": positions, "pictures": [pictures[image] for image in images]}
+    tail: Tail = decode(Tail, {**values, **tensors})
     return tail

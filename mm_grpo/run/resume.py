@@ -65,10 +65,8 @@ class RunState:
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
             return 0
-        refuse_another_run(
-            checkpoint, max_steps=self.max_steps, allow_changed_code=self.config.run.allow_changed_code,
-            **self.identity(),
-        )  # fmt: skip
+        allowed = self.config.run.allow_changed_code
+        refuse_another_run(checkpoint, self.identity(), self.max_steps, allow_changed_code=allowed)
         self.checkpoints.load(checkpoint)
         self.step, self.extra, self.log = checkpoint.step, checkpoint.extra, checkpoint.log
         return self.step
@@ -80,8 +78,8 @@ class RunState:
 
         `finished` returns the steps that were sampled ahead and not learned from.
         """
-        best, every = self.evaluations.best.step if self.evaluations.best else None, self.save_every
-        if not every or not (due or best == step or step % every == 0):
+        best = self.evaluations.best.step if self.evaluations.best else None
+        if not self.save_every or not (due or best == step or step % self.save_every == 0):
             return None
         extra = {
             "tokens_seen": tokens_seen,

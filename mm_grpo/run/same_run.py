@@ -1,6 +1,6 @@
-"""What makes a run another one than that of a checkpoint, besides its model: fields, rows, rewards, tools, length.
+"""Identity of a run besides its model: fields of the config, rows, rewards, tools and length.
 
-`deciding_fields`, `rows_of`, `rewards_of` and `tool_sources_of` are kept in a checkpoint, and compared on resuming.
+A checkpoint has `deciding_fields` and `identity_of` of its run, and they are compared on resuming.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from mm_grpo.terminal import redact
 
 logger = logging.getLogger("mm_grpo")
 
-# Fields that may differ on resuming: none of them changes a sample or an update. They say where, in how much memory, by
-# how many workers and for how long at most it is computed, how it is evaluated, checked, kept and shown.
+# Fields that may differ on resuming, because none of them changes a sample or an update: device, memory, workers and
+# time-outs, and how a run is evaluated, checked, saved and shown.
 NEUTRAL = (
     "model.device",
     "data.gold_template",
@@ -47,14 +47,14 @@ NOT_NEUTRAL = ("run.seed",)
 
 
 def is_neutral(field: str) -> bool:
-    """Whether a field, by its dotted path, may differ on resuming."""
+    """Return True if a field, by its dotted path, may differ on resuming."""
     return field not in NOT_NEUTRAL and any(
         field == n or (n[-1] == "." and field.startswith(n)) for n in NEUTRAL
     )
 
 
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
-    """The fields that decide what a run computes, flat, as JSON holds them."""
+    """Return the fields that change what a run computes, by dotted path, as JSON values."""
     flat: dict[str, Any] = {}
 
     def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
@@ -62,28 +62,28 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
             path = before + name
             if section_of(type(section).model_fields[name]):
                 walk(getattr(section, name), value, f"{path}.")
-            elif not is_neutral(path):  # mappings whole: what is left out of one is a difference too
+            elif not is_neutral(path):  # mappings as a whole: a missing key is a difference too
                 flat[path] = json.loads(json.dumps(value, default=str))
 
     walk(config, redact(config.model_dump()), "")
     flat |= config.resolved_fields
-    # by the pack goes which rows are dropped where that is the narrower limit, and which have a twin
+    # the pack decides which rows are dropped if it is the narrower limit, and which have a twin
     longest = config.data.max_prompt_length
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
     if drops or config.algorithm.twin_view is not None:
         flat["optim.max_tokens_per_pack"] = config.optim.max_tokens_per_pack
-    if config.data.pass_rate is not None:  # it says what a success is
+    if config.data.pass_rate is not None:  # the headline defines a success
         flat["run.headline"] = config.run.headline
     steps = config.run.max_steps
     cut = steps is not None and config.optim.warmup_steps > config.updates_in(steps)
-    # the rate of every step goes by the length of the run
+    # the learning rate of every step then depends on the run's length
     if cut or config.optim.lr_scheduler_type != "constant":
         flat["run.max_steps"] = steps
     return flat
 
 
 def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """A deciding field that is not `now` what it was `then`, with both values; None where all are equal."""
+    """Return a deciding field that differs, with its values now and then; None if all are equal."""
     for field in {**now, **then}:
         if now.get(field) != then.get(field):
             return field, now.get(field), then.get(field)
@@ -91,7 +91,7 @@ def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[st
 
 
 def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
-    """The fingerprints of the training rows and of the evaluation sets, by the field of `data` that names them."""
+    """Return the fingerprints of training rows and evaluation sets, by the field of `data` that names them."""
     return {
         "train": train.fingerprint(),
         **{f"eval.{name}": s.fingerprint() for name, s in eval_sets.items()},
@@ -99,21 +99,21 @@ def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
-    """The identity of each reward: name, weight, `describe`, and the SHA-256 of the file that a config named."""
+    """Return the identity of each reward: name, weight, `describe`, and the SHA-256 of a file that a config names."""
     return [
         {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s.fn)} for s in specs
     ]
 
 
-def tool_sources_of(named: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
-    """The identity of each tool and environment: its name, `describe_code`, and the SHA-256 of its file."""
-    return [{"name": name, **describe_code(what), "file_sha256": _file_digest(what)} for name, what in named]
+def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
+    """Return the identity of each tool and environment: its name, `describe_code`, and the SHA-256 of its file."""
+    return [{"name": name, **describe_code(code), "file_sha256": _file_digest(code)} for name, code in tools]
 
 
 def identity_of(
     train: Rows, eval_sets: Mapping[str, Rows], specs: Sequence[RewardSpec], toolbox: Toolbox | None
 ) -> dict[str, Any]:
-    """The rows, rewards and tools that a run is resumed with, as `refuse_another_run` takes them."""
+    """Return the identity of rows, rewards and tools, as `refuse_another_run` takes them."""
     return {
         "rows": rows_of(train, eval_sets),
         "rewards": rewards_of(specs),
@@ -123,7 +123,7 @@ def identity_of(
 
 
 def _file_digest(fn: Callable[..., Any]) -> str | None:
-    """Of a path/to/file.py:function the whole file counts: the function calls what stands beside it."""
+    """Return the SHA-256 of the whole file of a path/to/file.py:function, which may call its neighbours; else None."""
     inner = innermost(fn)
     module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
     if module is None or not module.__name__.startswith(FILE_MODULE) or not module.__file__:
@@ -132,61 +132,55 @@ def _file_digest(fn: Callable[..., Any]) -> str | None:
 
 
 def refuse_another_run(
-    found: Checkpoint,
-    rows: Mapping[str, Any],
-    rewards: Sequence[Mapping[str, Any]],
-    max_steps: int,
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    tool_sources: Sequence[Mapping[str, Any]] = (),
-    allow_changed_code: bool = False,
+    checkpoint: Checkpoint, identity: Mapping[str, Any], max_steps: int, *, allow_changed_code: bool = False
 ) -> None:
-    """ConfigError when the checkpoint `found` is not of a run over these `rows` and of at most `max_steps` steps.
+    """Raise ConfigError if a checkpoint is of a run with other rows, rewards, tools or more than `max_steps` steps.
 
-    Nor with these evaluation sets in this order, of which the first is the headline, and with these `tools` (their JSON
-    schemas). Where the source of a reward or of a tool changed and that is allowed, it is a warning.
+    Evaluation sets must have the same order, because the first is the headline; `tools` are compared by their JSON
+    schemas. If the source of a reward or of a tool changed and that is allowed, warn.
     """
-    where = f"the checkpoint '{found.path}' was made with"
-    if changed := _changed(found.extra["rewards"], rewards):
+    then, rows = checkpoint.extra, identity["rows"]
+    where = f"the checkpoint '{checkpoint.path}' was made with"
+    if changed := _changed(then["rewards"], identity["rewards"]):
         _refuse_code(f"rewards: {where} other rewards ({changed})", allow_changed_code)
-    if found.extra["tools"] != list(tools):
+    if then["tools"] != identity["tools"]:
         raise ConfigError(
             f"tools: {where} other names or descriptions; put them back (rollout.tools, rollout.environment, or tools= "
             "and environment_factory= of GRPOTrainer), or start a new run"
         )
-    if changed := _changed(found.extra["tool_sources"], tool_sources):
+    if changed := _changed(then["tool_sources"], identity["tool_sources"]):
         _refuse_code(f"tools: {where} other ones ({changed})", allow_changed_code)
-    sets, known = [n.removeprefix("eval.") for n in rows if n != "train"], list(found.extra["before"])
-    if sets != known:
+    sets, old_sets = [n.removeprefix("eval.") for n in rows if n != "train"], list(then["before"])
+    if sets != old_sets:
         raise ConfigError(
-            f"data.eval: {where} the sets {', '.join(known) or 'none'}, and these are {', '.join(sets) or 'none'}; "
+            f"data.eval: {where} the sets {', '.join(old_sets) or 'none'}, and these are {', '.join(sets) or 'none'}; "
             "before and after would not compare. Put them back, in that order"
         )
-    for name, then in found.extra["rows"].items():
-        if (now := rows[name]) != then:
+    for name, old in then["rows"].items():
+        if (new := rows[name]) != old:
             raise ConfigError(
-                f"data.{name}: {where} other rows ({then['rows']} then, {now['rows']} now; contents and a mixture's "
+                f"data.{name}: {where} other rows ({old['rows']} then, {new['rows']} now; contents and a mixture's "
                 "weights count); put them back, or start a new run"
             )
-    if found.step > max_steps:
+    if checkpoint.step > max_steps:
         raise ConfigError(
-            f"run.max_steps = {max_steps}: the checkpoint '{found.path}' has {found.step} finished steps; raise it to "
-            "at least that, or start a new run"
+            f"run.max_steps = {max_steps}: the checkpoint '{checkpoint.path}' has {checkpoint.step} finished steps; "
+            "raise it to at least that, or start a new run"
         )
 
 
 def _changed(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]) -> str:
-    """What differs between two lists of identities, in words; "" where they are equal."""
-    names = [", ".join(str(one["name"]) for one in each) or "none" for each in (then, now)]
-    if names[0] != names[1]:
-        return f"{names[0]} then, {names[1]} now"
-    changed = [str(one["name"]) for old, one in zip(then, now, strict=True) if old != one]
+    """Say what differs between two lists of identities; "" if they are equal."""
+    old_names, new_names = (", ".join(str(code["name"]) for code in codes) or "none" for codes in (then, now))
+    if old_names != new_names:
+        return f"{old_names} then, {new_names} now"
+    changed = [str(new["name"]) for old, new in zip(then, now, strict=True) if old != new]
     return f"the source or the weight of {', '.join(changed)} changed" if changed else ""
 
 
 def _refuse_code(message: str, allowed: bool) -> None:
     if not allowed:
         raise ConfigError(
-            f"{message}; put them back, or go on with those of now with run.allow_changed_code=true"
+            f"{message}; put them back, or go on with the new ones with run.allow_changed_code=true"
         )
-    logger.warning("%s; those of now are used, for run.allow_changed_code is true", message)
+    logger.warning("%s; the new ones are used, because run.allow_changed_code is true", message)

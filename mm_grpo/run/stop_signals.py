@@ -1,8 +1,8 @@
 """SIGINT (Ctrl-C), SIGTERM and SIGHUP end a run after the running step, with a checkpoint.
 
-`StopSignals` notes the first of them; a second Ctrl-C raises KeyboardInterrupt at once, for a step may hang. A
+`StopSignals` notes the first of them; a second Ctrl-C raises KeyboardInterrupt at once, because a step may hang. A
 signal that the process ignores (nohup, a shell's background job) stays ignored. Handlers are set in the main thread
-only, for Python allows no other, and are put back at the end.
+only, because Python allows no other, and are put back at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A signal ended the run, after a whole step; the text says how to go on. `code` is the exit code, 128 + signal."""
+    """A signal ended the run after a step; the text says how to go on. `code` is the exit code, 128 + signal."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -27,13 +27,11 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Use as a context manager around a run; `asked` is the number of the signal that came, 0 before one came.
-
-    `quiet` prints nothing: for processes other than the first.
-    """
+    """Context manager around a run that notes signals; `quiet` prints nothing, on processes other than the first."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.asked = 0
+        self.number = 0
+        """Number of the first signal that came, 0 before one came."""
         self._quiet = quiet
         self._before: dict[int, Any] = {}
 
@@ -69,11 +67,11 @@ class StopSignals:
         return RunInterrupted(text, number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.number and number == signal.SIGINT:
             raise KeyboardInterrupt
-        first, self.asked = not self.asked, self.asked or number
+        first, self.number = not self.number, self.number or number
         if first and not self._quiet:
             name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
             text = f"\n{name}: the run ends after this step; Ctrl-C once more ends it at once"
-            with suppress(OSError, RuntimeError):  # the terminal is gone, or it was just being written to
+            with suppress(OSError, RuntimeError):  # the terminal is gone, or busy with a write
                 print(text, file=sys.stderr, flush=True)

@@ -130,29 +130,22 @@ def test_a_config_of_ms_swift() -> None:
 
 
 def test_a_config_of_verl() -> None:
-    found = convert(
-        {
-            "algorithm": {"adv_estimator": "grpo"},
-            "data": {
-                "train_files": "t.parquet",
-                "train_batch_size": 16,
-                "max_prompt_length": 99,
-                "max_response_length": 256,
-            },
-            "actor_rollout_ref": {
-                "model": {"path": "Qwen/Q", "enable_gradient_checkpointing": True},
-                "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 8, "clip_ratio_high": 0.28},
-                "rollout": {"n": 5, "val_kwargs": {"n": 4, "temperature": 1.0}},
-            },
-            "critic": {"model": {"path": "Qwen/C"}},
-            "trainer": {"save_freq": 20, "total_epochs": 15},
-        }
-    )
-    sampling = {"num_generations": 4, "temperature": 1.0}
-    own = {"prompts_per_step": 16, "max_completion_length": 256, "num_generations": 5}
-    assert found.values["rollout"] == {**own, "eval": sampling} and found.values["model"] == {
-        "path": "Qwen/Q"
+    lengths = {"max_prompt_length": 99, "max_response_length": 256}
+    verl = {
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": "t.parquet", "train_batch_size": 16, **lengths},
+        "actor_rollout_ref": {
+            "model": {"path": "Qwen/Q", "enable_gradient_checkpointing": True},
+            "actor": {"optim": {"lr": 1e-6}, "ppo_mini_batch_size": 8, "clip_ratio_high": 0.28},
+            "rollout": {"n": 5, "val_kwargs": {"n": 4, "temperature": 1.0}},
+        },
+        "critic": {"model": {"path": "Qwen/C"}},
+        "trainer": {"save_freq": 20, "total_epochs": 15},
     }
+    found = convert(verl)
+    rollout = {"prompts_per_step": 16, "max_completion_length": 256, "num_generations": 5}
+    assert found.values["rollout"] == {**rollout, "eval": {"num_generations": 4, "temperature": 1.0}}
+    assert found.values["model"] == {"path": "Qwen/Q"}
     assert found.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
     assert found.values["algorithm"] == {"epsilon_high": 0.28}
     assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99}

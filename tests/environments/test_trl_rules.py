@@ -124,8 +124,8 @@ def test_a_step_with_a_reward_of_the_environment_and_one_that_looks_at_it(
         made("refused", 2)
     trainer = made("run", None)
     assert isinstance(trainer.parts.toolbox.host, LocalHost)  # where the reward sees the environment
-    trainer.sampler.engine = ScriptedEngine(
-        trainer.sampler.engine,
+    trainer.runner.sampler.engine = ScriptedEngine(
+        trainer.runner.sampler.engine,
         lambda seed, turn: "done" if turn else call("turn", forward=bool(seed % 2)),
     )
     trainer.train()

@@ -252,7 +252,7 @@ run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
 run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
     skipped check | if step_of(old) != contents.spared: ==> if True:
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
-    skipped check | if sets != known: ==> if False:
+    skipped check | if sets != old_sets: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
 run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
     wrong key | if step not in (0, best, self.step): ==> if step not in (0, self.step):

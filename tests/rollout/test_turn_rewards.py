@@ -61,7 +61,7 @@ def script(seed: int, turn: int) -> str:
 def run(path: Path, folder: Path, **changes: Any) -> GRPOTrainer:
     config = config_for(path, folder, **merged(SMALL, changes))
     trainer = GRPOTrainer(config, train=ROWS, rewards=[], environment_factory=Paying)
-    loop: Any = trainer.sampler
+    loop: Any = trainer.runner.sampler
     loop.engine = ScriptedEngine(loop.engine, script)
     trainer.train()
     return trainer

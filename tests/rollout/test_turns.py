@@ -419,7 +419,7 @@ def run(
 ) -> GRPOTrainer:
     config = config_for(path, folder, **changes)
     trainer = GRPOTrainer(config, train=ROWS, rewards=list(rewards), tools=list(tools))
-    loop: Any = trainer.sampler
+    loop: Any = trainer.runner.sampler
     scripted = ScriptedEngine(loop.engine, script)
     loop.engine = scripted
     trainer.train()

@@ -62,7 +62,7 @@ def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> Non
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # a scheduler may send it again
-        assert signals.asked == signal.SIGTERM
+        assert signals.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert (
@@ -76,7 +76,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     try:
         with StopSignals(quiet=True) as signals:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert signals.asked == 0
+            assert signals.number == 0
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)

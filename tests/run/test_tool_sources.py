@@ -48,7 +48,8 @@ def sources(folder: Path, body: str = BODY) -> list[dict[str, Any]]:
 def resume(then: Any, now: Any, **allowed: bool) -> None:
     extra = {"rows": {}, "rewards": [], "before": {}, "tools": [], "tool_sources": then}
     found = Checkpoint(Path("c"), {"step": 1, "extra": extra})
-    refuse_another_run(found, {}, [], 5, tool_sources=now, **allowed)
+    identity = {"rows": {}, "rewards": [], "tools": [], "tool_sources": now}
+    refuse_another_run(found, identity, 5, **allowed)
 
 
 def test_changed_tools_are_refused_unless_they_are_allowed(
@@ -66,4 +67,4 @@ def test_changed_tools_are_refused_unless_they_are_allowed(
         resume(then, now)
     with caplog.at_level(logging.WARNING, "mm_grpo"):
         resume(then, now, allow_changed_code=True)
-    assert "those of now are used, for run.allow_changed_code is true" in caplog.text
+    assert "the new ones are used, because run.allow_changed_code is true" in caplog.text

@@ -12,7 +12,7 @@ import pytest
 from helpers import calling
 from helpers.ahead import logged, noting_seeds, trainer_of, use_server, without_times
 from helpers.patience import PATIENCE, until
-from helpers.small_runs import config_for, rollouts_of, rows_of
+from helpers.small_runs import config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError, GuardStop
@@ -21,6 +21,11 @@ from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.types import Completion, Group
 
 STEPS = 5
+CONVERSATIONS: dict[str, Any] = {
+    "model": {"processor": f"{calling.__file__}:Calling"},
+    "rollout": {"max_staleness": 1, "max_completion_length": 80, "max_turns": 2,
+                "environment": f"{calling.__file__}:Gallery", "environment_workers": 0},
+}  # fmt: skip
 SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "base"
 
 
@@ -31,6 +36,24 @@ def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer
     )
     trainer.train()
     return trainer
+
+
+def break_after(version: int, trainer: GRPOTrainer, patch: pytest.MonkeyPatch) -> None:
+    """Train until weights of this version are learned from."""
+    update = trainer.learner.update
+    patch.setattr(trainer.learner, "update", lambda g: update(g) if trainer.sync.version < version else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+
+
+def assert_equal_runs(one: Path, other: Path, steps: int = STEPS, *, weights: bool = True) -> None:
+    assert without_times(one) == without_times(other)
+    assert [logged(one, step) for step in range(1, steps + 1)] == [
+        logged(other, step) for step in range(1, steps + 1)
+    ]
+    if weights:
+        files = [(folder / "model/model.safetensors").read_bytes() for folder in (one, other)]
+        assert files[0] == files[1]
 
 
 @pytest.mark.slow
@@ -53,12 +76,9 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
         monkeypatch.setattr(trainer.engine, "generate", noted)
         trainer.train()
     assert evaluated == [{0}, {2}, {4}, {STEPS}] * 2
-    assert without_times(tmp_path / "fast") == without_times(tmp_path / "slow")
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("fast", "slow")]
-    assert weights[0] == weights[1]
+    assert_equal_runs(tmp_path / "fast", tmp_path / "slow")
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=1, max_steps=STEPS)
     for step in range(1, STEPS + 1):
-        assert logged(tmp_path / "fast", step) == logged(tmp_path / "slow", step)
         version = scheduled_version(step, 2)
         rows = rollouts_of(tmp_path / "fast", step)
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {version}]]"}
@@ -106,21 +126,11 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     use_server(monkeypatch)
     rollout = {"max_staleness": 2, "max_attempts": 2}
     changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}
-    changes["run"] = {
-        "max_steps": STEPS,
-        "save_every": 1,
-        "save_model": True,
-        "keep_checkpoints": 9,
-        "guards": {"no_update": "warn"},
-    }
+    run = {"max_steps": STEPS, "save_every": 1, "save_model": True, "keep_checkpoints": 9}
+    changes["run"] = run | {"guards": {"no_update": "warn"}}
     trainer_of(models["qwen2_vl"], tmp_path / "whole", **changes).train()
 
-    broken = trainer_of(models["qwen2_vl"], tmp_path / "r", **changes)
-    update = broken.learner.update
-    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 2 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        broken.train()
-
+    break_after(2, trainer_of(models["qwen2_vl"], tmp_path / "r", **changes), monkeypatch)
     again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
     asked = noting_seeds(monkeypatch, again.engine)
     again.train()
@@ -128,12 +138,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     kept = {s for step in (3, 4) for slot in range(4) for a in range(2) for s in plan.group(step, slot, a)}
     assert kept.isdisjoint(asked)  # steps 3 and 4 were finished, and are not sampled again
     assert set(plan.group(5, 0)) <= set(asked)
-    for row, whole in zip(without_times(tmp_path / "r"), without_times(tmp_path / "whole"), strict=True):
-        assert row == whole
-    for step in range(1, STEPS + 1):
-        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
-    assert weights[0] == weights[1]
+    assert_equal_runs(tmp_path / "r", tmp_path / "whole")
 
 
 def partly_flat(completions: list[Any], trainer_state: Any, log_extra: Any, **columns: Any) -> list[float]:
@@ -154,24 +159,12 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
         def on_rollouts(self, trainer: GRPOTrainer) -> None:
             found.append(trainer.evaluate()["eval"].reward)
 
-    changes: dict[str, Any] = {
-        "model": {"processor": f"{calling.__file__}:Calling"},
-        "rollout": {
-            "max_staleness": 1,
-            "max_completion_length": 80,
-            "max_turns": 2,
-            "environment": f"{calling.__file__}:Gallery",
-            "environment_workers": 0,
-        },
-        "run": {"max_steps": 2, "eval_every": 2, "headline": "vowels mean"},
-    }
+    changes = CONVERSATIONS | {"run": {"max_steps": 2, "eval_every": 2, "headline": "vowels mean"}}
     for name, callbacks in (("plain", []), ("evaluates", [Evaluates()])):
         trainer = trainer_of(models["qwen2_5_vl"], tmp_path / name, callbacks=callbacks, **changes)
         trainer.train()
     assert len(found) == 2 and None not in found
-    for step in (1, 2):
-        assert logged(tmp_path / "evaluates", step) == logged(tmp_path / "plain", step)
-    assert without_times(tmp_path / "evaluates") == without_times(tmp_path / "plain")
+    assert_equal_runs(tmp_path / "evaluates", tmp_path / "plain", 2, weights=False)
 
 
 @pytest.mark.long
@@ -188,7 +181,7 @@ def test_what_rewards_and_callbacks_do_to_conversations_changes_nothing_of_the_r
                 for image in turn["images"]:
                     image.paste((255, 0, 0), (0, 0, *image.size))
             turns.clear()
-        return vowel_count(completion)
+        return vowels(completion)
 
     class Spoils:
         def on_rollouts(self, groups: list[Group]) -> None:
@@ -203,40 +196,16 @@ def test_what_rewards_and_callbacks_do_to_conversations_changes_nothing_of_the_r
         def on_evaluate(self, evaluations: dict[str, Any]) -> None:
             evaluations.clear()
 
-    changes: dict[str, Any] = {
-        "model": {"processor": f"{calling.__file__}:Calling"},
-        "rollout": {
-            "max_staleness": 1,
-            "max_completion_length": 80,
-            "max_turns": 2,
-            "environment": f"{calling.__file__}:Gallery",
-            "environment_workers": 0,
-        },
-        "run": {
-            "max_steps": 3,
-            "save_every": 1,
-            "save_model": True,
-            "eval_every": 3,
-            "headline": "scores mean",
-        },
-        "reward": scores,
-    }
+    run = {"max_steps": 3, "save_every": 1, "save_model": True, "eval_every": 3, "headline": "scores mean"}
+    changes = CONVERSATIONS | {"run": run, "reward": scores}
     spoiling = False
     trainer_of(models["qwen2_5_vl"], tmp_path / "whole", **changes).train()
     spoiling, trained = True, {"callbacks": [Spoils()], **changes}
-    broken = trainer_of(models["qwen2_5_vl"], tmp_path / "r", **trained)
-    update = broken.learner.update
-    monkeypatch.setattr(broken.learner, "update", lambda g: update(g) if broken.sync.version < 1 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        broken.train()
+    break_after(1, trainer_of(models["qwen2_5_vl"], tmp_path / "r", **trained), monkeypatch)
     trainer_of(models["qwen2_5_vl"], tmp_path / "r", resume=True, **trained).train()
     pictures = [turn.get("images") for row in rollouts_of(tmp_path / "r", 2) for turn in row["turns"][1:]]
     assert any(pictures)
-    for step in (1, 2, 3):
-        assert logged(tmp_path / "r", step) == logged(tmp_path / "whole", step)
-    assert without_times(tmp_path / "r") == without_times(tmp_path / "whole")
-    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("r", "whole")]
-    assert weights[0] == weights[1]
+    assert_equal_runs(tmp_path / "r", tmp_path / "whole", 3)
 
 
 def test_what_fails_ahead_ends_the_run(
@@ -245,16 +214,12 @@ def test_what_fails_ahead_ends_the_run(
     def broken(completion: str, trainer_state: Any) -> float:
         if trainer_state.global_step == 3:
             raise ValueError("no score today")
-        return vowel_count(completion)
+        return vowels(completion)
 
     use_server(monkeypatch)
     with pytest.raises(Exception, match="no score today"):
         run(models["qwen2_vl"], tmp_path / "r", 2, reward=broken)
     until(lambda: not any(t.name.startswith("mm_grpo steps") for t in threading.enumerate()))
-
-
-def vowel_count(completion: str) -> float:
-    return float(sum(c in "aeiou" for c in completion)) + len(completion) / 100
 
 
 def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
@@ -315,9 +280,8 @@ def test_wrong_log_probs_of_stale_samples_stop_the_run(
 
     def lying(requests: Any) -> list[Completion]:
         sound: list[Completion] = generate(requests)
-        if (
-            not trainer.sync.version or requests[0].sampling.max_tokens != 8
-        ):  # those of a check are answered well
+        # requests of a check are answered well
+        if not trainer.sync.version or requests[0].sampling.max_tokens != 8:
             return sound
         others = list(before or sound)
         before[:] = sound

@@ -24,10 +24,8 @@ from mm_grpo.run.metrics import read_metrics
 @pytest.fixture(scope="module")
 def finished(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    trainer = GRPOTrainer(
-        config_for(models["qwen2_5_vl"], folder), train=ROWS, eval=HELDOUT, rewards=[vowels]
-    )
-    trainer.train()
+    config = config_for(models["qwen2_5_vl"], folder)
+    GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels]).train()
     return folder
 
 
@@ -38,9 +36,8 @@ def test_a_run_leaves_everything_that_is_promised(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["seconds"] > 0
     assert summary["headline"] == "mean reward" and summary["accuracy_before"] is None
-    assert (
-        summary["score_before"] == summary["eval"]["eval"]["before"] and summary["eval"]["eval"]["rows"] == 3
-    )
+    evaluated = summary["eval"]["eval"]
+    assert summary["score_before"] == evaluated["before"] and evaluated["rows"] == 3
     assert GRPOConfig.from_yaml(finished / "config.yaml").run.seed == 5
     described = json.loads((finished / "environment.json").read_text())["rewards"]
     assert described[0]["name"] == "vowels" and len(described[0]["sha256"]) == 64
@@ -51,14 +48,8 @@ def test_metrics_have_trls_names_and_honest_values(finished: Path) -> None:
     assert [r["step"] for r in rows] == [0, 1, 2, 3]
     rows = rows[1:]
     for row in rows:
-        named = {
-            "rewards/vowels/std",
-            "completions/clipped_ratio",
-            "clip_ratio/region_mean",
-            "step_time",
-            "time/data",
-        }
-        assert named | {"reward_std", "entropy", "grad_norm", "learning_rate", "loss"} <= row.keys()
+        names = "rewards/vowels/std completions/clipped_ratio clip_ratio/region_mean step_time time/data"
+        assert {*names.split(), "reward_std", "entropy", "grad_norm", "learning_rate", "loss"} <= row.keys()
         assert row["sampling/sampling_logp_difference/max"] < 1e-5
         assert row["learner/update_norm"] > 0
         logged = rollouts_of(finished, row["step"])
@@ -98,19 +89,16 @@ def test_the_saved_model_loads_without_us_and_has_moved(finished: Path, models: 
 def test_the_same_run_again_is_equal_in_everything_but_time(
     finished: Path, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    again = GRPOTrainer(
-        config_for(models["qwen2_5_vl"], tmp_path / "two"), train=ROWS, eval=HELDOUT, rewards=[vowels]
-    )
-    again.train()
+    config = config_for(models["qwen2_5_vl"], tmp_path / "two")
+    GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels]).train()
     assert metrics_of(finished) == metrics_of(tmp_path / "two")
     assert rollouts_of(finished, 3) == rollouts_of(tmp_path / "two", 3)
 
 
 def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) -> None:
     twice = [ROWS[0], ROWS[0], {**ROWS[0], "images": ROWS[1]["images"]}]
-    config = config_for(
-        models["qwen2_vl"], tmp_path / "r", rollout={"prompts_per_step": 3}, run={"max_steps": 1}
-    )
+    changes = {"rollout": {"prompts_per_step": 3}, "run": {"max_steps": 1}}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", **changes)
     GRPOTrainer(config, train=twice, rewards=[vowels]).train()
     logged = rollouts_of(tmp_path / "r", 1)
     assert {r["uid"] for r in logged} == {"train:0", "train:1", "train:2"}
@@ -121,12 +109,7 @@ def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) 
 def test_long_prompts_are_refused_or_dropped_and_never_cut(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [
-        {"prompt": "short"},
-        {"prompt": "a much longer question " * 9},
-        {"prompt": "tiny"},
-        {"prompt": "s"},
-    ]
+    rows = [{"prompt": text} for text in ("short", "a much longer question " * 9, "tiny", "s")]
     limits = {"max_prompt_length": 120, "text_only": True}
     config = config_for(models["qwen2_vl"], tmp_path / "a", data=limits)
     with pytest.raises(DataError, match=r"train:1: the prompt has 2\d\d tokens, and"):
@@ -195,10 +178,7 @@ def test_a_path_is_no_loaded_model(models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoilt(config: Any, inputs: Any, tokens: Any, statistics: Any) -> Any:
         statistics.add(loss=torch.tensor(math.nan), entropy=torch.tensor(math.nan))

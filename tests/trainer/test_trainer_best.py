@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,45 +27,35 @@ ACCURACIES = {0: 0.2, 1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.3}
 """Of the headline set, by step; the second set has 1.0 always."""
 
 
+def fake_scores(patch: pytest.MonkeyPatch, first: Mapping[int, float], sets: int = 1) -> None:
+    """Give each evaluation of the first of so many sets its score by step, and of the others 1."""
+    number = count()
+
+    def answers(*arguments: Any, **options: Any) -> list[RowScores]:
+        score = first[arguments[3]] if next(number) % sets == 0 else 1.0
+        return [RowScores(0, [score], [score], {}, [1], 0, {})]
+
+    patch.setattr(evaluations, "answer_rows", answers)
+
+
 def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 2 is the best, and checkpoints are due every fourth."""
-
-    def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = ACCURACIES[given[3]]
-        return [RowScores(0, [score], [score], {}, [1], 0, {})]
-
-    monkeypatch.setattr(evaluations, "answer_rows", answered)
+    fake_scores(monkeypatch, ACCURACIES)
     summary = run(models["qwen2_5_vl"], tmp_path / "run", 5, heldout={"only": ROWS[:1]}, save_every=4)
     assert summary["best_step"] == 2
     assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
 
 
 def run(
-    model: Path,
-    folder: Path,
-    steps: int,
-    resume: bool = False,
-    heldout: Any = HELDOUT,
-    save_every: int = 1,
+    model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT, save_every: int = 1
 ) -> dict[str, Any]:
-    run = {
-        "max_steps": steps,
-        "eval_every": 1 if heldout else 0,
-        "save_every": save_every,
-        "keep_checkpoints": 1,
-    }
-    config = small_config(
-        model,
-        folder,
-        rollout={"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3},
-        run={**run, "report": False, "save_model": False},
-    )
-    made = GRPOTrainer(
-        config, train=ROWS, eval=heldout, rewards=[lambda completion: len(completion)], resume=resume
-    )
-    return made.train()
+    run = {"max_steps": steps, "eval_every": 1, "save_every": save_every, "keep_checkpoints": 1}
+    rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
+    run |= {"report": False, "save_model": False}
+    config = small_config(model, folder, rollout=rollout, run=run)
+    return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[length], resume=resume).train()
 
 
 def kept(folder: Path) -> list[str]:
@@ -79,13 +71,7 @@ def extra_of(folder: Path, step: int) -> dict[str, Any]:
 def test_the_best_is_kept_over_a_resume(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = iter(range(1000))
-
-    def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = ACCURACIES[given[3]] if next(sets) % 2 == 0 else 1.0
-        return [RowScores(0, [score], [score], {}, [1], 0, {})]
-
-    monkeypatch.setattr(evaluations, "answer_rows", answered)
+    fake_scores(monkeypatch, ACCURACIES, sets=2)
     model = models["qwen2_5_vl"]
     summary = run(model, tmp_path / "run", 3)
     assert (summary["score_best"], summary["best_step"], summary["score_after"]) == (0.9, 2, 0.9)
@@ -108,41 +94,26 @@ def test_the_saved_model_is_the_best_and_the_trainer_s_the_last(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Collapses after step 2."""
-
-    def answered(*given: Any, **how: Any) -> list[RowScores]:
-        score = 0.9 if given[3] == 2 else 0.1
-        return [RowScores(0, [score], [score], {}, [1], 0, {})]
-
-    monkeypatch.setattr(evaluations, "answer_rows", answered)
+    fake_scores(monkeypatch, {0: 0.1, 1: 0.1, 2: 0.9, 3: 0.1})
     model, folder = models["qwen2_5_vl"], tmp_path / "run"
-    run = {
-        "max_steps": 3,
-        "eval_every": 1,
-        "save_every": 1,
-        "keep_checkpoints": 1,
-        "report": False,
-        "keep": "best",
-    }
-    config = small_config(model, folder, optim={"learning_rate": 0.1}, run=run)
+    run = {"max_steps": 3, "eval_every": 1, "save_every": 1, "keep_checkpoints": 1, "keep": "best"}
+    config = small_config(model, folder, optim={"learning_rate": 0.1}, run={**run, "report": False})
     guard = Watch()
-    trainer = GRPOTrainer(config, train=ROWS, eval=ROWS[:1], rewards=[len_of], callbacks=[guard])
+    trainer = GRPOTrainer(config, train=ROWS, eval=ROWS[:1], rewards=[length], callbacks=[guard])
     summary = trainer.train()
     assert summary["model"]["step"] == 2 and "step 2: the best" in summary_lines(summary)[-1]
-
-    def same(weights: dict[str, Any], file: Path) -> bool:
-        return all(
-            torch.equal(weights[name], tensor) for name, tensor in load_file(file).items() if name in weights
-        )
 
     weights = load_file(folder / "model" / "model.safetensors")
     for step, expected in guard.weights.items():
         trainer.model.load_state_dict(expected)
         trainer.save(tmp_path / str(step))
-        assert same(weights, tmp_path / str(step) / "model.safetensors") is (step == 2)
+        saved = load_file(tmp_path / str(step) / "model.safetensors")
+        equal = all(torch.equal(weights[name], tensor) for name, tensor in saved.items() if name in weights)
+        assert equal is (step == 2)
     assert "srcdoc" in trainer.show()._repr_html_()
 
 
-def len_of(completion: str) -> float:
+def length(completion: str) -> float:
     return float(len(completion))
 
 

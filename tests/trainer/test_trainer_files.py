@@ -52,8 +52,7 @@ def trainer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("row", "after", "steps"),
-    [(1, 2, 3), pytest.param(5, 1, 1, id="before the first checkpoint")],
+    ("row", "after", "steps"), [(1, 2, 3), pytest.param(5, 1, 1, id="before the first checkpoint")]
 )
 def test_an_exchanged_image_ends_the_run(
     models: dict[str, Path], tmp_path: Path, row: int, after: int, steps: int

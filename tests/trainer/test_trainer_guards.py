@@ -1,4 +1,4 @@
-"""Dead signals through the whole trainer: 12 steps of each, what stops or warns, and a healthy run without either."""
+"""Dead signals and rates that blow up through the whole trainer, and a healthy run without either."""
 
 from __future__ import annotations
 
@@ -72,3 +72,22 @@ def test_guards_go_on_counting_when_a_run_is_resumed(models: dict[str, Path], tm
     with pytest.raises(GuardStop, match="guard no_reward: for 10 steps"):
         trainer(12, True).train()
     assert len(rows_of(tmp_path / "r")) == 10
+
+
+OFF = {"update_happens": "off", "logp_gap": "off"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "dtype", "guards"),
+    [
+        (1e3, "bfloat16", {}),  # every token has probability 1
+        (1e15, "float32", OFF),  # logits are NaN, and the engine is to sample from them
+    ],
+)
+def test_a_rate_that_is_far_too_large_stops_the_run_with_one_message(
+    rate: float, dtype: str, guards: dict[str, str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"model": {"dtype": dtype}, "run": {"max_steps": 5, "guards": guards}}
+    config = config_for(models["qwen2_5_vl"], tmp_path / "run", optim={"learning_rate": rate}, **settings)
+    with pytest.raises(GuardStop, match=r"lower optim\.learning_rate"):
+        GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
