@@ -69,11 +69,7 @@ class RowReport:
 
 
 def check_config(  # noqa: PLR0915
-    config: GRPOConfig,
-    *,
-    call_judges: bool = False,
-    rows: int | None = None,
-    page: str | None = None,
+    config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None, page: str | None = None
 ) -> bool:
     """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
