@@ -3,7 +3,7 @@
 Each method is given, by name, those of the event's arguments that it asks for: `on_step_end(self, step, metrics)`
 asks for two. They are called on the first process, and an exception in one ends the run on all of them. What a method
 returns is not looked at: `trainer.stop(reason)` is how one ends the run. metrics.jsonl, the page, trackers, the
-terminal and the guards are callbacks too (trainer.py). To add an event: a line in EVENTS, and the call in the trainer.
+terminal and the guards are callbacks too (open_run.py). To add an event: a line in EVENTS, and the call in the trainer.
 """
 
 from __future__ import annotations
