@@ -69,7 +69,7 @@ class Rows(Protocol):
         return 0 < len(tasks) <= MAX_TASKS
 
     def spaced(self, count: int) -> range:
-        """At most `count` indices, evenly spaced."""
+        """Return at most `count` indices, evenly spaced."""
         return range(0, len(self), -(-len(self) // count))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -83,13 +83,13 @@ class Rows(Protocol):
         """Return the order in which a run uses the rows."""
 
     def uid(self, index: int) -> str:
-        """The uid of a row's sample: "train:11"."""
+        """Return the uid of a row's sample: "train:11"."""
 
     def row_name(self, index: int) -> str:
         """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
 
     def sample(self, index: int) -> Sample:
-        """Row `index` with its images decoded, upright and RGB. Nothing is kept for the next call.
+        """Read row `index` with its images decoded, upright and RGB. Nothing is cached.
 
         Raises DataError, naming the row, when it or one of its images cannot be used.
         """
@@ -99,7 +99,7 @@ class Rows(Protocol):
         """Read row `index` now; the function that is returned opens its images, in any thread. Raises as `sample`."""
 
     def fields(self, index: int) -> Fields:
-        """Row `index` with its images closed, also those in other columns. DataError when it is wrong."""
+        """Read row `index` with its images closed, in other columns too. DataError when it is wrong."""
 
     def look_at_images(self, index: int) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
@@ -111,7 +111,7 @@ class Rows(Protocol):
         """Read rows, not images: all of a list, the first of any other source. DataError when one is wrong."""
 
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
-        """The columns of every row that can be read: evenly spaced rows of all sources come first."""
+        """Yield the columns of every row that can be read; evenly spaced rows of all sources come first."""
 
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
         """Yield a key, equal for rows with the same messages, files and bytes, and the name of each row in memory.
@@ -120,21 +120,21 @@ class Rows(Protocol):
         """
 
     def head(self, count: int) -> Rows:
-        """The first `count` rows, or all if there are fewer; of a mixture as many of every source, one at least."""
+        """Return the first `count` rows, or all if there are fewer; of a mixture an equal share of each source."""
 
     def without(self, rows: Collection[int]) -> Rows:
-        """All rows but those with the indices `rows`."""
+        """Return all rows except the indices `rows`."""
 
     def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
-        """The rows with `change` applied to every source."""
+        """Apply `change` to every source; return the rows of the results."""
 
     def with_shuffled_images(self, seed: int = 0) -> Rows:
-        """The same rows, each with the images of another row of its source, as a model without eyes would see them.
+        """Return the rows, each with the images of another row of its source.
 
-        Images move among the rows that have equally many, so that no row gets its own images or equal ones
-        (`blind.exchange`). Rows without images stay as they are. Reads every row, but opens no image file. Raises
-        DataError if a row is the only one with its number of images, or most rows with it have the same ones.
+        Images move among rows with equally many, so that no row gets its own images or equal ones (`blind.exchange`).
+        Rows without images stay as they are. Every row is read, but no image file is opened. DataError if only one row
+        has a number of images, or most rows with that number have the same images.
         """
 
     def with_images_removed(self) -> Rows:
-        """The same rows without their images and without the parts of messages that stand for them."""
+        """Return the rows without images, and without the image parts of messages."""

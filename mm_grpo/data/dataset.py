@@ -168,9 +168,7 @@ class Dataset(Rows):
             (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
         ):  # fmt: skip
             if number > limit:
-                raise DataError(
-                    f"{row_name}: the prompt has {number:,} {noun}, and {limit:,} at most; shorten it"
-                )
+                raise DataError(f"{row_name}: {number:,} {noun} in the prompt, {limit:,} at most; shorten it")
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
@@ -252,7 +250,7 @@ class Dataset(Rows):
 
     def fingerprint(self) -> dict[str, Any]:
         left_out = sorted(set(range(len(self._rows))) - set(self._indices))
-        # nothing is hashed for a dataset with all its rows: its fingerprint is the same as of a plain one
+        # row numbers count only if some are left out: all other datasets hash their rows alone
         state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
         for index in self.spaced(SAMPLED_ROWS):
             state.update(self._row_text(index).encode() + b"\0")

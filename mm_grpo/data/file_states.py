@@ -33,6 +33,4 @@ class FileStates:
 
 def changed(where: str) -> DataError:
     """Return the error about a file that changed."""
-    return DataError(
-        f"{where} changed since the run began; put it back as it was and --resume, or start anew"
-    )
+    return DataError(f"{where} changed since the run began; put it back and --resume, or start again")

@@ -28,9 +28,7 @@ def library_rows(dataset: Any, columns: Mapping[str, str], what: str, remedy: st
     """
     if isinstance(dataset, Mapping):
         if len(dataset) != 1:
-            raise DataError(
-                f"{what}: holds {len(dataset)} splits ({quoted(dataset)}); give one of them: {remedy}"
-            )
+            raise DataError(f"{what}: holds {len(dataset)} splits ({quoted(dataset)}); give one: {remedy}")
         dataset = next(iter(dataset.values()))
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(

@@ -29,17 +29,13 @@ def readable(rows: Rows, on_bad_image: str, ranks: Ranks) -> Rows:
 
 def _readable(source: Rows, drop: bool, ranks: Ranks) -> Rows:
     indices = rows_to_look_at(source)
-    local_faults = list(_faults(source, ranks.shard(indices)))
-    bad = dict(
-        sorted(fault for faults in ranks.all_gather(local_faults, "looking at images") for fault in faults)
-    )
+    shards = ranks.all_gather(list(_faults(source, ranks.shard(indices))), "looking at images")
+    bad = dict(sorted(fault for shard in shards for fault in shard))
     if not bad:
         return source
     causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
     if not drop or len(bad) > MAX_DROPPED * len(indices):
-        raise DataError(
-            f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth of the rows at most"
-        )
+        raise DataError(f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth at most")
     if ranks.first:
         log.warning("%s: %d rows are left out (data.on_bad_image = drop): %s", source.name, len(bad), causes)
     return source.without(bad)

@@ -123,9 +123,7 @@ def look_at_image(source: Any, row: str, image_dir: Folder, files: Files = None)
     if isinstance(source, Image.Image):
         return
     data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES, files=files)
-    if data.startswith(
-        _JPEG
-    ):  # Pillow would read its tables, which takes as long as all other checks together
+    if data.startswith(_JPEG):  # Pillow would read its tables, which takes as long as all other checks
         return
     try:
         image = _identify(data, where, MAX_PIXELS)
@@ -259,9 +257,7 @@ def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
         looks = next((kind for magic, at, kind in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
-        raise BadImage(
-            f"{where} is not an image that can be read{looks}; legal formats are {legal}"
-        ) from None
+        raise BadImage(f"{where} is not an image that can be read{looks}; legal are {legal}") from None
 
 
 def _decode(image: Image.Image, where: str) -> Image.Image:

@@ -108,9 +108,7 @@ class JsonLines:
 
 def read_json(path: Path) -> list[Any]:
     """Read the rows of a JSON file: a list, or an object with exactly one list of objects."""
-    content = parse_json(
-        path.read_bytes(), str(path), "correct it; a file of one row a line is called .jsonl"
-    )
+    content = parse_json(path.read_bytes(), str(path), "correct it; a file with a row a line is .jsonl")
     if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         raise DataError(f"{path}: is a COCO file; join it into rows, as docs/data.md says under COCO")
     values = content.values() if isinstance(content, dict) else [content]
@@ -151,7 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
         raise _UnsafeValue(
-            f"the number {brief(text)} is past what a float holds; write one below 1.8e308, or null"
+            f"the number {brief(text)} is too large for a float; write one below 1.8e308, or null"
         )
     return number
 

@@ -30,9 +30,7 @@ class LazyImage(Image.Image):
         if draw is not None:  # else another thread has drawn after this one looked the method up
             image = draw()
             if (image.mode, image.size) != (self._mode, self._size):
-                raise ValueError(
-                    f"drawn was {image.mode} {image.size}, and promised {self._mode} {self._size}"
-                )
+                raise ValueError(f"draw returned {image.mode} {image.size}, not {self._mode} {self._size}")
             self.im = image.im
             self.__class__ = Image.Image  # type: ignore[assignment]
             vars(self).pop("_draw", None)

@@ -74,10 +74,8 @@ class PromptOrder:
 
     def sentence(self, steps: int) -> str:
         """Describe the rows and how often each comes in so many steps; of a mixture its shares too."""
-        per_step = self.prompts_per_step / self.n_rows
-        repeats = (
-            f"; each comes {per_step:.3g} times in a step (rollout.prompts_per_step)" if per_step > 1 else ""
-        )
+        times = self.prompts_per_step / self.n_rows
+        repeats = f"; each comes {times:.3g} times in a step (rollout.prompts_per_step)" if times > 1 else ""
         return f"data: {self.n_rows:,} rows, {self.epochs(steps)['epoch']:.3g} epochs in {steps:,} steps{repeats}"
 
     @property

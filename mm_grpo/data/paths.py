@@ -121,9 +121,7 @@ def _folder(path: Path, split: str | None, name: str) -> list[Location]:
     if _is_saved(path):
         return [Location("saved", str(path), split)]
     entries = sorted(entry for entry in path.iterdir() if not entry.name.startswith((".", "_")))
-    files = [
-        file for file in entries if _is_rows(file) and not file.is_dir() and split in (None, _split_of(file))
-    ]
+    files = [f for f in entries if _is_rows(f) and not f.is_dir() and split in (None, _split_of(f))]
     if not files:
         of_split = "" if split is None else f" of the split {split!r}"
         raise DataError(

@@ -80,9 +80,7 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 raise ValueError(f"the first line names the columns, once each; it is {names}")
             for row in reader:
                 if None in row or None in row.values():
-                    raise ValueError(
-                        "a row has as many cells as there are names; a comma in a cell needs quotes"
-                    )
+                    raise ValueError("a row has as many cells as names; a comma in a cell needs quotes")
                 rows.append({key: cell or None for key, cell in row.items()})
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:

@@ -91,9 +91,7 @@ def read_row(
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
     """Return the values of a row under our names, without columns that the row lacks."""
     if not isinstance(row, Mapping):
-        raise DataError(
-            f"{row_name}: a row is a mapping of columns to values; this is a {type(row).__name__}"
-        )
+        raise DataError(f"{row_name}: a row is a mapping of columns to values, not a {type(row).__name__}")
     if not columns:
         return dict(row)
     values = {
@@ -162,9 +160,7 @@ def _part(part: Any, where: str) -> Message:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind == "text":
         if not isinstance(part.get("text"), str):
-            raise DataError(
-                f"{where}: a text part needs a string in 'text'; it has {brief(part.get('text'))}"
-            )
+            raise DataError(f"{where}: a text part needs a string in 'text', not {brief(part.get('text'))}")
         return {"type": "text", "text": part["text"]}
     if kind not in ("image", "image_url"):
         raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
@@ -201,7 +197,7 @@ def _check_texts(
         asks = asks or (message["role"] == "user" and (has_image or bool(text.strip())))
     if not asks:
         raise DataError(
-            f"{row_name}: {conversation.column!r} is empty; write what is asked, or leave the row out"
+            f"{row_name}: {conversation.column!r} is empty; write a question, or leave the row out"
         )
 
 

@@ -63,12 +63,8 @@ def load(
 ) -> Rows:
     """Read a source; the module's docstring lists the kinds.
 
-    Args:
-        source: what `data.train` or `data.eval` holds, or rows from Python; `Rows` are returned as they are.
-        settings, name, verify, added: as of `Dataset`.
-
-    Raises:
-        DataError: the source is unknown, missing, broken or empty, or a row of it is wrong.
+    The other arguments are as of `Dataset`. Raises DataError if the source is unknown, missing, broken or empty, or a
+    row of it is wrong.
     """
     if isinstance(source, Dataset | MixedDataset):
         return source
@@ -99,7 +95,7 @@ def _load_dataset(source: Source, settings: DataConfig, name: str, **options: An
         rows = library_rows(source, settings.columns, f"the dataset {name!r}")
         return Dataset(rows, settings, name=name, **options)
     if isinstance(source, Mapping):
-        return _load_task(source, settings, name, options)
+        return _load_task(source, settings, name, **options)
     raise DataError(f"{name}: the data is a {type(source).__name__}; {LEGAL}")
 
 
@@ -137,9 +133,7 @@ def load_eval(
     ConfigError for a set called `BLIND`, even without a blind control: a run may be resumed or evaluated with one.
     """
     if source is None:
-        sources: Mapping[str, Source] = {
-            name: mixture_of(entry) for name, entry in config.data.eval_sets().items()
-        }
+        sources: Mapping[str, Source] = {name: mixture_of(s) for name, s in config.data.eval_sets().items()}
     elif isinstance(source, Mapping) and not is_source(source):
         sources = source
     else:
@@ -151,9 +145,7 @@ def load_eval(
         )
     for name, entry in sources.items():
         if isinstance(entry, Mixture) and any("weight" in options for options in entry.entries):
-            raise DataError(
-                f"{name}: weight is for training; an evaluation answers every row once: leave it out"
-            )
+            raise DataError(f"{name}: weight is for training; evaluation uses every row once: leave it out")
     return {  # uids and tables tell a set called train from the training set
         name: _load_checked(entry, config, "eval:train" if name == "train" else name, verify, needs, turns)
         for name, entry in sources.items()
@@ -216,9 +208,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
     return MixedDataset(name, datasets, mixture.weights)
 
 
-def _load_task(
-    source: Mapping[str, Any], settings: DataConfig, name: str, options: Mapping[str, Any]
-) -> Dataset:
+def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, **options: Any) -> Dataset:
     arguments = dict(source)
     task = arguments.pop("task", None)
     if not isinstance(task, str) or (task not in TASKS and ":" not in task):

@@ -75,9 +75,7 @@ class HFProcessor(ABC):
         template = self.hf.chat_template or self.tokenizer.chat_template
         self.template: str = template.get("default", "") if isinstance(template, Mapping) else template
         if not self.template:
-            raise ConfigError(
-                f"model.path = '{path}': the processor has no chat template; add chat_template.jinja"
-            )
+            raise ConfigError(f"model.path = '{path}': it has no chat template; add chat_template.jinja")
         self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
         # a tokenizer loads without its vocabulary, and then drops all text but special tokens
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:

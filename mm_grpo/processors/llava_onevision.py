@@ -102,9 +102,9 @@ class LlavaOnevisionProcessor(HFProcessor):
         )
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        sizes = torch.cat([output["image_sizes"] for output in outputs])
+        sizes = torch.cat([o["image_sizes"] for o in outputs])
         return {
-            "pixel_values": torch.cat([output["pixel_values"][0] for output in outputs]),
+            "pixel_values": torch.cat([o["pixel_values"][0] for o in outputs]),
             "image_sizes": sizes,
         }
 

@@ -112,9 +112,7 @@ class QwenVLProcessor(HFProcessor):
         return [[self.image_token_id] * count for count in counts], vision
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        return {
-            key: torch.cat([output[key] for output in outputs]) for key in ("pixel_values", "image_grid_thw")
-        }
+        return {key: torch.cat([o[key] for o in outputs]) for key in ("pixel_values", "image_grid_thw")}
 
     def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
         ids = torch.tensor([token_ids])

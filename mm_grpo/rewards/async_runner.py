@@ -8,9 +8,10 @@ watchdog ends the process.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
@@ -37,14 +38,11 @@ class AsyncRunner:
         pools: Mapping[str, WorkerPool] | None = None,
     ) -> None:
         self.loop, self.rewards, self.pools = loop, rewards, pools
-        self._rows: dict[str, set[int]] = {
-            reward.spec.name: set() for reward in rewards
-        }  # first row of each call
-        self._tasks: dict[str, dict[asyncio.Task[None], Call]] = {name: {} for name in self._rows}
-        limits = {reward.spec.name: reward.spec.options.max_concurrency for reward in rewards}
+        self._rows: defaultdict[str, set[int]] = defaultdict(set)  # first rows of the calls that were added
+        self._tasks: defaultdict[str, dict[asyncio.Task[None], Call]] = defaultdict(dict)
         self._slots = {
-            name: contextlib.nullcontext() if limit is None else asyncio.Semaphore(limit)
-            for name, limit in limits.items()
+            reward.spec.name: asyncio.Semaphore(reward.spec.options.max_concurrency or sys.maxsize)
+            for reward in rewards
         }
         self._stopped: set[str] = set()
         self._all_added, self._close_time = asyncio.Event(), 0.0
@@ -92,10 +90,7 @@ class AsyncRunner:
                 wait([self.future], timeout=1.0)
 
     def _time_limit(self, rewards: Iterable[RewardCalls]) -> float | None:
-        """Return the seconds that the calls may take together.
-
-        None if a reward has no time-out, or if workers are killed at it.
-        """
+        """Return the seconds for all calls; None if a reward has no time-out, or if workers are killed at it."""
         deadlines = [reward.spec.options.deadline for reward in rewards]
         limits = [deadline for deadline in deadlines if deadline is not None]
         bounded = limits and len(limits) == len(deadlines) and self.pools is None
@@ -144,9 +139,9 @@ class AsyncRunner:
             if pool is not None:
                 await pool.ready()  # starting a worker is outside the deadline
             deadline = reward.spec.options.deadline
-            done, late = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
+            finished, late = await asyncio.wait(tasks, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
             for task in tasks:
-                if task in done:
+                if task in finished:
                     task.result()
             await background.cancel_tasks(late)
             for call in sorted((tasks[task] for task in late), key=lambda call: call.rows):

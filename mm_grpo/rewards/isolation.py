@@ -32,16 +32,16 @@ from mm_grpo.user_code.workers import (
     packed,
 )
 
-FURTHER = 16
-"""Workers beyond the pool's size that hanging calls may bring about."""
-PATIENCE = 1 / 8
-"""The part of the deadline after which a call counts as slow when others wait."""
+EXTRA_WORKERS = 16
+"""Workers beyond the pool's size that may start while calls hang."""
+SLOW_SHARE = 1 / 8
+"""Share of the deadline after which a call counts as slow when others wait."""
 TICK = 0.05
-"""Seconds between two looks for what is late."""
+"""Seconds between two checks for late calls."""
 
 
 def check_isolation(spec: RewardSpec) -> None:
-    """RewardError when no other process can find the function or get its settings."""
+    """Raise RewardError if no other process can import the function or get its settings."""
     address_of(spec)
     settings = {**spec.made_with, **spec.bound}
     try:
@@ -59,16 +59,18 @@ class _Job(NamedTuple):
 
 
 class WorkerPool:
-    """The workers of an isolated reward: `size` where it is called per completion, else one. They start when they are
-    first needed; `close` ends them, as does the end of this process. When every worker is at one call for long, further
-    ones start for the calls that wait. Only the event loop's thread uses it."""
+    """Worker processes of an isolated reward: `size` for a function of one completion, else one.
+
+    They start when first needed, and end at `close` or with this process. When all workers are busy with slow calls,
+    extra ones start for the calls that wait. Only the event loop's thread may use a pool.
+    """
 
     def __init__(self, spec: RewardSpec, size: int | None) -> None:
-        most, size = spec.options.max_concurrency, size or default_size()
-        self.spec, self.size = spec, min(1 if spec.kind == "batch" else size, most or size)
-        self.most, self.seconds = most or self.size + FURTHER, spec.options.deadline or 0.0
+        limit, size = spec.options.max_concurrency, size or default_size()
+        self.spec, self.size = spec, min(1 if spec.kind == "batch" else size, limit or size)
+        self.max_size, self.seconds = limit or self.size + EXTRA_WORKERS, spec.options.deadline or 0.0
         self.workers = _workers(spec)
-        self.flying: dict[Worker, _Job] = {}
+        self.jobs: dict[Worker, _Job] = {}
         self._waiting: deque[_Job] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -78,31 +80,33 @@ class WorkerPool:
         """Start the workers, and return while they import the function."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self.workers.fileno(), self._look)
+            self._loop.add_reader(self.workers.fileno(), self._poll)
         self.workers.fill(self.size)
 
     async def ready(self) -> None:
-        """Wait until a worker is there, or none can be."""
+        """Wait until a worker is ready, or no call waits for one."""
         while self._waiting and not any(worker.ready for worker in self.workers):
             await asyncio.sleep(TICK / 10)
 
     async def call(self, reward: RewardCalls, call: Call) -> None:
-        """Make a call in a worker, and note what came of it. RewardError when the function cannot be imported. One that
-        is cancelled takes its worker with it."""
+        """Make a call in a worker and store its result. Raise RewardError if a worker cannot import the function.
+
+        Cancelling ends the worker.
+        """
         await self.start()
         job = _Job(call, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
-        self._look()
+        self._poll()
         try:
             answer = await job.answer
         except asyncio.CancelledError:
-            for worker in [worker for worker, flying in self.flying.items() if flying is job]:
+            for worker in [worker for worker, running in self.jobs.items() if running is job]:
                 self._end(worker)
             raise
         _store(reward, call, answer)
 
     def trim(self) -> None:
-        """End the workers beyond `size`, and start those that are missing, so that the next calls need not wait."""
+        """End the workers beyond `size`, and replace ended ones, so that the next calls need not wait."""
         for worker in list(self.workers)[self.size :]:
             self._end(worker)
         self.workers.fill(self.size)
@@ -114,26 +118,26 @@ class WorkerPool:
         self.workers.close()
 
     def _end(self, worker: Worker) -> None:
-        self.flying.pop(worker, None)
+        self.jobs.pop(worker, None)
         self.workers.end(worker)
 
-    def _look(self) -> None:
-        """Take answers, and hand the calls that wait to idle workers."""
+    def _poll(self) -> None:
+        """Receive answers, and hand waiting calls to idle workers."""
         try:
             for outcome in self.workers.wait(0.0):
-                self._take(outcome)
-            self._give()
+                self._receive(outcome)
+            self._dispatch()
         except Exception as error:  # a worker cannot start, or a call cannot be made
-            jobs = [*self.flying.values(), *self._waiting]
+            jobs = [*self.jobs.values(), *self._waiting]
             self._error = None if jobs else error  # for the next call
-            self.flying.clear()
+            self.jobs.clear()
             self._waiting.clear()
             self.workers.close()
             for job in jobs:
                 if not job.answer.done():
                     job.answer.set_exception(error)
 
-    def _give(self) -> None:
+    def _dispatch(self) -> None:
         if self._error is not None and self._waiting:
             raise self._error
         now = time.monotonic()
@@ -141,30 +145,30 @@ class WorkerPool:
             while self._waiting and self._waiting[0].answer.done():  # cancelled
                 self._waiting.popleft()
             if worker.idle and self._waiting:
-                job = self.flying[worker] = self._waiting.popleft()
+                job = self.jobs[worker] = self._waiting.popleft()
                 worker.call(_pickled(self.spec, job.call), now + self.seconds + TICK)
                 if worker.out and self._loop is not None:  # the rest of a long call waits for its socket
-                    self._loop.call_soon(self._look)
-        if not (self._waiting or self.flying):
+                    self._loop.call_soon(self._poll)
+        if not (self._waiting or self.jobs):
             return
         self.workers.fill(self.size)
-        more = min(len(self._waiting), self.most - len(self.workers), len(self.workers))
-        if more > 0 and all(w.ready and now - w.since > PATIENCE * self.seconds for w in self.workers):
-            self.workers.fill(len(self.workers) + more)
+        extra = min(len(self._waiting), self.max_size - len(self.workers), len(self.workers))
+        if extra > 0 and all(w.ready and now - w.since > SLOW_SHARE * self.seconds for w in self.workers):
+            self.workers.fill(len(self.workers) + extra)
         if self._timer is None and self._loop is not None:
             self._timer = self._loop.call_later(TICK, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._look()
+        self._poll()
 
-    def _take(self, outcome: Outcome) -> None:
-        job = self.flying.pop(outcome.worker, None)
+    def _receive(self, outcome: Outcome) -> None:
+        job = self.jobs.pop(outcome.worker, None)
         if job is None:  # it died while it waited for calls
             return
         answer = _read(outcome)
         if "died" in answer:
-            self.workers.end(outcome.worker)  # also where it goes on after what was no answer
+            self.workers.end(outcome.worker)  # also if it still runs, after an invalid answer
         if not job.answer.done():
             job.answer.set_result(answer)
 
@@ -177,11 +181,10 @@ def _workers(spec: RewardSpec) -> Workers:
 
 
 def _pickled(spec: RewardSpec, call: Call) -> bytes:
-    """A call as a worker gets it: with the names of the logging functions, and `samples`, which hold the images at
-    their full size, only where the function names them."""
+    """Pickle a call for a worker: number of rows, names of the logging functions, packed arguments."""
     arguments = arguments_of(call.batch, spec, call.rows)
     logs = tuple(name for name in ("log_extra", "log_metric") if arguments.pop(name, None))
-    if "samples" not in spec.required + spec.optional:
+    if "samples" not in spec.required + spec.optional:  # they hold the images at full size
         arguments.pop("samples", None)
     try:
         return pickle.dumps((len(call.rows), logs, packed(arguments)))
@@ -193,7 +196,7 @@ def _pickled(spec: RewardSpec, call: Call) -> bytes:
 
 
 def _read(outcome: Outcome) -> Mapping[str, Any]:
-    """An answer of `RewardWorker`, or how the process `died`, or that it was `late`."""
+    """Return the answer of a `RewardWorker`, {"died": how}, or {"late": True}."""
     if outcome.late or outcome.died is not None:
         return {"late": True} if outcome.late else {"died": outcome.died}
     try:

@@ -1,11 +1,11 @@
-"""The options of a reward: isolation, time-out, error handling, the rows it is for, gates and outcomes.
+"""Options of a reward: isolation, time-out, error handling, the rows it is for, gates and outcomes.
 
-`RewardOptions` declares and checks them, for `@reward(...)` and for an entry of the config alike; an entry's win over
-the decorator's. To add one: a field with its docstring, and its use.
+`RewardOptions` declares and checks them, for `@reward(...)` and for an entry of the config; an entry's override the
+decorator's. To add one: a field with its docstring, and its use.
 
-A time-out counts from the start of a reward's first call in a step to the answer of its last one. What
-cannot be killed cannot be masked: a plain function without `isolated` runs in the trainer's process, and
-its time-out stops the run.
+A time-out counts from the start of a reward's first call in a step to the answer of its last one. A call that cannot be
+killed cannot be masked: a plain function without `isolated` runs in the trainer's process, and its time-out stops the
+run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mm_grpo.numbers import is_number
 Action = Literal["stop", "mask"]
 
 HALF = 0.5
-"""The mark of a success where none is given: half of the range from 0 to 1, which all that ship have for an answer."""
+"""Default mark of a success: half of the range from 0 to 1 of the built-in rewards for answers."""
 ISOLATED_TIMEOUT = 120.0
-"""The time-out of an isolated reward that sets none, in seconds for all its calls of a step."""
+"""Default time-out of an isolated reward, in seconds for all its calls of a step."""
 
 
 def _tuple(value: Any) -> Any:
-    """What YAML holds as a list, or as a single text or number, as a tuple."""
+    """Return a YAML list, or a single text or number, as a tuple."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -102,16 +102,16 @@ class RewardOptions(Section):
     conversation with tools; what enters the total is their sum. Default: false."""
 
     def is_for(self, columns: Mapping[str, Any]) -> bool:
-        """Whether a row with these columns is one of those that `when` names."""
+        """Return True if `when` selects a row with these columns."""
         return all(
             any(type(value) is type(columns.get(column)) and value == columns.get(column) for value in values)
             for column, values in self.when.items()
         )
 
     def may_meet(self, other: RewardOptions) -> bool:
-        """Whether some row may be one that both are for: no column has to hold different values."""
-        own, others = self._whens, other._whens
-        return all(own[column] & others[column] for column in own.keys() & others.keys())
+        """Return True if some row may be selected by both: no column needs different values."""
+        first, second = self._whens, other._whens
+        return all(first[column] & second[column] for column in first.keys() & second.keys())
 
     @property
     def _whens(self) -> dict[str, set[tuple[type, Any]]]:
@@ -119,14 +119,14 @@ class RewardOptions(Section):
 
     @property
     def mark(self) -> float | None:
-        """The least score of a success; None where the reward is no outcome."""
+        """Least score of a success; None if the reward is no outcome."""
         if isinstance(self.outcome, bool):
             return HALF if self.outcome else None
         return self.outcome
 
     @property
     def deadline(self) -> float | None:
-        """The time-out in seconds that counts."""
+        """Time-out in seconds, None without one."""
         return ISOLATED_TIMEOUT if self.isolated and self.timeout is None else self.timeout
 
     def refuse_per_turn(self, name: str) -> None:
@@ -138,7 +138,7 @@ class RewardOptions(Section):
             )
 
     def check_kind(self, name: str, *, is_async: bool, kind: str) -> None:
-        """RewardError for options that this kind of function cannot have."""
+        """Raise RewardError for options that this kind of function cannot have."""
         plain = not (is_async or self.isolated)
         if self.max_concurrency is not None and plain:
             wrong = f"max_concurrency = {self.max_concurrency}: is for async and isolated rewards; set isolated: true"
@@ -156,11 +156,11 @@ class RewardOptions(Section):
 KEYS = tuple(RewardOptions.model_fields)
 
 
-def read_options(name: str, given: Mapping[str, Any], base: RewardOptions | None = None) -> RewardOptions:
-    """`base` with the given options of the reward `name`; RewardError names a value that is not legal."""
+def read_options(name: str, options: Mapping[str, Any], base: RewardOptions | None = None) -> RewardOptions:
+    """Return `base` updated with `options` of the reward `name`. Raise RewardError for a value that is not legal."""
     try:
         return RewardOptions.model_validate(
-            {**(base.model_dump(exclude_unset=True) if base else {}), **given}
+            {**(base.model_dump(exclude_unset=True) if base else {}), **options}
         )
     except ConfigError as error:
         raise RewardError("\n".join(f"reward {name!r}: {line}" for line in str(error).splitlines())) from None

@@ -1,12 +1,11 @@
-"""The gate of a reward with `outcome`: where the answer is no success, the other rewards pay nothing.
+"""Gate of a reward with `outcome`: the other rewards pay nothing for an answer that is no success.
 
-Shaped rewards that are added to the one for the answer (a format, a length) tell the completions of a group apart in
-which all are wrong, and an advantage that is divided by the group's own deviation is as large there as where answers
-differ: a run then learns the shape (`phantom_advantage` warns of it). The gate makes the contribution of each other
-reward min(contribution, 0) where the outcome is below its mark. So what would be gained is withheld, and a penalty
-stays: a wrong answer is no excuse for a loop. It is what GDPO (arXiv:2601.05242) calls a conditioned reward.
+Shaped rewards (a format, a length) also distinguish completions that are all wrong. An advantage divided by the group's
+deviation is then as large as between right and wrong answers, and a run learns the shape (`phantom_advantage` warns).
+The gate makes the contribution of each other reward min(contribution, 0) if the outcome is below its mark: gains are
+withheld, penalties stay. GDPO (arXiv:2601.05242) calls this a conditioned reward.
 
-Logged scores stay as they are. An outcome that does not apply to a completion (None) gates nothing there.
+Logged scores are not changed. An outcome that does not apply to a completion (None) gates nothing there.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ ScoresByReward = Mapping[str, Sequence[float | None]]
 
 
 def check_outcomes(specs: Sequence[RewardSpec]) -> None:
-    """RewardError where two rewards with `outcome` may apply to one row, where both would gate."""
-    for one, other in combinations([spec for spec in specs if spec.options.mark is not None], 2):
-        if one.options.may_meet(other.options):
+    """Raise RewardError if two rewards with `outcome` may apply to one row."""
+    for first, second in combinations([spec for spec in specs if spec.options.mark is not None], 2):
+        if first.options.may_meet(second.options):
             raise RewardError(
-                f"reward {other.name!r}: outcome is set, and is of {one.name!r} too, for the same rows; one reward "
+                f"reward {second.name!r}: outcome is set, and is of {first.name!r} too, for the same rows; one reward "
                 "says whether a row's answer is right: leave the other, or name different rows with `when`"
             )
 
 
 def gated(specs: Sequence[RewardSpec], parts: ScoresByReward) -> dict[str, list[float | None]]:
-    """The scores as they enter totals, not weighted: 0 in place of a gain that an outcome withholds."""
+    """Return the scores as they enter totals, not weighted: 0 for a gain that an outcome withholds."""
     failed = {
         at
         for spec in specs

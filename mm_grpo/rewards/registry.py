@@ -1,6 +1,6 @@
 """Rewards by name: the `@reward` decorator, `get` and `names`, and the table of built-ins.
 
-What a reward is lies in `spec.py`, what a config entry means in `resolve.py`. To add a built-in, write one
+Not here: what a reward is (`spec.py`), and what a config entry means (`resolve.py`). To add a built-in, write one
 file in `builtins/` and one line in `_MODULES`; it is imported when it is first looked up.
 """
 
@@ -31,7 +31,7 @@ _MODULES = {
 BUILTINS = {
     name: f"mm_grpo.rewards.builtins.{module}" for module, names in _MODULES.items() for name in names
 }
-"""The module of each reward that ships, by the reward's name."""
+"""Module of each built-in reward, by the reward's name."""
 
 _REGISTRY: dict[str, RewardSpec] = {}
 
@@ -55,8 +55,8 @@ def reward(name: Any = None, *, weight: float = 1.0, needs: Sequence[str] = (), 
 
     `@reward`, `@reward("name")` and `@reward("name", weight=0.5, needs=("box",))` are all legal;
     without a name the function's own is used. `options` are the fields of `RewardOptions` in `options.py`.
-    Raises RewardError when another function holds the name; the same function (same module or file, same qualified
-    name) may register again, as when a notebook cell runs twice.
+    Raise RewardError if another function has the name. The same function (same module or file, same qualified name) may
+    register again, as when a notebook cell runs twice.
     """
     if callable(name):
         return _register(name, None, 1.0, (), {})
@@ -67,18 +67,20 @@ def _register(fn: F, name: str | None, weight: float, needs: Sequence[str], opti
     builtin = innermost(fn).__module__ in BUILTINS.values()
     source = "built-in" if builtin else "registered"
     spec = make_spec(fn, name=name, weight=weight, needs=needs, source=source, options=options)
-    held = _REGISTRY.get(spec.name)
-    if held is None and spec.name in BUILTINS and not builtin:
-        held = _load_builtin(spec.name)
-    if held is not None and not _same_function(held.fn, fn):
-        taken = f"{place_of(held.fn)}, so {place_of(fn)} cannot take the name; give one of them another"
-        raise RewardError(f"reward {spec.name!r} is already registered by {taken}")
+    present = _REGISTRY.get(spec.name)
+    if present is None and spec.name in BUILTINS and not builtin:
+        present = _load_builtin(spec.name)
+    if present is not None and not _same_function(present.fn, fn):
+        raise RewardError(
+            f"reward {spec.name!r} is already registered by {place_of(present.fn)}, so {place_of(fn)} cannot take the "
+            "name; give one of them another"
+        )
     _REGISTRY[spec.name] = spec
     return fn
 
 
 def get(name: str) -> RewardSpec:
-    """The registered or built-in reward of that name; RewardError with the nearest name otherwise."""
+    """Return the registered or built-in reward of that name. Raise RewardError with the nearest name otherwise."""
     if name in _REGISTRY:
         return _REGISTRY[name]
     if name in BUILTINS:
@@ -87,21 +89,21 @@ def get(name: str) -> RewardSpec:
 
 
 def names() -> list[str]:
-    """The names of all built-in and registered rewards, sorted."""
+    """Return the names of all built-in and registered rewards, sorted."""
     return sorted({*BUILTINS, *_REGISTRY})
 
 
 def registered_as(fn: Callable[..., Any]) -> RewardSpec | None:
-    """The spec under which exactly this function object was registered, if it was."""
+    """Return the spec under which exactly this function object was registered, if it was."""
     return next((spec for spec in _REGISTRY.values() if spec.fn is fn), None)
 
 
-def unknown(name: str, known: Iterable[str]) -> str:
-    """The message for a name that is no reward's."""
-    known = sorted(known)
-    hint = f"the nearest here is {REWARDS[name]}; " if name in REWARDS else did_you_mean(name, known)
+def unknown(name: str, rewards: Iterable[str]) -> str:
+    """Return the message for a name that is none of the rewards."""
+    rewards = sorted(rewards)
+    hint = f"the nearest here is {REWARDS[name]}; " if name in REWARDS else did_you_mean(name, rewards)
     return (
-        f"rewards: unknown reward {name!r}; {hint}known names: {', '.join(known)}. A reward may "
+        f"rewards: unknown reward {name!r}; {hint}known names: {', '.join(rewards)}. A reward may "
         f"also be path/to/file.py:function, package.module:function or an entry point in the group mm_grpo.rewards"
     )
 
@@ -111,12 +113,12 @@ def _load_builtin(name: str) -> RewardSpec:
     return _REGISTRY[name]
 
 
-def _same_function(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    one, other = innermost(one), innermost(other)
-    if one is other:
+def _same_function(first: Callable[..., Any], second: Callable[..., Any]) -> bool:
+    first, second = innermost(first), innermost(second)
+    if first is second:
         return True
-    if getattr(one, "__qualname__", None) != getattr(other, "__qualname__", ""):
+    if getattr(first, "__qualname__", None) != getattr(second, "__qualname__", ""):
         return False
-    files = [os.path.realpath(code.co_filename) for fn in (one, other) if (code := code_of(fn))]
+    files = [os.path.realpath(code.co_filename) for fn in (first, second) if (code := code_of(fn))]
     same_file = len(files) == 2 and files[0] == files[1] and os.path.exists(files[0])
-    return one.__module__ == other.__module__ or same_file
+    return first.__module__ == second.__module__ or same_file

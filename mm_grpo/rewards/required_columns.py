@@ -1,7 +1,7 @@
-"""What rewards ask of a dataset, compared with its columns before anything is sampled.
+"""Checks that a dataset's columns supply the arguments of rewards, before anything is sampled.
 
-`column_faults` is for a reward that every row is scored with, `routing_faults` for one with `when`, of which only the
-rows that it names have to supply what it asks for.
+`column_faults` is for a reward of every row, `routing_faults` for one with `when`: only the rows that it selects must
+supply its arguments.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ def routing_faults(
     *,
     trained: bool,
 ) -> Iterator[str]:
-    """What is wrong with a reward that has `when`, given the columns of each row; without rows, what the names show.
+    """Yield what is wrong with a reward that has `when`. Without `rows` only the names of columns are checked.
 
-    Reads rows until all columns that it asks for were in its rows. That it has none is a fault where the rows are
-    `trained` on: an evaluation set may be of one task.
+    Reads rows until its rows have shown all columns that it asks for. That it selects no row is a fault only in rows
+    that are `trained` on: an evaluation set may be of one task.
     """
-    named = list(spec.options.when)
-    if unknown := [column for column in named if column not in columns]:
+    if unknown := [column for column in spec.options.when if column not in columns]:
         yield (
             f"reward {spec.name!r}: when names the column {unknown[0]!r}, which the dataset lacks; "
             f"{did_you_mean(unknown[0], columns)}its columns: {', '.join(columns) or 'none'}. An entry "
@@ -39,41 +38,42 @@ def routing_faults(
     if rows is None:
         yield from column_faults(spec, columns)
         return
-    asked = {*spec.required, *spec.needs} - spec.supplied - spec.bound.keys()
-    wanted, found = asked & set(columns), dict[str, None]()
-    values: dict[str, dict[str, None]] = {column: {} for column in named}
+    arguments = {*spec.required, *spec.needs} - spec.supplied - spec.bound.keys()
+    needed, present = arguments & set(columns), dict[str, None]()
+    examples: dict[str, dict[str, None]] = {column: {} for column in spec.options.when}
     for row in rows():
-        for column, kept in values.items():
-            kept.update({repr(row.get(column)): None} if len(kept) < SHOWN else {})
+        for column, values in examples.items():
+            values.update({repr(row.get(column)): None} if len(values) < SHOWN else {})
         if spec.options.is_for(row):
-            found.update(dict.fromkeys(row))
-            if wanted <= found.keys():
+            present.update(dict.fromkeys(row))
+            if needed <= present.keys():
                 break
-    if found:
-        yield from column_faults(spec, tuple(found))
+    if present:
+        yield from column_faults(spec, tuple(present))
     elif trained:
-        there = "; ".join(f"{column} is {', '.join(kept)}" for column, kept in values.items())
-        when = {name: list(each) for name, each in spec.options.when.items()}
+        listed = "; ".join(f"{column} is {', '.join(values)}" for column, values in examples.items())
+        when = {column: list(values) for column, values in spec.options.when.items()}
         yield (
-            f"reward {spec.name!r}: when is {when}, and no row of the dataset has that; in its rows {there} (the first "
-            f"{SHOWN} values)"
+            f"reward {spec.name!r}: when is {when}, and no row of the dataset has that; in its rows {listed} (the "
+            f"first {SHOWN} values)"
         )
 
 
 def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
-    """What a reward asks for and the columns of a dataset do not supply."""
+    """Yield what a reward asks for and the columns of a dataset do not supply."""
     name, listed = spec.name, ", ".join(columns) or "none"
-    for asked in spec.required:
-        if asked not in spec.supplied and asked not in spec.bound and asked not in columns:
+    for argument in spec.required:
+        if argument not in spec.supplied and argument not in spec.bound and argument not in columns:
             yield (
-                f"reward {name!r} asks for {asked!r}, which has no default and which no column supplies; the dataset's "
-                f"columns: {listed}. Map one in data.columns ({{{asked}: its_name}}), or set it in the entry"
+                f"reward {name!r} asks for {argument!r}, which has no default and which no column supplies; the "
+                f"dataset's columns: {listed}. Map one in data.columns ({{{argument}: its_name}}), or set it in the "
+                "entry"
             )
-    for asked in spec.needs:
-        if asked not in {*spec.required, *spec.bound, *columns}:
+    for column in spec.needs:
+        if column not in {*spec.required, *spec.bound, *columns}:
             yield (
-                f"reward {name!r} needs the column {asked!r}, which the dataset lacks; its columns: {listed}. Map one "
-                f"in data.columns ({{{asked}: its_name}}), or leave the reward out"
+                f"reward {name!r} needs the column {column!r}, which the dataset lacks; its columns: {listed}. Map one "
+                f"in data.columns ({{{column}: its_name}}), or leave the reward out"
             )
     for option in spec.config_only:
         if option not in spec.bound and option in columns:

@@ -1,13 +1,13 @@
-"""From an entry of the config's `rewards` list to a `RewardSpec`, and a stable identity for saving it.
+"""Turn an entry of the config's `rewards` list into a `RewardSpec`, and describe its code for a saved config.
 
 An entry is a registered or built-in name, `path/to/file.py:function`, `package.module:function`, the
 name of an entry point in the group `mm_grpo.rewards`, a callable, or a mapping
 `{name: <any of those>, weight: 0.5, as: other_name, threshold: 0.5}`. To add another form, add a branch
 in `_find`.
 
-The keys of a mapping: `name`, `weight`, `as` and the fields of `RewardOptions` are reserved; every other key is bound
-to the function's parameter of that name, or where a class is named, to the parameter of its constructor. A class is
-called once, and the object it makes is the reward.
+In a mapping `name`, `weight`, `as` and the fields of `RewardOptions` are reserved. Every other key is bound to the
+parameter of that name, of the function or of a class's constructor. A class is called once, and the object it makes is
+the reward.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ Entry = str | Mapping[str, Any] | Callable[..., Any] | RewardSpec
 
 
 def resolve_entries(entries: Iterable[Entry]) -> list[RewardSpec]:
-    """Resolve a whole list; RewardError when it is empty or when two entries have one name."""
+    """Resolve a whole list. Raise RewardError if it is empty or two entries have one name."""
     if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
         raise RewardError(f"rewards is {entries!r}; it must be a list, such as [exact_match, my_function]")
     specs = [resolve_entry(entry) for entry in entries]
     if not specs:
         raise RewardError(f"rewards is empty; it needs at least one of: {', '.join(registry.names())}")
-    seen: set[str] = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise RewardError(f"rewards: two entries are named {spec.name!r}; rename one with `as: other`")
-        seen.add(spec.name)
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise RewardError(f"rewards: two entries are named {name!r}; rename one with `as: other`")
     return specs
 
 
 def resolve_entry(entry: Entry) -> RewardSpec:
-    """One entry as a spec."""
+    """Return the spec of one entry."""
     if not isinstance(entry, Mapping):
         return _find(entry, {})
     if "name" not in entry:
@@ -71,8 +70,7 @@ def resolve_entry(entry: Entry) -> RewardSpec:
         if key not in spec.settable:
             raise RewardError(_unknown_key(spec, str(key)))
         _check_kind(spec, key, value)
-    given = {key: value for key, value in entry.items() if key in KEYS}
-    options = read_options(spec.name, given, spec.options)
+    options = read_options(spec.name, {k: v for k, v in entry.items() if k in KEYS}, spec.options)
     options.check_kind(spec.name, is_async=spec.is_async, kind=spec.kind)
     return dataclasses.replace(
         spec,
@@ -105,13 +103,15 @@ def gate_levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
 
 
 def describe(spec: RewardSpec) -> dict[str, str | None]:
-    """The identity of a reward's function in a saved config."""
+    """Return the identity of a reward's function in a saved config."""
     return describe_code(spec.fn)
 
 
 def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
-    """The identity of a user's function or class: its module, qualified name and its source's SHA-256, None where
-    Python has no source. A closure's values and a partial's arguments are not part of it."""
+    """Return the module, qualified name and source's SHA-256 of a user's function or class.
+
+    The digest is None if Python has no source. A closure's values and a partial's arguments are not part of it.
+    """
     inner = innermost(fn)
     if not hasattr(inner, "__qualname__"):
         inner = type(inner)
@@ -128,34 +128,34 @@ def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
 
 
 def entry_point_names() -> list[str]:
-    """The names that installed packages offer in the group `mm_grpo.rewards`, sorted."""
+    """Return the names that installed packages offer in the group `mm_grpo.rewards`, sorted."""
     from importlib.metadata import entry_points
 
     return sorted({point.name for point in entry_points(group=GROUP)})
 
 
-def _find(what: Any, settings: Mapping[str, Any]) -> RewardSpec:
-    """The spec of what an entry names; `settings` are those of the entry, for the constructor of a class."""
-    if isinstance(what, RewardSpec):
-        return what
-    if callable(what):
-        return _of_function(what, "callable", None, settings)
-    if not isinstance(what, str):
+def _find(reward: Any, settings: Mapping[str, Any]) -> RewardSpec:
+    """Return the spec of a name, address, function or class; `settings` of the entry go to a class's constructor."""
+    if isinstance(reward, RewardSpec):
+        return reward
+    if callable(reward):
+        return _from_function(reward, "callable", None, settings)
+    if not isinstance(reward, str):
         raise RewardError(
-            f"rewards: {what!r} is not a reward; legal are a name, path/to/file.py:function, package.module:function, "
-            f"a function, or a mapping with `name`"
+            f"rewards: {reward!r} is not a reward; legal are a name, path/to/file.py:function, "
+            f"package.module:function, a function, or a mapping with `name`"
         )
-    if ":" in what:
-        return _from_place(what, settings)
-    if what.endswith(".py"):
-        raise RewardError(f"rewards: {what!r} names a file; name a function in it too: {what}:function")
-    if what not in registry.names():
-        return _from_entry_point(what, settings)
-    spec = registry.get(what)
+    if ":" in reward:
+        return _from_address(reward, settings)
+    if reward.endswith(".py"):
+        raise RewardError(f"rewards: {reward!r} names a file; name a function in it too: {reward}:function")
+    if reward not in registry.names():
+        return _from_entry_point(reward, settings)
+    spec = registry.get(reward)
     if spec.source == "built-in":
         from mm_grpo.rewards.builtins import require
 
-        require(spec.name)  # a package that is not installed: now, and not after a rollout
+        require(spec.name)  # a missing package is an error now, not after a rollout
     return spec
 
 
@@ -166,73 +166,76 @@ def _renamed(spec: RewardSpec, alias: str | None) -> RewardSpec:
     return dataclasses.replace(spec, name=alias)
 
 
-def _of_function(
+def _from_function(
     fn: Callable[..., Any], source: str, address: str | None, settings: Mapping[str, Any]
 ) -> RewardSpec:
-    """The spec of a function: as it was decorated, if it was. Of a class, that of the object it makes."""
-    held = registry.registered_as(fn)
+    """Return the spec of a function, with the options of its decorator; a class is instantiated first."""
+    registered = registry.registered_as(fn)
     made_with: dict[str, Any] = {}
-    if held is None and inspect.isclass(fn):
+    if registered is None and inspect.isclass(fn):
         address = address or address_in_module(fn)
-        fn, made_with = _made(fn, source, settings)
-    return dataclasses.replace(held or make_spec(fn), source=source, address=address, made_with=made_with)
+        fn, made_with = _instantiate(fn, source, settings)
+    return dataclasses.replace(
+        registered or make_spec(fn), source=source, address=address, made_with=made_with
+    )
 
 
-def _made(of: type, source: str, settings: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The object that a class makes with those settings that its constructor takes, and these settings."""
-    what = repr(of.__qualname__ if source == "callable" else source)
-    if not any("__call__" in vars(base) for base in of.__mro__):
-        raise RewardError(f"rewards: {what} is a class whose objects cannot be called; give it __call__")
-    made_with = {key: value for key, value in settings.items() if key in _constructor(of)}
+def _instantiate(
+    cls: type, source: str, settings: Mapping[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the object, and the settings that the constructor took."""
+    name = repr(cls.__qualname__ if source == "callable" else source)
+    if not any("__call__" in vars(base) for base in cls.__mro__):
+        raise RewardError(f"rewards: {name} is a class whose objects cannot be called; give it __call__")
+    made_with = {key: value for key, value in settings.items() if key in _constructor_arguments(cls)}
     try:
-        return of(**made_with), made_with
+        return cls(**made_with), made_with
     except (Exception, SystemExit) as error:
         raise RewardError(
-            f"rewards: the class {what} cannot be called with ({', '.join(made_with)}): {type(error).__name__}: "
+            f"rewards: the class {name} cannot be called with ({', '.join(made_with)}): {type(error).__name__}: "
             f"{error}; its constructor's arguments go into the entry: {{name: ..., argument: value}}"
         ) from error
 
 
-def _constructor(of: type) -> tuple[str, ...]:
-    """The arguments that a class takes by name."""
-    if of.__init__ is object.__init__:  # type: ignore[misc]
+def _constructor_arguments(cls: type) -> tuple[str, ...]:
+    if cls.__init__ is object.__init__:  # type: ignore[misc]
         return ()
-    parameters = inspect.signature(of).parameters.values()
+    parameters = inspect.signature(cls).parameters.values()
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
 
-def _from_place(what: str, settings: Mapping[str, Any]) -> RewardSpec:
-    fn = load_named(what, "rewards", RewardError)
+def _from_address(address: str, settings: Mapping[str, Any]) -> RewardSpec:
+    fn = load_named(address, "rewards", RewardError)
     if not callable(fn):
-        raise RewardError(f"rewards: {what!r} is {fn!r}, which is not a function")
-    place, _, attribute = what.rpartition(":")
+        raise RewardError(f"rewards: {address!r} is {fn!r}, which is not a function")
+    place, _, attribute = address.rpartition(":")
     if place.endswith(".py"):
         place = str(Path(expand_home(place)).resolve())
-    return _of_function(fn, what, f"{place}:{attribute}", settings)
+    return _from_function(fn, address, f"{place}:{attribute}", settings)
 
 
-def _from_entry_point(what: str, settings: Mapping[str, Any]) -> RewardSpec:
+def _from_entry_point(name: str, settings: Mapping[str, Any]) -> RewardSpec:
     from importlib.metadata import entry_points
 
-    points = list(entry_points(group=GROUP, name=what))
+    points = list(entry_points(group=GROUP, name=name))
     if not points:
-        raise RewardError(registry.unknown(what, {*registry.names(), *entry_point_names()}))
+        raise RewardError(registry.unknown(name, {*registry.names(), *entry_point_names()}))
     if len({point.value for point in points}) > 1:
         values = ", ".join(point.value for point in points)
-        raise RewardError(f"rewards: several packages offer {what!r}: {values}; name one of these")
+        raise RewardError(f"rewards: several packages offer {name!r}: {values}; name one of these")
+    value = points[0].value
     try:
         fn = points[0].load()
     except (Exception, SystemExit) as error:
-        raise RewardError(import_failed(f"rewards: {what!r}", error)) from error
+        raise RewardError(import_failed(f"rewards: {name!r}", error)) from error
     if not callable(fn):
-        raise RewardError(f"rewards: the entry point {what!r} ({points[0].value}) is not a function")
-    value = points[0].value
-    spec = _of_function(fn, f"entry point {value}", value.partition("[")[0].strip(), settings)
-    return _renamed(spec, what)
+        raise RewardError(f"rewards: the entry point {name!r} ({value}) is not a function")
+    spec = _from_function(fn, f"entry point {value}", value.partition("[")[0].strip(), settings)
+    return _renamed(spec, name)
 
 
 def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
-    """Hold an option against its annotation, where that names plain kinds: `no` is a text, and would count as true."""
+    """Check a setting against its annotation, if that names plain kinds: `no` is a text, and would count as true."""
     parameter = inspect.signature(spec.fn).parameters.get(key)
     if parameter is None or parameter.kind is not parameter.KEYWORD_ONLY:
         return
@@ -250,19 +253,22 @@ def _check_kind(spec: RewardSpec, key: str, value: Any) -> None:
 
 
 def _unknown_key(spec: RewardSpec, key: str) -> str:
-    own = [*(_constructor(type(spec.fn)) if spec.address else ()), *spec.settable]
-    hint = did_you_mean(key, [*RESERVED_KEYS, *own])
+    settings = [*(_constructor_arguments(type(spec.fn)) if spec.address else ()), *spec.settable]
+    hint = did_you_mean(key, [*RESERVED_KEYS, *settings])
     if key in spec.supplied:
         hint = "it is given to the function at every call. "
     return (
         f"rewards: reward {spec.name!r} has no setting {key!r}; {hint}legal keys: "
-        f"{', '.join(own) or 'none'} of its own; of every reward {', '.join(RESERVED_KEYS)}"
+        f"{', '.join(settings) or 'none'} of its own; of every reward {', '.join(RESERVED_KEYS)}"
     )
 
 
 def address_of(spec: RewardSpec) -> str:
-    """The address of a reward's function. RewardError for lambdas, closures, and functions of a notebook or of the
-    script that runs, which would have to run again."""
+    """Return the address of a reward's function.
+
+    Raise RewardError for lambdas, closures, and functions of a notebook or of the script that runs: to import them, a
+    worker process would run it again.
+    """
     address = spec.address or address_in_module(spec.fn)
     if address is None or in_this_process_alone(address):
         raise RewardError(

@@ -1,7 +1,6 @@
-"""What a reward is: `RewardSpec`, made from a function's parameters by `make_spec`.
+"""`RewardSpec`, which `make_spec` reads from a function's parameters.
 
-Conditions are options (`only_if` and `when` in `options.py`). Not here: rewards by name (`registry.py`) and config
-entries (`resolve.py`).
+Not here: options (`options.py`), rewards by name (`registry.py`) and config entries (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -20,48 +19,47 @@ from mm_grpo.rewards.options import RewardOptions, read_options
 
 Kind = Literal["completion", "batch"]
 
-# What we supply by name, whatever the dataset holds; every other parameter is a column or an option.
+# Arguments that we supply whatever the dataset holds; every other parameter is a column or an option.
 _ARGUMENTS = frozenset(("completion_ids", "images", "trainer_state", "log_extra", "log_metric"))
 COMPLETION_ARGUMENTS = _ARGUMENTS | {"completion", "prompt", "sample"}
 BATCH_ARGUMENTS = _ARGUMENTS | {"completions", "prompts", "samples"}
-# Of runs with tools alone; a column of the same name goes before.
+# Supplied in runs with tools; a column of the same name has precedence.
 TURN_ARGUMENTS = frozenset(("turns", "environment", "environments", "environment_reward"))
 _OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUMENTS - {"environment"}}
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward, ready to be called.
-
-    `kind` is "completion" when `fn` takes `completion` (called once per completion) and "batch" when
-    it takes `completions` (called once per step). `needs` are columns without which the reward does
-    not apply: a row where one is missing or None gets None and `fn` is not called for it. `required`
-    parameters have no default, `optional` ones do; both are filled from columns. `config_only` are the
-    keyword-only parameters with a default of a per-completion function, and whatever a partial sets: a
-    config may bind them, a column never does. `bound` holds what the config or the partial sets, `options`
-    how the reward is run. `address` is where a worker process finds the function (`address_of` in
-    `resolve.py`); of an object that a class named in an entry made, `made_with` are the arguments that it was given.
-    """
+    """One reward, ready to be called."""
 
     name: str
     fn: Callable[..., Any]
     weight: float
     needs: tuple[str, ...]
+    """Columns without which the reward does not apply: a row without one gets None, and `fn` is not called for it."""
     kind: Kind
+    """"completion" (takes `completion`, one call each) or "batch" (takes `completions`, one call per step)."""
     is_async: bool
     source: str
     required: tuple[str, ...] = ()
+    """Parameters without a default, filled from columns."""
     optional: tuple[str, ...] = ()
+    """Parameters with a default, filled from columns that exist."""
     config_only: tuple[str, ...] = ()
+    """Parameters that a config may bind and a column never fills: keyword-only ones with a default of a function of
+    one completion, and whatever a partial sets."""
     takes_kwargs: bool = False
     bound: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that the config or a partial sets."""
     options: RewardOptions = field(default_factory=RewardOptions)
     address: str | None = None
+    """Where a worker process finds the function (`resolve.address_of`)."""
     made_with: Mapping[str, Any] = field(default_factory=dict)
+    """Constructor's arguments of a class that the entry named."""
 
     @property
     def on_loop(self) -> bool:
-        """Whether its calls are made on an event loop, side by side: it is async, or in worker processes."""
+        """True if its calls run concurrently on an event loop: it is async, or in worker processes."""
         return self.is_async or self.options.isolated
 
     @property
@@ -76,25 +74,24 @@ class RewardSpec:
 
     @property
     def takes_texts(self) -> bool:
-        """Whether a batch function gets texts even where prompts are messages: by its options, or where its class
-        derives from one named ORM, as ms-swift's do."""
+        """True if a batch function gets texts although prompts are messages: by its options, or as ms-swift's ORM."""
         if self.options.completions is not None:
             return self.options.completions == "text"
         return any(base.__name__ in ("ORM", "AsyncORM") for base in type(innermost(self.fn)).__mro__)
 
     def applies_to(self, columns: Mapping[str, Any]) -> bool:
-        """Whether it applies to a row with these columns: `when` names it, and no column that it needs is missing."""
+        """Return True if `when` selects a row with these columns, and no column of `needs` is missing."""
         needed = (column for column in self.needs if column not in self.bound)
         return self.options.is_for(columns) and all(columns.get(column) is not None for column in needed)
 
     @property
     def supplied(self) -> frozenset[str]:
-        """The argument names that are ours for this kind of function."""
+        """Arguments that we supply to this kind of function."""
         return _OF_KIND[self.kind] | (COMPLETION_ARGUMENTS if self.kind == "completion" else BATCH_ARGUMENTS)
 
     @property
     def settable(self) -> tuple[str, ...]:
-        """The parameters that a config entry may bind."""
+        """Parameters that a config entry may bind."""
         return tuple(p for p in self.required + self.optional + self.config_only if p not in self.supplied)
 
 
@@ -107,15 +104,15 @@ def make_spec(
     source: str = "callable",
     options: Mapping[str, Any] | None = None,
 ) -> RewardSpec:
-    """Read a function's parameters into a `RewardSpec`; RewardError when it cannot be a reward."""
+    """Read a function's parameters into a `RewardSpec`. Raise RewardError if it cannot be a reward."""
     name = function_name(fn) if name is None else name
     check_name(name, fn)
     if isinstance(needs, str):
         raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
     parameters = list(inspect.signature(fn).parameters.values())
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    kind = _kind(name, [p.name for p in named], takes_kwargs)
+    kind = _kind(name, [p.name for p in by_name], takes_kwargs)
     bound = dict(fn.keywords) if isinstance(fn, functools.partial) else {}
     keyword_only = set(bound)
     if kind == "completion":  # a partial makes all parameters behind its own keyword-only
@@ -123,11 +120,11 @@ def make_spec(
         keyword_only |= {p.name for p in inner if p.kind is p.KEYWORD_ONLY}
     config_only = [
         p.name
-        for p in named
+        for p in by_name
         if p.name in keyword_only and p.default is not p.empty and p.name not in COMPLETION_ARGUMENTS
     ]
-    how = read_options(name, options or {})
-    how.check_kind(name, is_async=is_async(fn), kind=kind)
+    reward_options = read_options(name, options or {})
+    reward_options.check_kind(name, is_async=is_async(fn), kind=kind)
     return RewardSpec(
         name=name,
         fn=fn,
@@ -136,40 +133,40 @@ def make_spec(
         kind=kind,
         is_async=is_async(fn),
         source=source,
-        required=tuple(p.name for p in named if p.default is p.empty),
-        optional=tuple(p.name for p in named if p.default is not p.empty and p.name not in config_only),
+        required=tuple(p.name for p in by_name if p.default is p.empty),
+        optional=tuple(p.name for p in by_name if p.default is not p.empty and p.name not in config_only),
         config_only=tuple(config_only),
         takes_kwargs=takes_kwargs,
         bound=bound,
-        options=how,
+        options=reward_options,
     )
 
 
 def check_weight(name: str, weight: Any) -> float:
-    """`weight` as a float; RewardError unless it is a finite number."""
+    """Return `weight` as a float. Raise RewardError unless it is a finite number."""
     if not is_number(weight):
         raise RewardError(f"reward {name!r}: weight is {weight!r}; it must be a finite number")
     return float(weight)
 
 
 def check_name(name: Any, fn: Callable[..., Any] | None = None) -> None:
-    """RewardError unless `name` can stand in a config and in a metric's key."""
+    """Raise RewardError unless `name` can stand in a config and in a metric's key."""
     if not isinstance(name, str) or not re.fullmatch(r"[^\W\d][\w.-]*", name):
-        what = f" for {place_of(fn)}" if fn is not None else ""
+        owner = f" for {place_of(fn)}" if fn is not None else ""
         raise RewardError(
-            f"reward name {name!r}{what} is not legal: letters, digits, '_', '-' and '.', starting with a letter; "
+            f"reward name {name!r}{owner} is not legal: letters, digits, '_', '-' and '.', starting with a letter; "
             f"give one by `as`"
         )
 
 
 def function_name(fn: Callable[..., Any]) -> str:
-    """A function's own name; that of the class for a callable object, and `lambda` for a lambda."""
+    """Return a function's name, the class's name for a callable object, `lambda` for a lambda."""
     inner = innermost(fn)
     return str(getattr(inner, "__name__", None) or type(inner).__name__).replace("<lambda>", "lambda")
 
 
 def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function behind partials, decorators that use functools.wraps, and bound methods."""
+    """Return the function behind partials, decorators that use functools.wraps, and bound methods."""
     while True:
         inner = getattr(fn, "__wrapped__", None) or getattr(fn, "__func__", None)
         if isinstance(fn, functools.partial):
@@ -180,7 +177,7 @@ def innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def code_of(fn: Callable[..., Any]) -> CodeType | None:
-    """The compiled code behind a function, or behind the `__call__` of an object."""
+    """Return the compiled code of a function, or of the `__call__` of an object."""
     inner = innermost(fn)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return code if isinstance(code, CodeType) else None

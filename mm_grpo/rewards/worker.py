@@ -1,7 +1,6 @@
-"""What runs in the worker processes of isolated rewards: a function imported by its address, and its calls.
+"""Worker process of an isolated reward: imports the function by its address, and makes its calls.
 
-What goes out is a text, the JSON of an answer. So nothing that a reward makes, neither its result nor its exception,
-reaches pickle.
+Answers are JSON, so that neither a reward's result nor its exception reaches pickle.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ LONGEST_TRACE = 20_000
 
 @dataclass(frozen=True)
 class RewardSource:
-    """The function that a worker imports. `made_with` are the arguments of a class; `digest` is the SHA-256 of the file
-    as the trainer imported it; `kind` and `per_turn` are the reward's."""
+    """Function that a worker imports."""
 
     address: str
     made_with: Mapping[str, Any]
+    """Constructor's arguments, if it is a class."""
     digest: str | None
+    """SHA-256 of the file as the trainer imported it."""
     kind: Literal["completion", "batch"]
     per_turn: bool = False
 
 
 class RewardWorker:
-    """The function of this process: from a pickled call, how many completions it scores, which of `log_extra` and
-    `log_metric` it takes and its arguments, to the JSON of what became of it."""
+    """Handler of a pickled call (see `isolation._pickled`), which returns the JSON of its result."""
 
     def __init__(self, source: RewardSource) -> None:
         self.source = source
@@ -48,26 +47,26 @@ class RewardWorker:
 
     def __call__(self, body: bytes) -> bytes:
         try:
-            rows, logs, sent = pickle.loads(body)
-            arguments = own_copy(pickle.loads(sent))  # rows of one group share their columns
+            rows, logs, packed = pickle.loads(body)
+            arguments = own_copy(pickle.loads(packed))  # rows of one group share their columns
         except Exception as error:
             answer: Mapping[str, Any] = {"unreadable": f"{type(error).__name__}: {error}"}
         else:
             answer = self.answer(rows, logs, arguments)
         try:
             return json.dumps(answer, default=_plain).encode()
-        except BaseException as error:  # only what a function logged can be so
-            what = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
-            return json.dumps({"raised": [what, None, None, ""]}).encode()
+        except BaseException as error:  # only logged values can fail
+            message = f"{type(error).__name__}: {error}, in what it gave to log_extra or log_metric"
+            return json.dumps({"raised": [message, None, None, ""]}).encode()
 
     def answer(self, rows: int, logs: Sequence[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the function: `scores` and what it `logged`, or what it `raised`, or why its answer is `refused`."""
+        """Call the function. Return `scores` and `logged`, or what it `raised`, or why the answer is `refused`."""
         fn, kind = self.fn, self.source.kind
         logged: list[tuple[str, str, Any]] = []
         try:
             answer = fn(**arguments, **_loggers(kind, logs, logged))
             if inspect.isawaitable(answer) and is_async(fn):
-                answer = self.awaited(answer)
+                answer = self.wait(answer)
         except BaseException as error:  # whatever it is, only this call has failed
             text = exception_text(error, fn, __file__)
             return {"raised": [text.message, text.file, text.line, text.trace[-LONGEST_TRACE:]]}
@@ -76,8 +75,8 @@ class RewardWorker:
         except ValueError as error:
             return {"refused": str(error)}
 
-    def awaited(self, answer: Any) -> Any:
-        """The result of a coroutine."""
+    def wait(self, answer: Any) -> Any:
+        """Return the result of a coroutine."""
         import asyncio
 
         if self.loop is None:  # one for the worker's life: clients that rewards keep belong to it
@@ -100,11 +99,11 @@ def _plain(value: Any) -> Any:
 
 
 def _loggers(kind: str, names: Sequence[str], logged: list[tuple[str, str, Any]]) -> dict[str, Any]:
-    """`log_extra` and `log_metric`, which only note what they get; the trainer checks and keeps it."""
-    every = {
+    """Return `log_extra` and `log_metric`, which record their arguments; the trainer checks and stores them."""
+    loggers = {
         "log_extra": lambda column, value: logged.append(
             ("extra", str(column), list(value) if kind == "batch" else [value])
         ),
         "log_metric": lambda name, value: logged.append(("metric", str(name), value)),
     }
-    return {name: every[name] for name in names}
+    return {name: loggers[name] for name in names}

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.data.base import MAX_TASK_LENGTH, TASK
+from mm_grpo.data.base import MAX_TASK_LENGTH
 from mm_grpo.rollout.engine import Sampling
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
-from mm_grpo.rollout.group_metrics import by_value
+from mm_grpo.rollout.group_metrics import by_task, by_value
 from mm_grpo.rollout.seeds import eval_seeds
 
 if TYPE_CHECKING:
@@ -107,15 +107,9 @@ class Evaluation:
 
 def sampling_of(config: GRPOConfig) -> Sampling:
     """Return the sampling of `rollout.eval`."""
-    options = config.rollout.eval
-    return Sampling(
-        max_tokens=options.max_completion_length or config.rollout.max_completion_length,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-    )
+    longest = config.rollout.eval.max_completion_length or config.rollout.max_completion_length
+    options = config.rollout.eval.model_dump(exclude={"max_completion_length", "num_generations"})
+    return Sampling(longest, **options)
 
 
 def answer_rows(
@@ -164,7 +158,7 @@ def summarise(
     rows: Sequence[RowScores],
     metric: EvalMetric,
     *,
-    by_task: bool = False,
+    split_tasks: bool = False,
     blind: Sequence[RowScores] = (),
     blind_kind: str | None = None,
 ) -> Evaluation:
@@ -178,7 +172,7 @@ def summarise(
         reward=mean(rewards),
         rows=len(rows),
         score=score,
-        tasks=_tasks(rows, metric) if by_task else {},
+        tasks=_tasks(rows, metric) if split_tasks else {},
         interval=metric.interval(values),
         reward_interval=normal(rewards),
         parts=_measured(parts),
@@ -189,13 +183,13 @@ def summarise(
 
 
 def rows_by(rows: Iterable[RowScores], column: str) -> dict[str, list[RowScores]]:
-    """Return the rows of each value of a column, in the order of the values as text; rows without it are left out."""
+    """Return the rows of each value of a column; rows without it are left out."""
     return by_value((row.columns.get(column), row) for row in rows)
 
 
 def _tasks(rows: Sequence[RowScores], metric: EvalMetric) -> dict[str, dict[str, float]]:
     tasks: dict[str, dict[str, float]] = {}
-    for task, task_rows in rows_by((r for r in rows if isinstance(r.columns.get(TASK), str)), TASK).items():
+    for task, task_rows in by_task((row.columns, row) for row in rows).items():
         result = summarise(task_rows, metric)
         values = {"accuracy": result.accuracy, "reward": result.reward}
         if metric.name is not None and not metric.is_share:

@@ -7,7 +7,7 @@ the column on its rows with `task: NAME`; rows may have it themselves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any, TypeVar
 
@@ -83,15 +83,19 @@ def by_value(values: Iterable[tuple[Any, T]]) -> dict[str, list[T]]:
     return dict(sorted(members.items()))
 
 
+def by_task(members: Iterable[tuple[Mapping[str, Any], T]]) -> dict[str, list[T]]:
+    """Return the members of each task; `members` come with the columns of their rows."""
+    tasks = ((columns.get(TASK), member) for columns, member in members)
+    return by_value((task, member) for task, member in tasks if isinstance(task, str))
+
+
 def task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return `task/{task}/prompts`, `/reward`, `/frac_reward_zero_std`, `/mean_length` of each task of scored groups.
 
     They are the numbers of `group_metrics` over the groups of the task.
     """
-    tasks = ((group.prompt.sample.columns.get(TASK), group) for group in groups)
     metrics: dict[str, float] = {}
-    pairs = ((task, group) for task, group in tasks if isinstance(task, str))
-    for task, task_groups in by_value(pairs).items():
+    for task, task_groups in by_task((group.prompt.sample.columns, group) for group in groups).items():
         values = group_metrics(task_groups)
         values |= {"prompts": float(len(task_groups)), "mean_length": values["completions/mean_length"]}
         for name in ("prompts", "reward", "frac_reward_zero_std", "mean_length"):

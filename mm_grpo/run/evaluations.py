@@ -71,8 +71,8 @@ class Evaluations:
         results = dict[str, Evaluation]()
         for name, rows, control, kind in self.rows(runner, step, keep=keep, report=report):
             with runner.ranks.fail_together("evaluation"):
-                by_task = self.sets[name].by_task
-                result = summarise(rows, self.headline, by_task=by_task, blind=control, blind_kind=kind)
+                split = self.sets[name].by_task
+                result = summarise(rows, self.headline, split_tasks=split, blind=control, blind_kind=kind)
             results[name] = runner.ranks.broadcast(result, "evaluation")
         return results
 

@@ -5,7 +5,7 @@ AutoModelForImageTextToText load: the family's real architecture, a tokenizer of
 For `mm-grpo train --smoke` and the tests; such a model answers with noise.
 
 To add a family: a function in tiny_recipes.py that makes its config and processor, a line in its RECIPES, and a word of
-its published names in `_NAMES` where they do not hold the family's.
+its published names in `_NAMES` if they do not contain the family's.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from mm_grpo.terminal import quiet_libraries
 from mm_grpo.testing.tiny_recipes import RECIPES, Options
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Types of Qwen-VL whose text layers are all of full attention."""
+"""Types of Qwen-VL with full attention in all text layers."""
 HYBRID = "qwen3_5"
-"""The family with layers of linear attention beside."""
+"""Family with layers of linear attention too."""
 ALL = tuple(RECIPES)
 """Every family that has a processor."""
 _NAMES = {family: family.replace("_", "") for family in RECIPES} | {"internvl": "internvl3"}
 """Parts of models' published names, without dots, dashes and underscores; InternVL 2 is another architecture."""
-_AS_DRAWN = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")
-"""Weights that are left as they are drawn: layers of linear attention lose digits where these are large."""
+_SMALL_WEIGHTS = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")
+"""Weights that are not scaled up, because layers of linear attention lose digits if they are large."""
 
 
 def family_of(path: str) -> str:
-    """The family of the model at `path`: from its config in a folder, else from its name.
+    """Return the family of the model at `path`, from its config in a folder, else from its name.
 
-    Raises ConfigError when neither tells.
+    Raises ConfigError if neither tells.
 
     >>> family_of("Qwen/Qwen2.5-VL-3B-Instruct")
     'qwen2_5_vl'
     """
     if (Path(path) / "config.json").is_file():
         name = str(read_config(path).model_type)
-        found = [name] if name in RECIPES else []
+        families = [name] if name in RECIPES else []
     else:
         plain = re.sub(r"[._-]", "", path.rstrip("/").split("/")[-1].lower())
-        found = [family for family, word in _NAMES.items() if word in plain]
-    if len(found) != 1:
+        families = [family for family, word in _NAMES.items() if word in plain]
+    if len(families) != 1:
         raise ConfigError(
             f"model.path = {path!r}: a tiny stand-in can be built for {', '.join(RECIPES)}, and this path "
             "tells none of them; give a model folder, or a name such as Qwen/Qwen2.5-VL-3B-Instruct"
         )
-    return found[0]
+    return families[0]
 
 
 def build(
@@ -67,9 +67,9 @@ def build(
 ) -> Path:
     """Write a tiny model of the family to `path` and return it.
 
-    `max_pixels` bounds an image's area after the resize, `context` is the most tokens of a prompt and its
-    completion, `tie` shares the weights of the embeddings and the output layer, `linear_width` is that of keys and
-    values in layers of linear attention (vLLM on a CPU runs them at 128 alone).
+    `max_pixels` bounds an image's area after the resize, `context` the tokens of a prompt and its completion. `tie`
+    shares the weights of the embeddings and the output layer. `linear_width` is the width of keys and values in layers
+    of linear attention (vLLM on a CPU runs only 128).
     """
     config, processor = RECIPES[family](Options(family, tie, max_pixels, context, linear_width))
     torch.manual_seed(seed)
@@ -78,7 +78,7 @@ def build(
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and not parameter.any():  # projectors and positions that start at 0
                 parameter.normal_(std=0.1)
-            elif parameter.ndim >= 2 and not any(part in name for part in _AS_DRAWN):
+            elif parameter.ndim >= 2 and not any(part in name for part in _SMALL_WEIGHTS):
                 parameter.mul_(4.0)
             if name.endswith("A_log"):  # a state that lasts for a prompt, not for two tokens
                 parameter.sub_(6.0)

@@ -1,6 +1,6 @@
 """Configs and processors of tiny models, one function per family: real classes of transformers at small sizes.
 
-Every tokenizer is of bytes, so any text can be said. Chat templates are written here, in the format of each family.
+Every tokenizer is of bytes, so it can encode any text. Chat templates are our own text in each family's format.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Options:
 
 
 TILE, PATCH = 56, 14
-"""Sides of a tile and of a patch [pixels], in families that cut images into tiles."""
+"""Sides of a tile and a patch in pixels, in families that cut images into tiles."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% if p.type == 'image' %}IMAGE"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The format of Qwen's chats, with IMAGE for what stands in place of an image."""
+"""Format of Qwen's chats, with IMAGE as the placeholder of an image."""
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -46,14 +46,14 @@ _QWEN_CLASSES: Mapping[str, tuple[str, str, str]] = {
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
 }
-"""By name, for a version of transformers may lack some."""
+"""Classes by name, because a version of transformers may lack some."""
 
 
-def _tokenizer(*special: str, **named: str) -> Any:
-    """A tokenizer of bytes with these special tokens beside; `named` ones are attributes of it, as `image_token`."""
-    count = len(CHAT_TOKENS) + len(special) + len(named)
+def _tokenizer(*special: str, **attributes: str) -> Any:
+    """Return a tokenizer of bytes and special tokens; `attributes` are also its attributes, such as `image_token`."""
+    count = len(CHAT_TOKENS) + len(special) + len(attributes)
     return Qwen2Tokenizer(
-        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_specific_special_tokens=named
+        eos_token="<|im_end|>", pad_token="<|endoftext|>", model_specific_special_tokens=attributes
     ).train_new_from_iterator(
         ["what is in the picture"] * 2,
         vocab_size=272 + count,
@@ -61,26 +61,26 @@ def _tokenizer(*special: str, **named: str) -> Any:
     )
 
 
-def _text(asked: Options, tokenizer: Any) -> dict[str, Any]:
-    """Fields of a small text model that Qwen2, Qwen3, Llama and Gemma configs share."""
+def _text(options: Options, tokenizer: Any) -> dict[str, Any]:
+    """Return the fields of a small text model that Qwen2, Qwen3, Llama and Gemma configs share."""
     return {
         "vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": asked.context,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": options.context,
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.pad_token_id, "tie_word_embeddings": asked.tie,
+        "bos_token_id": tokenizer.pad_token_id, "tie_word_embeddings": options.tie,
     }  # fmt: skip
 
 
 # Qwen-VL -------------------------------------------------------------------------------------
 
 
-def _qwen(asked: Options) -> tuple[Any, Any]:
-    names = _QWEN_CLASSES[asked.family]
+def _qwen(options: Options) -> tuple[Any, Any]:
+    names = _QWEN_CLASSES[options.family]
     config_class, processor_class, video_class = (getattr(transformers, name) for name in names)
-    patch = 16 if asked.family in ("qwen3_vl", "qwen3_5") else 14
+    patch = 16 if options.family in ("qwen3_vl", "qwen3_5") else 14
     tokenizer = _tokenizer(*_QWEN)
     sizes = {
-        "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": asked.max_pixels},
+        "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": options.max_pixels},
         "patch_size": patch,
         "merge_size": 2,
     }
@@ -92,27 +92,27 @@ def _qwen(asked: Options) -> tuple[Any, Any]:
     )
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _QWEN}
     config = config_class(
-        text_config=_qwen_text(asked, tokenizer),
-        vision_config=_qwen_vision(asked.family, patch),
+        text_config=_qwen_text(options, tokenizer),
+        vision_config=_qwen_vision(options.family, patch),
         image_token_id=ids["<|image_pad|>"],
         video_token_id=ids["<|video_pad|>"],
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=asked.tie,
+        tie_word_embeddings=options.tie,
     )
     return config, processor
 
 
-def _qwen_text(asked: Options, tokenizer: Any) -> dict[str, Any]:
+def _qwen_text(options: Options, tokenizer: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    text = {**_text(asked, tokenizer), "rope_parameters": rope}
-    if asked.family in ("qwen3_vl", "qwen3_5"):
+    text = {**_text(options, tokenizer), "rope_parameters": rope}
+    if options.family in ("qwen3_vl", "qwen3_5"):
         text["head_dim"] = 32
         rope["mrope_interleaved"] = True
-    if asked.family == "qwen3_5":
+    if options.family == "qwen3_5":
         text["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
         text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-        text |= {"linear_key_head_dim": asked.linear_width, "linear_value_head_dim": asked.linear_width}
+        text |= {"linear_key_head_dim": options.linear_width, "linear_value_head_dim": options.linear_width}
         rope |= {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.25}
     return text
 
@@ -134,12 +134,12 @@ def _qwen_vision(family: str, patch: int) -> dict[str, Any]:
 # families of tiles ---------------------------------------------------------------------------
 
 
-def _internvl(asked: Options) -> tuple[Any, Any]:
+def _internvl(options: Options) -> tuple[Any, Any]:
     tokenizer = _tokenizer(
         start_image_token="<img>", end_image_token="</img>", context_image_token="<IMG_CONTEXT>", video_token="<video>"
     )  # fmt: skip
     images = transformers.GotOcr2ImageProcessor(
-        size={"height": TILE, "width": TILE}, max_patches=max(1, asked.max_pixels // TILE**2)
+        size={"height": TILE, "width": TILE}, max_patches=max(1, options.max_pixels // TILE**2)
     )
     processor = transformers.InternVLProcessor(
         image_processor=images,
@@ -149,20 +149,20 @@ def _internvl(asked: Options) -> tuple[Any, Any]:
         image_seq_length=(TILE // PATCH // 2) ** 2,
     )
     config = transformers.InternVLConfig(
-        text_config={**_text(asked, tokenizer), "model_type": "qwen3", "head_dim": 32},
+        text_config={**_text(options, tokenizer), "model_type": "qwen3", "head_dim": 32},
         vision_config={
             "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
             "attention_bias": True, "image_size": [TILE, TILE], "patch_size": [PATCH, PATCH],
         },
         image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
         image_seq_length=processor.image_seq_length,
-        tie_word_embeddings=asked.tie,
+        tie_word_embeddings=options.tie,
     )  # fmt: skip
     return config, processor
 
 
-def _smolvlm(asked: Options) -> tuple[Any, Any]:
-    longest = max(1, min(4, math.isqrt(asked.max_pixels) // TILE)) * TILE
+def _smolvlm(options: Options) -> tuple[Any, Any]:
+    longest = max(1, min(4, math.isqrt(options.max_pixels) // TILE)) * TILE
     places = [f"<row_{r}_col_{c}>" for r in range(1, 5) for c in range(1, 5)]
     tokenizer = _tokenizer(
         *places,
@@ -182,7 +182,7 @@ def _smolvlm(asked: Options) -> tuple[Any, Any]:
     shared: dict[str, Any] = {"tokenizer": tokenizer, "image_seq_len": 4, "chat_template": template}
     images: Any
     processor: Any
-    if asked.family == "idefics3":
+    if options.family == "idefics3":
         images = transformers.Idefics3ImageProcessor(**sizes)
         processor = transformers.Idefics3Processor(image_processor=images, **shared)
     else:
@@ -190,14 +190,14 @@ def _smolvlm(asked: Options) -> tuple[Any, Any]:
         images = transformers.SmolVLMImageProcessor(**sizes)
         videos = transformers.SmolVLMVideoProcessor(**sizes)
         processor = transformers.SmolVLMProcessor(image_processor=images, video_processor=videos, **shared)
-    config_class = transformers.Idefics3Config if asked.family == "idefics3" else transformers.SmolVLMConfig
+    config_class = transformers.Idefics3Config if options.family == "idefics3" else transformers.SmolVLMConfig
     config = config_class(
-        text_config={**_text(asked, tokenizer), "model_type": "llama"},
-        vision_config=_siglip(f"{asked.family}_vision"),
+        text_config={**_text(options, tokenizer), "model_type": "llama"},
+        vision_config=_siglip(f"{options.family}_vision"),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=asked.tie,
+        tie_word_embeddings=options.tie,
     )
     return config, processor
 
@@ -209,10 +209,13 @@ def _siglip(model_type: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _llava_onevision(asked: Options) -> tuple[Any, Any]:
+def _llava_onevision(options: Options) -> tuple[Any, Any]:
     tokenizer = _tokenizer(image_token="<image>", video_token="<video>")
     grids = [
-        (h, w) for h in range(1, 4) for w in range(1, 4) if h * w * TILE**2 <= max(asked.max_pixels, TILE**2)
+        (h, w)
+        for h in range(1, 4)
+        for w in range(1, 4)
+        if h * w * TILE**2 <= max(options.max_pixels, TILE**2)
     ]
     pinpoints = [[h * TILE, w * TILE] for h, w in grids]
     sizes = {"size": {"height": TILE, "width": TILE}}
@@ -226,14 +229,14 @@ def _llava_onevision(asked: Options) -> tuple[Any, Any]:
         vision_aspect_ratio="anyres_max_4",
     )
     config = transformers.LlavaOnevisionConfig(
-        text_config={**_text(asked, tokenizer), "model_type": "qwen2"},
+        text_config={**_text(options, tokenizer), "model_type": "qwen2"},
         vision_config={**_siglip("siglip_vision_model"), "vision_use_head": False},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
         video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
         image_grid_pinpoints=pinpoints,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_4",
-        tie_word_embeddings=asked.tie,
+        tie_word_embeddings=options.tie,
     )
     return config, processor
 
@@ -241,12 +244,12 @@ def _llava_onevision(asked: Options) -> tuple[Any, Any]:
 # Gemma --------------------------------------------------------------------------------------
 
 
-def _gemma3(asked: Options) -> tuple[Any, Any]:
-    named = {
+def _gemma3(options: Options) -> tuple[Any, Any]:
+    image_tokens = {
         "boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"
     }  # fmt: skip
     turns = ["<start_of_turn>", "<end_of_turn>"]
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *turns, *named.values()]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *turns, *image_tokens.values()]
     words = [*(f"<0x{byte:02X}>" for byte in range(256)), *("\n" * n for n in range(1, 5)), "\u2581"]
     words += [chr(c) for c in range(33, 127)]
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
@@ -254,7 +257,7 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
     tokenizer = gemma(
         vocab={word: i for i, word in enumerate([*special, *words])},
         merges=merges,
-        model_specific_special_tokens=named,
+        model_specific_special_tokens=image_tokens,
         extra_special_tokens=turns,
     )
     tokenizer.eos_token = "<end_of_turn>"
@@ -270,7 +273,7 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
         image_seq_length=4,
     )
     text = {
-        **_text(asked, tokenizer), "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24,
+        **_text(options, tokenizer), "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 24,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "bos_token_id": tokenizer.bos_token_id,
     }  # fmt: skip
@@ -283,7 +286,7 @@ def _gemma3(asked: Options) -> tuple[Any, Any]:
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
         eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
         eos_token_id=tokenizer.eos_token_id,
-        tie_word_embeddings=asked.tie,
+        tie_word_embeddings=options.tie,
     )
     return config, processor
 
@@ -296,4 +299,4 @@ RECIPES: Mapping[str, Callable[[Options], tuple[Any, Any]]] = {
     "llava_onevision": _llava_onevision,
     "gemma3": _gemma3,
 }
-"""By model type, what makes the config and the processor of a tiny model of the family."""
+"""By model type, the function that makes the config and the processor of a tiny model."""

@@ -70,9 +70,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [exchanged, touched, cut, Path.unlink])
 @pytest.mark.parametrize("form", ["path", "relative", "mapping", "url", "mixture", "head", "shuffled"])
-def test_an_image_that_changes_after_the_first_look(
-    tmp_path: Path, form: str, change: Callable[[Path], None]
-) -> None:
+def test_an_image_that_changes_later(tmp_path: Path, form: str, change: Callable[[Path], None]) -> None:
     paths = [tmp_path / f"{n}.png" for n in range(4)]
     for path, colour in zip(paths, ("red", "green", "white", "black"), strict=True):
         path.write_bytes(png(colour))

@@ -40,9 +40,7 @@ def test_others_have_another(other: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("held", [str, lambda path: {"path": str(path), "bytes": None}, Path.read_bytes])
-def test_images_are_fingerprinted_by_their_files_contents(
-    held: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_fingerprints_hash_the_contents_of_images(held: Callable[[Path], Any], tmp_path: Path) -> None:
     file = tmp_path / "a.bmp"  # of one size, whatever it shows
 
     def with_picture(colour: str, time: int) -> dict[str, Any]:

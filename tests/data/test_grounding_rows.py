@@ -45,9 +45,7 @@ def test_a_column_that_is_not_there_is_named() -> None:
     assert refusal(missing, prompt_template="{category}").startswith("train row 1: data.prompt_template ")
 
 
-def test_training_rows_in_an_evaluation_set_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_shared_rows_of_train_and_eval_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.png").write_bytes(png())
     (tmp_path / "b.png").write_bytes(png("blue"))
     rows = [{"prompt": p, "image": f"{name}.png", "answer": p} for p in ("?", "!") for name in ("a", "b")]

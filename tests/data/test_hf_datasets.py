@@ -58,9 +58,8 @@ def test_images_of_the_prompt_meet_the_limits_and_those_of_rewards_are_decoded()
 
 def test_mixed_parts_json_columns_and_transforms() -> None:
     content = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
-    stored = datasets.Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": content}], "image": png("red")}]
-    )
+    row = {"prompt": [{"role": "user", "content": content}], "image": png("red")}
+    stored = datasets.Dataset.from_list([row])
     sample = read(stored).sample(0)
     assert sample.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "What?"}]
     rows = [{"prompt": [{"role": "user", "content": "?"}], "boxes": [{"a": 1}, {"b": [2]}]}]
@@ -111,9 +110,8 @@ def test_a_fault_of_the_library_is_one_message(
     monkeypatch.chdir(tmp_path)
     made = make(datasets.Dataset.from_list(numbered(0)))
     capfd.readouterr()
-    source = (
-        made if isinstance(made, (str, dict)) or hasattr(made, "features") else next(tmp_path.glob("d*")).name
-    )
+    in_python = isinstance(made, (str, dict)) or hasattr(made, "features")
+    source = made if in_python else next(tmp_path.glob("d*")).name
     message = refusal(source)
     assert all(word in message for word in words), message
     assert capfd.readouterr().err == ""
@@ -122,9 +120,7 @@ def test_a_fault_of_the_library_is_one_message(
 # The hub
 
 
-def test_without_a_network_both_readings_of_a_name_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "data" / "train.jsonl", *numbered(1))
     monkeypatch.setattr(hf_datasets, "hub_fault", lambda name, dataset: "no network")

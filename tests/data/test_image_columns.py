@@ -81,7 +81,7 @@ def test_what_does_not_look_like_an_image(name: str, value: Any) -> None:
     assert len(load_train(config(), [row(image=PICTURE), row(**{name: value})])) == 2
 
 
-def test_unread_image_values_are_not_decoded_and_warned_of_beside_read_ones(
+def test_unread_images_warn_and_are_not_decoded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     broken = {"bytes": b"\x89PNG and no more", "path": None}
@@ -114,12 +114,9 @@ def test_a_misspelt_key_of_columns_is_refused(key: str) -> None:
 @pytest.mark.parametrize("tag", ["<img>", "<|image_pad|>", "<image 1>"])
 def test_a_placeholder_without_an_image_is_refused(tag: str) -> None:
     content = [{"type": "text", "text": f"look {tag} here"}]
-    message = refusal(
-        [{"prompt": [{"role": "user", "content": content}], "picture": "a.png"}], text_only=True
-    )
-    assert message.startswith(
-        f"train row 0: the prompt holds {tag!r}, and the row has no image (the column 'picture'"
-    )
+    rows = [{"prompt": [{"role": "user", "content": content}], "picture": "a.png"}]
+    expected = f"train row 0: the prompt holds {tag!r}, and the row has no image (the column 'picture'"
+    assert refusal(rows, text_only=True).startswith(expected)
 
 
 def test_rows_that_cannot_be_read_are_left_to_check() -> None:

@@ -70,15 +70,11 @@ def test_at_most_a_tenth_of_a_source_is_left_out(tmp_path: Path) -> None:
     assert [len(part) for part in both.sources] == [9, 9] and len(both) == 18
 
 
-def test_processes_share_the_files_and_leave_out_the_same_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = dataset(rows(tmp_path, 20, bad={3: None, 8: b"no"}))
     looked: list[list[int]] = []
     faults = image_files._faults
-    monkeypatch.setattr(
-        image_files, "_faults", lambda rows, own: looked.append(list(own)) or faults(rows, own)
-    )
+    monkeypatch.setattr(image_files, "_faults", lambda rows, ids: looked.append([*ids]) or faults(rows, ids))
     of_ranks = [[(8, "b")], [(3, "a")]]
 
     class Two(Ranks):
@@ -91,9 +87,7 @@ def test_processes_share_the_files_and_leave_out_the_same_rows(
     assert looked == [list(range(0, 20, 2)), list(range(1, 20, 2))]
 
 
-def test_a_picture_that_is_cut_off_is_left_out_when_its_row_is_reached(
-    tmp_path: Path, models: dict[str, Path]
-) -> None:
+def test_a_truncated_picture_is_left_out_later(tmp_path: Path, models: dict[str, Path]) -> None:
     given = rows(tmp_path, 4)
     path = Path(given[1]["image"])
     path.write_bytes(path.read_bytes()[:900])
@@ -102,9 +96,8 @@ def test_a_picture_that_is_cut_off_is_left_out_when_its_row_is_reached(
     step = builder.prompts(dataset(given), {0: 0, 1: 1, 2: 2})
     assert (step.slots, step.dropped) == ([0, 2], 1)
     builder.close()
-    strict = PromptBuilder(
-        load_processor(made.model.path), made.with_values({"data.on_bad_image": "stop"}), None
-    )
+    stopping = made.with_values({"data.on_bad_image": "stop"})
+    strict = PromptBuilder(load_processor(made.model.path), stopping, None)
     with pytest.raises(DataError, match=r"train row 1: "):
         strict.prompts(dataset(given), {0: 0, 1: 1})
     strict.close()

@@ -73,9 +73,8 @@ def test_what_an_entry_may_be(files: Path) -> None:
     mixed = load_train(config([{"path": "boxes/rows.jsonl", "weight": 2.5}, "more.jsonl"]))
     assert list(mixed.weights) == [5, 2] and mixed.sample(3).uid == "train/more:0"
     joined = load_train(config(["boxes/rows.jsonl", "more.jsonl"]))
-    assert joined.sample(3).uid == "train:3" and list(joined.sources) == [
-        joined
-    ]  # strings alone are no mixture
+    # strings alone are no mixture
+    assert joined.sample(3).uid == "train:3" and list(joined.sources) == [joined]
     alone = load_train(config({"path": "boxes/rows.jsonl", "task": "grounding"}))
     assert alone.sample(0).uid == "train/rows:0" and alone.sample(0).columns["task"] == "grounding"
     shapes = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
@@ -97,9 +96,7 @@ def test_python_gives_rows_and_datasets_in_a_mixture(files: Path) -> None:
         load_train(config(), Mixture([load_train(config(), rows), rows]))
 
 
-def test_paths_of_entries_are_looked_for_beside_the_file(
-    files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_of_entries_start_at_the_config_file(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = files / "config.yaml"
     config([{"path": "boxes/rows.jsonl", "weight": 3, "image_dir": "boxes"}, "counts/rows.jsonl"]).save(file)
     monkeypatch.chdir("/")
@@ -131,10 +128,7 @@ def test_an_evaluation_set_may_have_several_sources_with_tasks_but_no_weights(fi
         load_eval(config(), Mixture(two()))
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("weight", 0), ("wieght", 1)],
-)
+@pytest.mark.parametrize(("key", "value"), [("weight", 0), ("wieght", 1)])
 def test_a_wrong_entry_is_named_by_its_number_and_key(key: str, value: Any) -> None:
     wrong = {"path": "a.jsonl", key: value}
     with pytest.raises(ConfigError, match=rf"^data\.train = .*entry 2, .*{key}"):
@@ -144,9 +138,8 @@ def test_a_wrong_entry_is_named_by_its_number_and_key(key: str, value: Any) -> N
 
 
 def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
-    (files / "own.jsonl").write_text(
-        json.dumps({"prompt": "?", "image": "boxes/a.png", "task": "mine"}) + "\n"
-    )
+    row = {"prompt": "?", "image": "boxes/a.png", "task": "mine"}
+    (files / "own.jsonl").write_text(json.dumps(row))
     with pytest.raises(DataError, match=r"train/own: task='count' is to be put on every row, and the rows"):
         load_train(config([{"path": "own.jsonl", "task": "count"}]))
     renamed = {"path": "own.jsonl", "task": "count", "columns": {"kind": "task"}}

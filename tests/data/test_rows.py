@@ -31,9 +31,8 @@ def contents(row: dict[str, Any]) -> list[Any]:
 
 
 def test_a_row_without_images() -> None:
-    fields = read(
-        {"prompt": [user("2 + 2?")], "answer": 4, "image": None, "images": [], "videos": [], "video": None}
-    )
+    empty = {"image": None, "images": [], "videos": [], "video": None}
+    fields = read({"prompt": [user("2 + 2?")], "answer": 4, **empty})
     assert (fields.messages, fields.images, fields.columns) == ((user("2 + 2?"),), (), {"answer": 4})
     assert read({"prompt": "2 + 2?"}).messages == (user("2 + 2?"),)
     talk = [user("2 + 2?"), {"role": "assistant", "content": "4"}, user("Sure?")]
@@ -69,10 +68,8 @@ def test_tags_in_a_string_are_places() -> None:
     assert contents({"prompt": "<image>\nWhich?", "image": "a.png"}) == [[IMAGE, text("\nWhich?")]]
     row = {"prompt": [user("Is <image> like <image>?"), user("Why?")], "images": ["a.png", "b.png"]}
     assert contents(row) == [[text("Is "), IMAGE, text(" like "), IMAGE, text("?")], "Why?"]
-    # With image parts, a tag is only text.
-    assert contents({"prompt": [user([IMAGE, text("<image>")])], "image": "a.png"}) == [
-        [IMAGE, text("<image>")]
-    ]
+    parts = [IMAGE, text("<image>")]  # with image parts, a tag is only text
+    assert contents({"prompt": [user(parts)], "image": "a.png"}) == [parts]
 
 
 def test_keys_that_arrow_fills_with_null_are_not_there() -> None:

@@ -34,9 +34,8 @@ def test_jsonl_with_images_beside_it(tmp_path: Path) -> None:
 
 def test_jsonl_lines_are_counted_as_an_editor_does(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"prompt": "one\xe2\x80\xa8line"}\r\n\n{"prompt": "two"}\n  \n{"prompt": null}'
-    )
+    first = b'\xef\xbb\xbf{"prompt": "one\xe2\x80\xa8line"}\r\n'
+    path.write_bytes(first + b'\n{"prompt": "two"}\n  \n{"prompt": null}')
     assert refusal(path).startswith(f"{path}:5: 'prompt' is null")
     dataset = load(path, config().data, verify=False)
     assert [dataset.row_name(i) for i in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:5"]
@@ -92,14 +91,11 @@ def test_csv(tmp_path: Path) -> None:
         ("a.csv", b"prompt,n\na\n", (":2: is not valid CSV", "as many cells as")),
     ],
 )
-def test_a_broken_file_is_named_with_its_line(
-    name: str, content: bytes, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_broken_file(name: str, content: bytes, words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     message = refusal(tmp_path / name)
-    assert message.startswith(f"{tmp_path}/{name}{words[0]}") and all(word in message for word in words), (
-        message
-    )
+    assert message.startswith(f"{tmp_path}/{name}{words[0]}")
+    assert all(word in message for word in words), message
 
 
 def test_rows_in_memory() -> None:

@@ -116,9 +116,8 @@ def test_answers_longer_than_a_window(dtype: torch.dtype, limit: float, narrow: 
     """By one token, at which a first one of their own is out of sight, and by more; and the scale of Gemma's queries:
     engine, packs and transformers' forward, which is in float32 for both."""
     processor, model, plain = load_processor(str(narrow)), load(narrow).to(dtype), load(narrow)
-    learner = Learner(
-        model, processor, config_for(narrow, model={"dtype": str(dtype).removeprefix("torch.")}), 10
-    )
+    config = config_for(narrow, model={"dtype": str(dtype).removeprefix("torch.")})
+    learner = Learner(model, processor, config, 10)
     engine, prompts = TransformersEngine(model, processor), prompts_of("mixed", processor)
     sampling = Sampling(WINDOW + 4, temperature=learner.config.rollout.temperature)
     done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))

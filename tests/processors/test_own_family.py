@@ -106,19 +106,14 @@ def test_it_is_trained_through_the_command_line(path: Path, tmp_path: Path, comm
     for row in metrics:
         assert row["sampling/sampling_logp_difference/max"] <= 1e-5
         assert row["learner/update_norm"] > 0
-    before, after = (
-        load_file(path / "model.safetensors"),
-        load_file(tmp_path / "run" / "model" / "model.safetensors"),
-    )
+    trained = tmp_path / "run" / "model"
+    before, after = (load_file(folder / "model.safetensors") for folder in (path, trained))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]) == any(part in name for part in UNREAD), name
-    again = load_processor(str(tmp_path / "run" / "model"), processor=NAMED)
+    again = load_processor(str(trained), processor=NAMED)
     assert again.prompt(tiny.sample("r", "hello")).token_ids == tuple(again.tokenizer("hello")["input_ids"])  # type: ignore[attr-defined]
-    assert (
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model").config.model_type
-        == "picture_llama"
-    )
+    assert AutoModelForImageTextToText.from_pretrained(trained).config.model_type == "picture_llama"
 
 
 def test_the_package_knows_nothing_of_it(path: Path) -> None:

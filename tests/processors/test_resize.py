@@ -86,9 +86,8 @@ def test_neither_transformers_nor_vllm_changes_a_fixed_size(
     factor = 32 if family == "qwen3_vl" else 28
     size = {"shortest_edge": low * factor**2, "longest_edge": (low + extra) * factor**2}
     try:
-        h, w = fixed_size(
-            height, width, factor=factor, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"]
-        )
+        limits = dict(zip(("min_pixels", "max_pixels"), size.values(), strict=True))
+        h, w = fixed_size(height, width, factor=factor, **limits)
     except NoFixedPoint:
         return
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (h, w, 3), dtype=np.uint8))

@@ -76,8 +76,8 @@ def test_an_answer_continues_the_conversation_as_the_template_would(processor: A
     ids = processor.observation([["it shows ", image], ["done"]], row="a")
     shown = "it shows <|vision_start|><|image_pad|><|vision_end|>"
     if knows_tools(processor.template):
-        turns = [f"<|im_start|>user\n<tool_response>{t}</tool_response><|im_end|>\n" for t in (shown, "done")]
-        expected = "".join(turns)
+        turn = "<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n"
+        expected = turn.format(shown) + turn.format("done")
     else:
         expected = (
             f"<|im_start|>user\n<tool_response>\n{shown}\n</tool_response>\n<tool_response>\ndone\n</tool_response>"

@@ -178,7 +178,7 @@ def test_calls_that_nobody_waits_for_are_ended(rows, checked):
     prompts, completions = rows(["loop", "b"])
     streamed_calls = one.begin(2, (), 1)
     streamed_calls.add(0, prompts[0], completions[0])
-    until(lambda: one._pools["apart"].flying)
+    until(lambda: one._pools["apart"].jobs)
     assert one.begin(2, (), 1) is None  # one batch at a time
     streamed_calls.abandon()
     assert cancelled == ["loop"]
