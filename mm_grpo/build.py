@@ -73,12 +73,11 @@ def plan_run(
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
             " while the learner works"
         )
-    how = (rollout.prompts_per_step, run.seed, config.data.shuffle)
-    order = rows.order(*how)
+    order = rows.order(rollout.prompts_per_step, run.seed, config.data.shuffle)
     steps = run.max_steps or order.steps_per_epoch
     if config.data.pass_rate is not None:
         by_rate = _pass_rate_order(config, rows, steps)
-        if not at_least_an_epoch:  # without learning there is the first pass alone
+        if not at_least_an_epoch:  # without learning there is only the first pass
             order = by_rate
     updates, warmup = config.updates_in(steps), config.optim.warmup_steps
     cut = [f"optim.warmup_steps = {warmup} is cut to the {updates} update(s) of the run"] * (warmup > updates)
@@ -99,9 +98,8 @@ def plan_run(
 
 def _pass_rate_order(config: GRPOConfig, rows: Rows, steps: int) -> PassRateOrder:
     """Return the order of `data.pass_rate`. ConfigError if it changes nothing, or contradicts a mixture's weights."""
-    factor, rollout = config.data.pass_rate or 0.0, config.rollout
-    how = (rollout.prompts_per_step, config.run.seed, factor, rollout.max_staleness)
-    order, why = PassRateOrder(len(rows), *how), ""
+    factor, prompts, why = config.data.pass_rate or 0.0, config.rollout.prompts_per_step, ""
+    order = PassRateOrder(len(rows), prompts, config.run.seed, factor, config.rollout.max_staleness)
     if rows.weights:
         why = "data.train is a mixture, whose weights say how often rows come; name one source by its path alone"
     elif not order.draws_in(steps):
@@ -179,14 +177,14 @@ def build_parts(
         processor = processor_of(config)
     else:
         _check_processor(processor, config)
-    # four bits are not what the engine has, which can then sleep whole, unless it runs the learner's
+    # an engine's 16-bit base cannot stand in for a base in four bits, unless it runs the learner's own
     may_lend = (
         ENGINE_FACTS[config.rollout.engine].colocated
         and config.model.lora is not None
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
     if model is None:
-        # a base that vLLM will lend is on the device once, and not twice until then
+        # a base that vLLM will lend stays off the device, which would hold it twice until then
         model = _load_model(config, processor, on_host=may_lend, phase=phase)
     else:
         several = ranks is not None and ranks.world > 1

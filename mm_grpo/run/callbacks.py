@@ -2,7 +2,7 @@
 
 A method gets by name the arguments that it declares: `on_step_end(self, step, metrics)` gets two. Callbacks run on
 the first process; an exception in one ends the run on all processes. Return values are ignored: `trainer.stop(reason)`
-ends a run. metrics.jsonl, the page, trackers, the terminal and the guards are callbacks too (trainer.py). To add an
+ends a run. metrics.jsonl, the page, trackers, the terminal and the guards are callbacks too (open_run.py). To add an
 event: a line in EVENTS, and the call in the trainer.
 """
 

@@ -90,14 +90,6 @@ def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[st
     return None
 
 
-def rows_of(train: Rows, eval_sets: Mapping[str, Rows]) -> dict[str, Any]:
-    """Return the fingerprints of training rows and evaluation sets, by the field of `data` that names them."""
-    return {
-        "train": train.fingerprint(),
-        **{f"eval.{name}": s.fingerprint() for name, s in eval_sets.items()},
-    }
-
-
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
     """Return the identity of each reward: name, weight, `describe`, and the SHA-256 of a file that a config names."""
     return [
@@ -113,9 +105,10 @@ def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dic
 def identity_of(
     train: Rows, eval_sets: Mapping[str, Rows], specs: Sequence[RewardSpec], toolbox: Toolbox | None
 ) -> dict[str, Any]:
-    """Return the identity of rows, rewards and tools, as `refuse_another_run` takes them."""
+    """Return the identity of rows (by their field of `data`), rewards and tools, for `refuse_another_run`."""
+    sets = {"train": train, **{f"eval.{name}": rows for name, rows in eval_sets.items()}}
     return {
-        "rows": rows_of(train, eval_sets),
+        "rows": {field: rows.fingerprint() for field, rows in sets.items()},
         "rewards": rewards_of(specs),
         "tools": [] if toolbox is None else list(toolbox.schemas),
         "tool_sources": [] if toolbox is None else tool_sources_of(toolbox.sources),
