@@ -494,13 +494,16 @@ class GRPOTrainer:
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
-        """The rows, rewards and tools that a run is resumed with."""
-        tools = self.toolbox
+        """The rows, rewards, tools and loss features of the user's that a run is resumed with."""
+        tools, named = self.toolbox, self.config.algorithm.features
+        features = [
+            (name, type(f)) for name, f in zip(named, self.learner.features[-len(named) :], strict=False)
+        ]
         return {
             "rows": rows_of(self.train_set, self.eval_sets),
             "rewards": rewards_of(self.scorer.specs),
             "tools": [] if tools is None else list(tools.schemas),
-            "tool_sources": [] if tools is None else tool_sources_of(tools.sources),
+            "tool_sources": tool_sources_of([*features, *([] if tools is None else tools.sources)]),
         }
 
     def _extra(self) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
         *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
         ("data.image_dir", config.data.image_dir),
         ("run.expected_curve", config.run.expected_curve),
+        *(("algorithm.features", a.rpartition(":")[0]) for a in config.algorithm.features if ".py:" in a),
     ]
     for entry in given.get("rewards") or config.rewards:
         name = entry.get("name") if isinstance(entry, Mapping) else entry
