@@ -67,8 +67,8 @@ def vppo(
 
     min and max are over `means`, the mean dependencies of all completions of the update. As in the authors' code
     beta_max is beta_min + (1 - beta_min) / (mean of n), with which the mean of alpha is 1. Departures: their code takes
-    min, max and mean over parts of an update, by process and micro-batch. Alpha is 1 if means are equal (`MIN_RANGE`). A
-    completion of equal dependencies keeps all its tokens; of single equal ones the first are the largest.
+    min, max and mean over parts of an update, by process and micro-batch. Alpha is 1 if means are equal (`MIN_RANGE`).
+    A completion of equal dependencies keeps all its tokens; of single equal ones the first are the largest.
     """
     low, high = min(means, default=0.0), max(means, default=0.0)
     equal = high - low < MIN_RANGE
