@@ -15,8 +15,7 @@ def convert(
         str, typer.Argument(help="YAML, JSON, or a script with a command line.", show_default=False)
     ],
     output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout."),
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout.")
     ] = None,
     devices: Annotated[int, typer.Option(min=1, help="Processes that its batches are per device of.")] = 1,
 ) -> None:

@@ -76,10 +76,7 @@ def with_options(
         raise ConfigError(
             f"{count} completions at temperature 0 are all the same; give --temperature 1, or --samples 1"
         )
-    changes: dict[str, Any] = {
-        "rollout.eval.num_generations": count,
-        "rollout.eval.temperature": temperature,
-    }
+    changes: dict[str, Any] = {"rollout.eval.num_generations": count, "rollout.eval.temperature": temperature}
     if blind is not None:
         changes["run.eval_blind"] = blind
     return loaded.with_values(changes)

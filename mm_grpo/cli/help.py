@@ -24,10 +24,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo serve config.yaml --servers 2",
         "mm-grpo serve config.yaml --host 10.0.0.7 --port 9000 --tensor-parallel 2",
     ),
-    "check": (
-        "mm-grpo check config.yaml",
-        "mm-grpo check config.yaml --page rows.html --rows 200",
-    ),
+    "check": ("mm-grpo check config.yaml", "mm-grpo check config.yaml --page rows.html --rows 200"),
     "doctor": ("mm-grpo doctor config.yaml", "mm-grpo doctor config.yaml rollout.engine=vllm"),
     "eval": (
         "mm-grpo eval config.yaml --model runs/first",
@@ -48,10 +45,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     "rewards show": ("mm-grpo rewards iou",),
     "rewards try": ("mm-grpo rewards try exact_match --completion red --column answer=red",),
     "env": ("mm-grpo env > environment.json",),
-    "convert": (
-        "mm-grpo convert trl.yaml",
-        "mm-grpo convert trl.yaml --devices 8 --output config.yaml",
-    ),
+    "convert": ("mm-grpo convert trl.yaml", "mm-grpo convert trl.yaml --devices 8 --output config.yaml"),
 }
 """Words that call a command -> examples."""
 

@@ -24,8 +24,7 @@ from mm_grpo.terminal import printable
 def recipes(
     name: Annotated[str | None, typer.Argument(help="A recipe or a layer.", show_default=False)] = None,
     copy: Annotated[
-        Path | None,
-        typer.Option("--copy", help="Copy the recipe into this folder.", show_default=False),
+        Path | None, typer.Option("--copy", help="Copy the recipe into this folder.", show_default=False)
     ] = None,
 ) -> None:
     """List the shipped recipes and layers; with NAME show one, with --copy DIR copy it."""

@@ -42,12 +42,9 @@ FindAnswer = Callable[["RewardSpec", "Prompt"], str | None]
 class _SetPage:
     """Rows of one set."""
 
-    lengths: list[tuple[int, str]] = field(default_factory=list)
-    """(tokens of the prompt, row)"""
-    refused: list[tuple[str, str]] = field(default_factory=list)
-    """(row, message)"""
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    """Rows on the page."""
+    lengths: list[tuple[int, str]] = field(default_factory=list)  # (tokens of the prompt, row)
+    refused: list[tuple[str, str]] = field(default_factory=list)  # (row, message)
+    entries: list[dict[str, Any]] = field(default_factory=list)  # rows on the page
     left_out: int = 0
 
 

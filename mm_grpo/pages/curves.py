@@ -37,18 +37,12 @@ class Curve:
 
     title: str
     unit: str
-    pattern: str
-    """Matches the whole names of the metrics; its group, if any, is the name of the line."""
-    limits: tuple[float, float | None] | None = None
-    """Ends of the y axis; None is the largest value."""
-    smooth: bool = False
-    """Draw the running mean too."""
-    min_lines: int = 1
-    """Fewest lines of one run for which the chart is drawn."""
-    zeros: bool = False
-    """Draw the chart if all values are 0, not only a sentence."""
-    compared: str = ""
-    """Name of the line that is drawn of each of several runs; empty for all lines."""
+    pattern: str  # matches whole names of metrics; its group, if any, is the name of the line
+    limits: tuple[float, float | None] | None = None  # ends of the y axis; None is the largest value
+    smooth: bool = False  # draw the running mean too
+    min_lines: int = 1  # fewest lines of one run for which the chart is drawn
+    zeros: bool = False  # draw the chart even if all values are 0
+    compared: str = ""  # the only line that is drawn of each of several runs; empty for all lines
 
 
 GAP = "sampling_logp_difference"
@@ -86,12 +80,10 @@ def thin_out(points: Sequence[Point]) -> dict[str, Any]:
     for start in range(0, len(points), width):
         stretch = points[start : start + width]
         measured = [(x, y) for x, y in stretch if y is not None]
-        if not measured:
-            extremes.append(stretch[-1])
-            means.append((stretch[-1][0], None))
-            continue
-        extremes += sorted({min(measured, key=itemgetter(1)), max(measured, key=itemgetter(1))})
-        means.append((stretch[-1][0], sum(y for _, y in measured) / len(measured)))
+        values = [y for _, y in measured]
+        low_and_high = {f(measured, key=itemgetter(1)) for f in (min, max)} if values else {stretch[-1]}
+        extremes += sorted(low_and_high)
+        means.append((stretch[-1][0], sum(values) / len(values) if values else None))
     return {"points": extremes, "means": means, "width": width}
 
 
@@ -170,11 +162,9 @@ class ExpectedCurve(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     metric: str
-    steps: tuple[int, ...] = Field(min_length=1)
-    """Steps after which the values were measured; 0 is before the first."""
-    values: tuple[float, ...]
-    source: str
-    """Origin of the figures: hardware, seeds, what else ran."""
+    steps: tuple[int, ...] = Field(min_length=1)  # 0 is before the first step
+    values: tuple[float, ...]  # after each of these steps
+    source: str  # origin of the figures: hardware, seeds, what else ran
 
     @model_validator(mode="after")
     def _fit(self) -> Self:

@@ -88,8 +88,7 @@ class Gallery:
     groups: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     counts: dict[str, int]
-    """`groups`, `evaluations`, `steps`: on the page; `logged`: all steps; `left_out`: groups of the steps on the page
-    that are not on it."""
+    """`groups`, `evaluations`, `steps` on the page; `logged` steps; `left_out` groups of the steps on the page."""
 
 
 def gather_gallery(paths: RunPaths, budget: Budget, images: ImageStore, run: int = 0) -> Gallery:
@@ -187,11 +186,8 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
 def describe_turn(turn: Mapping[str, Any], tokens: Tokens = ()) -> dict[str, Any]:
     """Return the page's data of one turn; `tokens` if their sight was measured."""
     text = turn["text"]
-    return {
-        **turn,
-        "text": _shorten_text(text, 0, len(text), tokens),
-        "images": _image_names(turn.get("images", ())),
-    }
+    images = _image_names(turn.get("images", ()))
+    return {**turn, "text": _shorten_text(text, 0, len(text), tokens), "images": images}
 
 
 def _shorten_text(text: str, start: int, end: int, tokens: Tokens) -> str | Heatmap:
@@ -266,10 +262,7 @@ def load_image(paths: RunPaths, name: str) -> PageImage | None:
 def _evaluations(
     paths: RunPaths, budget: Budget, images: ImageStore, run: int
 ) -> tuple[list[dict[str, Any]], int]:
-    """Return evaluation rows with their first and last answers, and the bytes of their texts.
-
-    The bytes are at most a quarter of the budget.
-    """
+    """Return evaluation rows with their first and last answers, and their bytes, at most a quarter of the budget."""
     limit, total = budget.texts // 4, 0
     entries: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}

@@ -153,17 +153,17 @@ class LivePage:
             logger.warning("report.html cannot be written (%s: %s)", type(error).__name__, error)
 
 
-def expected_lines(
-    index: int, with_metric: bool, expected: Sequence[ExpectedCurve | None]
-) -> list[dict[str, Any]]:
-    """Return the expected lines of the chart CURVES[index], without duplicates; labels may name the metric."""
-    lines = []
-    for curve in dict.fromkeys(filter(None, expected)):
-        for chart, metric in curves_of(curve.metric):
-            if chart == index:
-                label = f"expected {metric}" if with_metric else "expected"
-                lines.append({"label": label, "points": list(zip(curve.steps, curve.values, strict=True))})
-    return lines
+def expected_lines(index: int, named: bool, expected: Sequence[ExpectedCurve | None]) -> list[dict[str, Any]]:
+    """Return the expected lines of the chart CURVES[index], without duplicates, `named` by their metric."""
+    return [
+        {
+            "label": f"expected {metric}" if named else "expected",
+            "points": list(zip(curve.steps, curve.values, strict=True)),
+        }
+        for curve in dict.fromkeys(filter(None, expected))
+        for chart, metric in curves_of(curve.metric)
+        if chart == index
+    ]
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:

@@ -62,24 +62,15 @@ NUMBER_COLUMNS = ("rows", "usable", "images", "weight")
 class RowReport:
     """Result of making the rows of one set into prompts."""
 
-    lengths: list[int] = field(default_factory=list)
-    """Tokens of each usable row's prompt."""
-    images: int = 0
-    """Images of the usable rows."""
-    failures: list[str] = field(default_factory=list)
-    """Messages about rows that would stop a run."""
-    dropped: dict[str, list[str]] = field(default_factory=dict)
-    """Messages about rows that a run leaves out, by the config field that allows it."""
-    keys: list[RowKey] = field(default_factory=list)
-    """(content, row name) of each readable row; equal rows have equal contents."""
+    lengths: list[int] = field(default_factory=list)  # tokens of each usable row's prompt
+    images: int = 0  # images of the usable rows
+    failures: list[str] = field(default_factory=list)  # messages about rows that would stop a run
+    dropped: dict[str, list[str]] = field(default_factory=dict)  # config field that drops rows -> messages
+    keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
 
 
 def check_config(  # noqa: PLR0915
-    config: GRPOConfig,
-    *,
-    call_judges: bool = False,
-    rows: int | None = None,
-    page: str | None = None,
+    config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None, page: str | None = None
 ) -> bool:
     """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
@@ -137,9 +128,7 @@ def check_config(  # noqa: PLR0915
         )  # fmt: skip
         checked = dataset if rows is None else dataset.head(rows)
         for_training = dataset is train
-        find_fault = partial(
-            _limit_fault, config=config, for_training=for_training, twins=twins if for_training else None
-        )
+        find_fault = partial(_limit_fault, config=config, for_training=for_training, twins=twins)
         builder = prompt_builder if for_training else prompt_builder.evaluation
         report = _check_rows(checked, builder, find_fault, rewards, console, check_page)
         # with --rows all rows are compared too, by what can be read without their images
@@ -191,7 +180,7 @@ def _limit_fault(
     prompt: Prompt, config: GRPOConfig, *, for_training: bool, twins: TwinPrompts | None
 ) -> str | None:
     """Return why the learner (only for training rows) or the engine would refuse a prompt; None if neither would."""
-    if twins is not None:
+    if for_training and twins is not None:
         twins.twin(prompt)
     rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
     length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
@@ -263,8 +252,9 @@ def _content_of(sample: Sample) -> Hashable:
 def _by_cause(name: str, messages: Sequence[str], rows: int) -> list[str]:
     """Merge messages about some of `rows` rows into one for each cause, MAX_CAUSES at most."""
     causes = by_cause(messages, rows)
-    hidden = len(causes) - MAX_CAUSES
-    return [*causes[:MAX_CAUSES], *([f"{name}: rows fail for {hidden} more reasons"] if hidden > 0 else [])]
+    if len(causes) <= MAX_CAUSES:
+        return causes
+    return [*causes[:MAX_CAUSES], f"{name}: rows fail for {len(causes) - MAX_CAUSES} more reasons"]
 
 
 def _print_rewards(console: Console, reports: dict[str, list[RewardReport]]) -> None:

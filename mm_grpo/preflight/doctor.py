@@ -39,10 +39,8 @@ class ForcedUpdate:
 
     learner_steps: int = 0
     learning_rate: float = 0.0
-    logp_moved: float = 0.0
-    """Mean move of the learner's log-probs, in nats per token."""
-    tensors: int = 0
-    """Tensors sent to the engine."""
+    logp_moved: float = 0.0  # mean move of the learner's log-probs, in nats per token
+    tensors: int = 0  # sent to the engine
     bytes: int = 0
 
 
@@ -55,14 +53,11 @@ class DoctorReport:
     dtype: str = ""
     device: str = ""
     limit: float = 0.0
-    ids_equal: bool = False
-    """True once the engine has answered with the learner's prompt ids."""
-    before: list[PromptParity] = field(default_factory=list)
-    """Gaps before the update, one entry a prompt; `after` likewise."""
+    ids_equal: bool = False  # True once the engine has answered with the learner's prompt ids
+    before: list[PromptParity] = field(default_factory=list)  # the update, one entry a prompt
     after: list[PromptParity] = field(default_factory=list)
     update: ForcedUpdate | None = None
-    failures: list[str] = field(default_factory=list)
-    """Messages; empty if the two sides agree."""
+    failures: list[str] = field(default_factory=list)  # messages; empty if the two sides agree
 
     @property
     def ok(self) -> bool:
@@ -136,14 +131,8 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
 
 def _for_updates(config: GRPOConfig) -> GRPOConfig:
     """Return the config with a schedule and a loss under which every step updates; the model stays the same."""
-    return config.with_values(
-        {
-            "optim.lr_scheduler_type": "constant",
-            "optim.warmup_steps": 0,
-            "optim.updates_per_step": 1,
-            "algorithm": {"beta": config.algorithm.beta},
-        }
-    )
+    optim = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.updates_per_step": 1}
+    return config.with_values({**optim, "algorithm": {"beta": config.algorithm.beta}})
 
 
 def _group(slot: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:

@@ -103,10 +103,8 @@ def phases(config: GRPOConfig, card: int, *, processes: int) -> Phases:
 class Remedy:
     """Settings to change so that a run fits its GPU."""
 
-    settings: tuple[str, ...]
-    """Overrides, `a.b=value`; empty if the run fits already."""
-    peak: int
-    """Bytes of the larger phase with these settings."""
+    settings: tuple[str, ...]  # overrides, `a.b=value`; empty if the run fits already
+    peak: int  # bytes of the larger phase with these settings
 
 
 def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:

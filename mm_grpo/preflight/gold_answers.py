@@ -42,19 +42,15 @@ class RewardReport:
 
     name: str
     weight: float
-    skipped: str = ""
-    """Why the reward was not judged, or not called."""
-    gold: list[float] = field(default_factory=list)
-    """Scores of right answers; `wrong` likewise."""
-    wrong: list[float] = field(default_factory=list)
+    skipped: str = ""  # why the reward was not judged, or not called
+    gold: list[float] = field(default_factory=list)  # scores of right answers
+    wrong: list[float] = field(default_factory=list)  # scores of wrong answers
     rows: int = 0
     unapplied: int = 0
     """Rows to which it does not apply: a needed column is null, `when` excludes the row, or every score is None."""
-    may_be_idle: bool = False
-    """True if it need not apply to any row."""
+    may_be_idle: bool = False  # it need not apply to any row
     errors: int = 0
-    failures: list[str] = field(default_factory=list)
-    """Messages about rows on which it raises, or does not tell right from wrong."""
+    failures: list[str] = field(default_factory=list)  # messages about rows that it raises on or misjudges
 
     @property
     def applies_nowhere(self) -> bool:
@@ -161,13 +157,12 @@ class _Check:
 
     def _scores(self, prompt: Prompt, texts: Sequence[str]) -> Sequence[float | None]:
         # the text is a whole answer, even if the chat template opens a block of thinking
-        bare = dataclasses.replace(prompt, opens_thinking=False)
-        completions = [self._completion(text) for text in texts]
-        return self.scorer.score([bare] * len(texts), completions, 1).parts[self.spec.name]
-
-    def _completion(self, text: str) -> Completion:
-        turns = (Turn("assistant", text, 0),) if self.several_turns else ()
-        return Completion(token_ids=(), logprobs=(), text=text, finish_reason="stop", seed=0, turns=turns)
+        prompt = dataclasses.replace(prompt, opens_thinking=False)
+        turns = [(Turn("assistant", text, 0),) if self.several_turns else () for text in texts]
+        completions = [
+            Completion((), (), text, "stop", 0, turns=t) for text, t in zip(texts, turns, strict=True)
+        ]
+        return self.scorer.score([prompt] * len(texts), completions, 1).parts[self.spec.name]
 
     def _judge(
         self, row: str, right: str | None, texts: Sequence[str], scores: Sequence[float | None]

@@ -125,14 +125,9 @@ class ModelSizes:
         )
 
     @property
-    def full_layers(self) -> int:
-        """Number of layers whose attention is not linear."""
-        return self.layers - self.linear_layers
-
-    @property
     def cache_token(self) -> int:
-        """Bytes of a token in an engine's cache."""
-        return 2 * self.numbers * self.keys * self.full_layers
+        """Bytes of a token in an engine's cache; layers of linear attention have none."""
+        return 2 * self.numbers * self.keys * (self.layers - self.linear_layers)
 
     def sent(self, config: GRPOConfig) -> int:
         """Bytes of the weights that an engine gets; four-bit weights are sent dequantised, unless vLLM runs them."""
@@ -155,7 +150,7 @@ def learner_memory(
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """
-    b, n, full = model.numbers, model.trained, model.full_layers
+    b, n, full = model.numbers, model.trained, model.layers - model.linear_layers
     trained_bytes = model.trained_numbers or b
     shards = processes if zero_stage else 1
     # fp32 sums, which stage 2 shards; stage 1 in bfloat16 also holds gradients that are not added yet
@@ -227,10 +222,8 @@ class Phases:
 
     learner: Bytes
     rollout: Bytes
-    cache: int
-    """Tokens of the engine's cache."""
-    fault: str = ""
-    """Why vLLM would not start."""
+    cache: int  # tokens of the engine's cache
+    fault: str = ""  # why vLLM would not start
 
     @property
     def peak(self) -> int:

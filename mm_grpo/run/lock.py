@@ -1,11 +1,11 @@
-"""The mark of a run folder, and the lock on it while a run writes there.
+"""Mark of a run folder, and its lock while a run writes there.
 
-`mm_grpo_run.json` is written into a run folder before anything else. It names what runs of mm_grpo wrote there
-(`wrote`), of `model/` and `adapter/` also each file: anything else under the same names is somebody else's, and is
-neither written over nor removed. `holder` is the process that held it last.
+`mm_grpo_run.json` is the first file of a run folder. `wrote` names what runs wrote there, in `model/` and `adapter/`
+each file; everything else is foreign, and is neither overwritten nor removed. `holder` is the last process that locked
+it.
 
-A run holds the mark open and locked (flock), so the lock ends with the process, however that ends. Where a file
-system has no locks the run goes on with a warning.
+A run keeps the mark open and locked (flock), so the lock always ends with the process. On a file system without locks
+the run only warns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import LARGEST_JSON, RUN_MARK, parse_json, read_regular_file
 
-PATIENCE = 0.5
-"""Seconds in which a process that only looks at the lock lets it go."""
+LOCK_TIMEOUT = 0.5
+"""Seconds to wait for the lock, because `refuse_running` of another process takes it for a moment."""
 logger = logging.getLogger("mm_grpo")
 
 
 @dataclass(frozen=True)
 class RunMark:
-    """What the mark of a run folder says."""
+    """Contents of the mark of a run folder."""
 
     wrote: frozenset[str] = frozenset()
     holder: str = ""
@@ -41,12 +41,13 @@ class RunMark:
 
 
 def read_mark(root: Path) -> RunMark:
-    """The mark of the folder `root`, empty when it has none. ConfigError for one that cannot be read."""
+    """Read the mark of the folder `root`, empty if it has none. Raises ConfigError if it cannot be read."""
     try:
         data = read_regular_file(root / RUN_MARK, LARGEST_JSON)
-        # empty until the first run has the lock
-        known: dict[str, Any] = parse_json(data, dict) if data else {"wrote": [], "holder": ""}
-        return RunMark(frozenset(known["wrote"]), known["holder"])
+        if not data:  # until the first run has the lock
+            return RunMark()
+        values: dict[str, Any] = parse_json(data, dict)
+        return RunMark(frozenset(values["wrote"]), values["holder"])
     except (FileNotFoundError, NotADirectoryError):
         return RunMark()
     except (OSError, ValueError, KeyError) as error:
@@ -56,27 +57,27 @@ def read_mark(root: Path) -> RunMark:
 
 
 def refuse_running(root: Path) -> None:
-    """Raise ConfigError while a run holds the folder."""
+    """Raise ConfigError if a run has locked the folder."""
     try:
         with (root / RUN_MARK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         raise _running(root) from None
     except OSError:
-        return  # no mark yet, or no locks here, of which `RunLock` warns
+        return  # there is no mark, or there are no locks here (`RunLock` warns)
 
 
 class RunLock:
-    """The lock on a run folder: taken when made, until `release`. Raises ConfigError while another run has it.
+    """Lock on a run folder, from construction to `release`.
 
-    Raises OSError when the mark cannot be written.
+    Raises ConfigError if another run has it, and OSError if the mark cannot be written.
     """
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         handle = os.open(root / RUN_MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         self._file = os.fdopen(handle, "r+b", buffering=0)
-        # a copy of the handle in a fork would keep the lock after the run has ended
+        # a forked process would keep the lock after the run has ended
         os.register_at_fork(after_in_child=self._file.close)
         try:
             self._lock(root)
@@ -86,22 +87,22 @@ class RunLock:
             raise
 
     def add(self, names: Iterable[str]) -> None:
-        """Note that the run writes `names`."""
+        """Add `names` to those that runs write."""
         self._write(replace(self.mark, wrote=self.mark.wrote | set(names)))
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Unlock the folder."""
         self._file.close()
 
     def _lock(self, root: Path) -> None:
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + LOCK_TIMEOUT
         while True:
             try:
                 return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise _running(root) from None
-                time.sleep(PATIENCE / 10)
+                time.sleep(LOCK_TIMEOUT / 10)
             except OSError as error:
                 logger.warning(
                     "run.dir = '%s' has no locks (%s); let no other run write there", root, error.strerror
@@ -109,17 +110,17 @@ class RunLock:
                 return None
 
     def _write(self, mark: RunMark) -> None:
-        """In place, for a new file would not be locked; a few hundred bytes, in one call, on the disk on return."""
+        """Write the mark, and wait until it is on the disk."""
         self.mark = mark
         data = json.dumps({"wrote": sorted(mark.wrote), "holder": mark.holder}).encode() + b"\n"
-        os.pwrite(self._file.fileno(), data, 0)
+        os.pwrite(self._file.fileno(), data, 0)  # in place: a renamed new file would not be locked
         self._file.truncate(len(data))
         os.fsync(self._file.fileno())
 
 
 def _running(root: Path) -> ConfigError:
-    who = read_mark(root).holder or "another process"
+    holder = read_mark(root).holder or "another process"
     return ConfigError(
-        f"run.dir = '{root}': a run is going on there ({who}); wait for its end or end it, or name another folder with "
-        "run.dir=..."
+        f"run.dir = '{root}': a run is active there ({holder}); wait for its end or end it, or name another folder "
+        "with run.dir=..."
     )

@@ -1,6 +1,6 @@
-"""manifest.json: what a checkpoint is of, with the size and the XXH3 of each of its files, and its own XXH3 at the end.
+"""manifest.json of a checkpoint: its origin, size and XXH3 of each file, and the manifest's own XXH3 at the end.
 
-Here is what reads a checkpoint without a learner; checkpoint.py writes one, and puts a learner into its state.
+This module reads checkpoints without a learner; checkpoint.py writes them and restores a learner.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mm_grpo.run.paths import STEP_NAME
 FORMAT = 4
 MANIFEST = "manifest.json"
 DIGEST = "xxh3_128"
-"""The last key of a manifest: the digest of all that stands before it."""
+"""Last key of a manifest: the digest of all other keys."""
 LOG = "metrics.jsonl"
 FileEntry = Mapping[str, Any]
-"""A `learner.state.FileMark` as the manifest has it."""
+"""A `learner.state.FileMark` in the manifest."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest was read and whose files are as they were written."""
+    """Intact checkpoint."""
 
     path: Path
     manifest: Mapping[str, Any]
@@ -41,29 +41,29 @@ class Checkpoint:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What the trainer asked to keep: tokens seen, best score."""
+        """Values that the trainer saved: tokens seen, best score."""
         extra: Mapping[str, Any] = self.manifest["extra"]
         return extra
 
     @property
     def log(self) -> bytes | None:
-        """metrics.jsonl as it was; None when there was none."""
+        """metrics.jsonl at that step; None if there was none."""
         return (self.path / LOG).read_bytes() if self.manifest["log"] is not None else None
 
 
 def manifest_text(manifest: Mapping[str, Any]) -> str:
-    """The text of manifest.json: `manifest` without a DIGEST that it has, and the DIGEST of that."""
+    """Return the text of manifest.json with a new DIGEST."""
     values = {name: value for name, value in manifest.items() if name != DIGEST}
     digest = xxhash.xxh3_128(json.dumps(values, indent=1).encode()).hexdigest()
     return json.dumps(values | {DIGEST: digest}, indent=1) + "\n"
 
 
 def inspect_checkpoint(
-    path: Path, share: Callable[[list[FileEntry]], Sequence[FileEntry]] = lambda marks: marks
+    path: Path, share: Callable[[list[FileEntry]], Sequence[FileEntry]] = lambda entries: entries
 ) -> tuple[dict[str, Any], str | None]:
-    """The manifest of the checkpoint in `path`, and what is wrong with the checkpoint; None where nothing is.
+    """Return the manifest of the checkpoint in `path`, and its fault; None if it is intact.
 
-    Of the marks of its files those that `share` picks are compared with the files.
+    Only the files that `share` selects are compared with the manifest.
     """
     manifest: dict[str, Any] = {}
     try:
@@ -71,38 +71,36 @@ def inspect_checkpoint(
         manifest = parse_json(data, dict)
         if (version := manifest["format"]) != FORMAT:
             return manifest, f"{path.name} has format {shown(version)}, and this version reads {FORMAT}"
-        if (
-            data != manifest_text(manifest).encode()
-        ):  # bytes, so that nothing beside the values is other either
+        # compare bytes: a manifest with equal values may still have been edited
+        if data != manifest_text(manifest).encode():
             return manifest, f"{path.name}/{MANIFEST} is not what was written"
         if (step := manifest["step"]) != step_of(path):
             return manifest, f"{path.name} is the checkpoint of step {step}: the folder was renamed"
-        marks = [*manifest["files"], manifest["log"]]
-        for mark in share([mark for mark in marks if mark is not None]):
-            file = path / mark["name"]
-            # its size first: a digest of what has no end has none
-            whole = file.is_file() and file.stat().st_size == mark["bytes"] and has_mark(file, mark)
-            if not whole:
-                return manifest, f"{path.name}/{file.name} is not there, or not what was written"
+        entries = [*manifest["files"], manifest["log"]]
+        for entry in share([entry for entry in entries if entry is not None]):
+            file = path / entry["name"]
+            # the size first: the digest of an endless file would never end
+            if not (file.is_file() and file.stat().st_size == entry["bytes"] and has_mark(file, entry)):
+                return manifest, f"{path.name}/{file.name} is missing, or not what was written"
     except (OSError, ValueError, KeyError) as error:
         return manifest, f"{path.name}/{MANIFEST} cannot be read ({error})"
     return manifest, None
 
 
 def read_checkpoint(path: Path, *, files: bool = True) -> Checkpoint:
-    """The checkpoint in `path`, without a learner; with `files` they are as they were written. ConfigError else."""
-    manifest, fault = inspect_checkpoint(path) if files else inspect_checkpoint(path, lambda marks: [])
+    """Read the checkpoint in `path` without a learner. Raises ConfigError if it, or with `files` a file, is damaged."""
+    manifest, fault = inspect_checkpoint(path) if files else inspect_checkpoint(path, lambda entries: [])
     if fault:
         raise ConfigError(f"'{path}': {fault}; take another checkpoint")
     return Checkpoint(path, manifest)
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints of a run's folder `checkpoints`, by step in order, whole or not."""
-    found = [p for p in folder.glob("step-*") if p.is_dir() and STEP_NAME.fullmatch(p.name)]
-    return {step_of(path): path for path in sorted(found, key=step_of)}
+    """Return step -> checkpoint of a run's folder `checkpoints`, in order, intact or not."""
+    paths = [p for p in folder.glob("step-*") if p.is_dir() and STEP_NAME.fullmatch(p.name)]
+    return {step_of(path): path for path in sorted(paths, key=step_of)}
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, by its folder's name."""
+    """Return the step of a checkpoint by its folder's name."""
     return int(path.name.removeprefix("step-"))

@@ -1,12 +1,11 @@
-"""The numbers of a run: metrics.jsonl, one JSON object a step under TRL's metric names, and summary.json at its end;
-and events.jsonl, the guards that fired, one object each: step, name, action (stop or warn) and message.
+"""metrics.jsonl: one JSON object a step under TRL's metric names; summary.json at the end of the run; and events.jsonl:
+one object for each guard that fired (step, name, action stop or warn, message).
 
-A value that was not measured is None. What a step measured as infinite or NaN, which JSON cannot hold, is the text
-"inf", "-inf" or "nan" (`finite_or_text`), and a float again for readers.
+A value that was not measured is None. Infinity and NaN, which JSON cannot hold, are written as "inf", "-inf" and "nan"
+(`finite_or_text`), and read as floats again.
 
-A file that is only appended to needs no rename to be whole: a row counts once its line feed is there, which is the last
-byte written. A process that is killed, or a disk that is full, in the middle of a row leaves what every reader passes
-over, and what the next start cuts (`RunFolder.cut_after`).
+A row counts once its line feed, the last byte, is written. If a process is killed or a disk is full in the middle of a
+row, readers skip the rest of it, and the next start removes it (`RunFolder.cut_after`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ NOT_FINITE = {str(value): value for value in (math.inf, -math.inf, math.nan)}
 
 
 def append_row(path: Path, step: int, values: Mapping[str, Value]) -> None:
-    """Write one row, in the order given, and wait until the disk has it.
+    """Append one row, and wait until it is on the disk.
 
-    Raises ValueError when a value is NaN or infinite or is called step, and TypeError for one that JSON cannot hold.
+    Raises ValueError if a value is NaN or infinite or is called step, and TypeError if JSON cannot hold it.
     """
     if "step" in values:
         raise ValueError("'step' is the row's own key; name the metric something else")
@@ -42,60 +41,53 @@ def append_row(path: Path, step: int, values: Mapping[str, Value]) -> None:
 
 
 def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; an unfinished last line is left out. DataError names a line that is no object."""
+    """Read the rows of a metrics.jsonl without an unfinished last line. Raises DataError for an illegal line."""
     return list(iter_metrics(path))
 
 
 def iter_metrics(path: str | PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The rows of `read_metrics`, one after the other: only one of them is held in memory."""
+    """Yield the rows of `read_metrics`, with only one in memory."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield _row(line, f"{path}, line {number}")
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line, dict)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}; remove the line") from None
-    return {k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
+            try:
+                row = parse_json(line, dict)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}; remove the line") from None
+            yield {k: NOT_FINITE.get(v, v) if isinstance(v, str) else v for k, v in row.items()}
 
 
 def finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as a row holds them: a text where one is infinite or NaN."""
+    """Replace infinite values and NaN by texts."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def append_event(path: Path, step: int, name: str, action: str, message: str) -> None:
-    """Write one event."""
+    """Append one event."""
     line = json.dumps({"step": step, "name": name, "action": action, "message": message}, ensure_ascii=False)
     with path.open("ab") as file:
         file.write(line.encode(errors="replace") + b"\n")
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a run, of which there may be none."""
+    """Read the events of a run; [] without a file."""
     return read_metrics(path) if path.is_file() else []
 
 
 def cut_events(path: Path, step: int) -> None:
-    """Forget the events after `step`, and a line that a killed process left unfinished."""
+    """Remove the events after `step`, and an unfinished last line."""
     if path.is_file():
         lines = path.read_bytes().splitlines(keepends=True)
         atomic_write(path, b"".join(lines[: sum(event["step"] <= step for event in read_events(path))]))
 
 
 def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
-    """Write summary.json, what summary.py says it holds. ValueError when a number is not finite."""
+    """Write summary.json (summary.py). Raises ValueError if a number is not finite."""
     text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
     atomic_write(paths.summary, text + "\n")
 
 
 def read_summary(paths: RunPaths) -> dict[str, Any] | None:
-    """What summary.json holds; None when the run has not ended."""
-    if not paths.summary.is_file():
-        return None
-    summary: dict[str, Any] = read_json(paths.summary, dict)
-    return summary
+    """Read summary.json; None if the run has not ended."""
+    return read_json(paths.summary, dict) if paths.summary.is_file() else None

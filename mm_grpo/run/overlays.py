@@ -1,11 +1,9 @@
-"""Where the gold and the predicted boxes, polygons and points of a row lie on its images, in pixels of the image as the
-model saw it. The page of `mm-grpo check` draws the gold ones, report.html both.
+"""Gold and predicted boxes, polygons and points of a row, in pixels of the image as the model saw it.
 
-What is gold, and in which space, is what the config says: `OVERLAID` names the column that each built-in compares with,
-and the reward's own options (`gold_space`, `gold_layout`, `image_index`) say how it is read. What is predicted is what
-the same built-in reads in a completion, in its `space` and `layout`. A reward of the user's own has no known form, so
-its columns are not drawn. To add a built-in: a line in `OVERLAID`; in `_of_reward` and `_predicted`, how column and
-completion are read.
+The page of `mm-grpo check` draws the gold ones, report.html both. `GOLD_COLUMNS` names the column that each built-in
+compares with; the reward's options (`gold_space`, `gold_layout`, `image_index`) tell how to read it. A prediction is
+what the built-in reads in a completion, in its `space` and `layout`. Columns of a user's own reward are not drawn. To
+add a built-in: a line in `GOLD_COLUMNS`, and the way to read column and completion in `_gold` and `_predicted`.
 """
 
 from __future__ import annotations
@@ -21,63 +19,60 @@ from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.types import Prompt
 
-OVERLAID = {
+GOLD_COLUMNS = {
     "iou": "box",
     "giou": "box",
     "box_match": "boxes",
     "clicking": "target",
 }
-"""Built-in → the column that holds its gold."""
-Places = Iterator[tuple[int, tuple[Point, ...]]]
-"""Images and shapes on them."""
-Labels = dict[tuple[int, tuple[Point, ...]], dict[str, None]]
-"""The names of the rewards that read each."""
+"""Built-in -> column of its gold value."""
+Labels = dict[tuple[int, Polygon], dict[str, None]]
+"""(index of the image, shape) -> names of the rewards that read it."""
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """A polygon (a box has four corners), or a point where `points` is one; pixels of image number `image`, from 0."""
+    """Polygon, box (four points) or point (one) on an image, in its pixels."""
 
     image: int
+    """Index of the row's image, from 0."""
     points: tuple[Point, ...]
     label: str
 
     def as_dict(self) -> dict[str, Any]:
-        """As the rollout log keeps it; a hundredth of a pixel is enough to draw."""
+        """Return the object of the rollout log, rounded to a hundredth of a pixel."""
         points = [[round(x, 2), round(y, 2)] for x, y in self.points]
         return {"image": self.image, "label": self.label, "points": points}
 
 
 def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Overlay], list[str]]:
-    """The overlays of a row, and a note for each gold that cannot be drawn. Rewards with the same gold share one."""
+    """Return the gold overlays of a row, and a note for each gold value that cannot be drawn."""
     labels: Labels = {}
     notes: list[str] = []
-    for name, places in _sources(specs, prompt):
+    for spec, builtin in _drawable(specs, prompt):
+        options = {**prompt.sample.columns, **spec.bound}
         try:
-            for place in places:
-                labels.setdefault(place, {})[name] = None
+            index = options.get("image_index", 0)
+            frame = Frame.of(prompt.engine_prompt.images, prompt.sample, index)
+            space = options.get("gold_space", "original")
+            shapes = _gold(GOLD_COLUMNS[builtin], options, frame, space)
+            for points in moved_shapes(shapes, frame, space, "pixel"):
+                labels.setdefault((index, points), {})[spec.name] = None
         except (ValueError, TypeError, OverflowError) as error:
-            notes.append(f"{name}: {error}")
+            notes.append(f"{spec.name}: {error}")
     return _overlays(labels), notes
 
 
 def predicted_overlays(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Overlay]:
-    """What the run's rewards read in a completion: the box or the point that counts, or all that do. Rewards that read
-    the same share one. Nothing where the row has no image, or where its reward does not apply."""
-    images = prompt.engine_prompt.images
+    """Return the boxes and points that the rewards read in a completion; [] for a row without images."""
     labels: Labels = {}
-    for spec in specs if images else ():
-        name = builtin_name(spec) or ""
-        if name not in OVERLAID or not spec.applies_to(prompt.sample.columns):
-            continue
+    for spec, builtin in _drawable(specs, prompt):
         options = spec.bound
         index, space = options.get("image_index", 0), options.get("space", "pixel")
-        with suppress(
-            ValueError, TypeError, OverflowError
-        ):  # the reward itself says what is wrong with its options
-            frame = Frame.of(images, prompt.sample, index)
-            found = _predicted(name, completion, options.get("layout", "xyxy"))
-            for points in moved_shapes(found, frame, space, "pixel"):
+        with suppress(ValueError, TypeError, OverflowError):  # the reward itself reports wrong options
+            frame = Frame.of(prompt.engine_prompt.images, prompt.sample, index)
+            shapes = _predicted(builtin, completion, options.get("layout", "xyxy"))
+            for points in moved_shapes(shapes, frame, space, "pixel"):
                 labels.setdefault((index, points), {})[spec.name] = None
     return _overlays(labels)
 
@@ -86,43 +81,36 @@ def _overlays(labels: Labels) -> list[Overlay]:
     return [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
 
 
-def _predicted(name: str, completion: str, layout: Any) -> list[Polygon]:
-    """What a built-in reads in a completion, in the space of the model."""
-    if name == "clicking":
+def builtin_name(spec: RewardSpec) -> str | None:
+    """Return the name in `BUILTINS` of a built-in reward, even if the config calls it otherwise; None for others."""
+    fn = innermost(spec.fn)
+    names = (name for name, module in BUILTINS.items() if module == fn.__module__)
+    return next((name for name in names if innermost(get(name).fn) is fn), None)
+
+
+def _drawable(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[RewardSpec, str]]:
+    """Yield the rewards in GOLD_COLUMNS that apply to a row, with their built-in names; none without images."""
+    for spec in specs if prompt.engine_prompt.images else ():
+        builtin = builtin_name(spec) or ""
+        if builtin in GOLD_COLUMNS and spec.applies_to(prompt.sample.columns):
+            yield spec, builtin
+
+
+def _gold(column: str, options: Mapping[str, Any], frame: Frame, space: str) -> Sequence[Polygon]:
+    layout, value = options.get("gold_layout", "xyxy"), options[column]
+    if column == "target":
+        return gold_shapes(value, frame, layout, space)
+    boxes = value if column == "boxes" else [value]
+    return [_corners(frame.gold(box, layout, space)) for box in boxes]
+
+
+def _predicted(builtin: str, completion: str, layout: Any) -> list[Polygon]:
+    """Return what a built-in reads in a completion, in the space of the model."""
+    if builtin == "clicking":
         point = point_in(completion, layout)
         return [] if point is None else [(point,)]
     boxes = [_corners(box) for box in boxes_in(completion, layout)]
-    return boxes if name == "box_match" else boxes[-1:]
-
-
-def builtin_name(spec: RewardSpec) -> str | None:
-    """The name in `BUILTINS` of a reward that ships, whatever the config calls it."""
-    fn = innermost(spec.fn)
-    there = (name for name, place in BUILTINS.items() if place == fn.__module__)
-    return next((name for name in there if innermost(get(name).fn) is fn), None)
-
-
-def _sources(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[str, Places]]:
-    if not prompt.engine_prompt.images:
-        return
-    for spec in specs:
-        column = OVERLAID.get(builtin_name(spec) or "")
-        if column is not None and spec.applies_to(prompt.sample.columns):
-            yield spec.name, _of_reward(column, {**prompt.sample.columns, **spec.bound}, prompt)
-
-
-def _of_reward(column: str, options: Mapping[str, Any], prompt: Prompt) -> Places:
-    image = options.get("image_index", 0)
-    frame = Frame.of(prompt.engine_prompt.images, prompt.sample, image)
-    layout, space = options.get("gold_layout", "xyxy"), options.get("gold_space", "original")
-    value = options[column]
-    if column == "target":
-        shapes = gold_shapes(value, frame, layout, space)
-    else:
-        boxes = value if column == "boxes" else [value]
-        shapes = tuple(_corners(frame.gold(box, layout, space)) for box in boxes)
-    for points in moved_shapes(shapes, frame, space, "pixel"):
-        yield image, points
+    return boxes if builtin == "box_match" else boxes[-1:]
 
 
 def _corners(box: Box) -> Polygon:

@@ -1,4 +1,4 @@
-"""Where each file of a run is: the names in a run folder, and nothing that writes them."""
+"""Paths of the files in a run folder."""
 
 from __future__ import annotations
 
@@ -11,38 +11,34 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, expand_glob
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
-"""Of a checkpoint."""
+"""Name of a checkpoint's folder."""
 ROLLOUT_NAME = re.compile(r"(eval-)?step-(\d{6,})\.jsonl")
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
 REPORT_EVERY = 10
-"""Steps from one report.html, and one table of a tracker, to the next."""
-
-
+"""Steps between two writes of report.html, and between two tables of a tracker."""
 TIME = "{time}"
-"""In `run.dir` the date and time at which a run starts."""
+"""Placeholder in `run.dir` for the date and time at which a run starts."""
 
 
 def dated(folder: str, *, newest: bool = False) -> str:
-    """`folder` with the present second in place of TIME, or that of the `newest` run there is: ConfigError without one.
+    """Replace TIME in `folder` by the current second, or with `newest` by the newest run's.
+
+    Raises ConfigError if `newest` and there is no run.
 
     >>> dated("runs/mine")
     'runs/mine'
     """
     if TIME not in folder or not newest:
         return folder.replace(TIME, time.strftime("%Y%m%d-%H%M%S"))
-    digits = "[0-9]" * 8 + "-" + "[0-9]" * 6
-    found = [
-        each
-        for each in expand_glob(glob.escape(folder).replace(TIME, digits))
-        if (Path(each) / RUN_MARK).exists()
-    ]
-    if not found:
+    pattern = glob.escape(folder).replace(TIME, "[0-9]" * 8 + "-" + "[0-9]" * 6)
+    runs = [path for path in expand_glob(pattern) if (Path(path) / RUN_MARK).exists()]
+    if not runs:
         raise ConfigError(f"run.dir = '{folder}': there is no such run to resume; leave --resume out")
-    return found[-1]
+    return runs[-1]
 
 
 class RunPaths:
-    """The paths of the run in the folder `root`, whether they exist or not."""
+    """Paths of the run in the folder `root`. The files need not exist."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -69,5 +65,5 @@ class RunPaths:
 
 
 def left_in(folder: Path) -> list[Path]:
-    """What killed processes left in `folder`: checkpoints that they were writing (.new) or removing (.old)."""
+    """Return checkpoints in `folder` that killed processes were writing (.new) or removing (.old)."""
     return [path for path in folder.glob(".step-*") if path.suffix in (".new", ".old")]

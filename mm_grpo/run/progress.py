@@ -1,6 +1,6 @@
-"""Progress of a run: one bar on a terminal, one table in a notebook, elsewhere a line for each step.
+"""Progress of a run: a bar on a terminal, a table in a notebook, elsewhere a line for each step.
 
-A line has the step, the reward and the time left first; what does not fit the width is left out whole, from the right.
+A line begins with the step, the reward and the time left; values that do not fit the width are left out at the end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from rich.text import Text
 
 from mm_grpo.terminal import printable
 
-# (label, the metrics that may hold it: the first that is there counts, how it is written); `left` stands for itself
-SHOWN = (
+# (label, metrics of which the first one present is shown, format)
+COLUMNS = (
     ("reward", ("reward",), "{:.3f}"),
     ("±", ("reward_std",), "{:.3f}"),  # within groups
     ("left", ("left",), "{}"),
@@ -37,23 +37,22 @@ SHOWN = (
     ("kl", ("kl",), "{:.4f}"),
 )
 UNITS = ("left", "s/step", "tokens/s")
-"""Labels that stand behind their values."""
-LEAST_BAR = 5
-"""Columns that a line leaves for the bar, with the space before it."""
-SILENCE = 10.0
-"""Seconds without a line after which a long evaluation prints how far it is, where there is no terminal."""
-RECENT = 20
-"""Steps, with the evaluations among them, by whose mean the time that is left is estimated."""
-ROWS = 200
-"""Rows of a notebook's table, which is sent anew with each step: the newest steps."""
+"""Labels that are written behind their values."""
+MIN_BAR = 5
+"""Characters of a line for the bar, with the space before it."""
+MAX_SILENCE = 10.0
+"""Seconds without a line after which an evaluation prints its progress, if there is no terminal."""
+RECENT_STEPS = 20
+"""Steps from which the time left is estimated."""
+TABLE_ROWS = 200
+"""Newest steps in a notebook's table, which is sent again with each step."""
 
 
 class Progress:
-    """Shows the steps up to `total`, of which `first` are done; use it as a context manager.
+    """Display of the steps up to `total`, of which `first` are done; a context manager.
 
-    It opens with `headline`. On a terminal it is a bar that stays at the bottom; elsewhere each step prints a line, so
-    that a log file stays readable. `quiet` prints nothing: for processes other than the first. `tokens` are those of
-    the steps that are done, of prompts and completions.
+    It opens with `headline`. On a terminal a bar stays at the bottom; elsewhere each step prints a line. `quiet`
+    prints nothing, for processes other than the first. `tokens` counts prompts and completions of the done steps.
     """
 
     def __init__(
@@ -72,115 +71,116 @@ class Progress:
         self._quiet = quiet
         self._tokens = tokens
         self.step = first
-        self._texts: list[str] = []
-        self._last = self._printed = time.monotonic()
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._pending_lines: list[str] = []
+        self._last_step = self._last_line = time.monotonic()
+        self._recent_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._bar: Bar | None = None
         if self.console.is_terminal and not quiet:
             bar = BarColumn(None, table_column=Column(ratio=1))
-            self._bar = Bar(_Line(self.console), bar, console=self.console, expand=True)
+            self._bar = Bar(_StepColumn(self.console), bar, console=self.console, expand=True)
             parts = [f"step {first}/{total}"]
             self._task = self._bar.add_task("train", total=total, completed=first, parts=parts)
 
     def __enter__(self) -> Self:
-        self._last = time.monotonic()
+        self.begin()
         if self._headline:
             self.print(self._headline)
         if self._bar is not None:
-            with self._while_there_is_a_terminal():
+            with self._ignore_closed_output():
                 self._bar.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._print_texts()
+        self._print_pending()
         if self._bar is not None:
-            with self._while_there_is_a_terminal():
+            with self._ignore_closed_output():
                 self._bar.stop()
 
     def begin(self) -> None:
-        """The first step begins now: what came before it says nothing of the time that steps take."""
-        self._last = time.monotonic()
+        """Start the clock of the first step."""
+        self._last_step = time.monotonic()
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Step `step`, counted from 1, is done. Its seconds are `step_time`, or the time since the last."""
+        """Show step `step`, from 1. Its seconds are `step_time`, or the time since the last step."""
         self.step = step
         if step > 0:
             self._show_step(step, metrics)
-        self._print_texts()
+        self._print_pending()
 
     def _show_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        self._recent.append(now - self._last)
-        seconds = metrics.get("step_time", now - self._last)
-        self._last = now
-        shown = {**metrics, "seconds": seconds}
+        elapsed = time.monotonic() - self._last_step
+        self.begin()
+        self._recent_seconds.append(elapsed)
+        seconds = metrics.get("step_time", elapsed)
+        values = {**metrics, "seconds": seconds}
         if (tokens := metrics.get("num_tokens")) is not None:
-            shown["tokens_per_second"] = (tokens - self._tokens) / max(seconds, 1e-9)
+            values["tokens_per_second"] = (tokens - self._tokens) / max(seconds, 1e-9)
             self._tokens = tokens
         if step < self.total:
-            shown["left"] = duration((self.total - step) * sum(self._recent) / len(self._recent))
-        self._show_values(step, describe(shown))
+            mean = sum(self._recent_seconds) / len(self._recent_seconds)
+            values["left"] = duration((self.total - step) * mean)
+        self._show_values(step, describe(values))
 
-    def _show_values(self, step: int, found: Mapping[str, str]) -> None:
-        """Show the values of a step by their labels."""
-        words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in found.items()]
+    def _show_values(self, step: int, values: Mapping[str, str]) -> None:
+        """Show the values of a step, by label."""
+        words = [f"{text} {label}" if label in UNITS else f"{label} {text}" for label, text in values.items()]
         parts = [f"step {step}/{self.total}", *words]
-        if self._bar is not None:
-            with self._while_there_is_a_terminal():
-                self._bar.update(self._task, completed=step, parts=parts)
-        else:
+        if self._bar is None:
             self.print(fit(parts, self.console.width))
+        else:
+            self._update_bar(step, parts)
+
+    def _update_bar(self, step: int, parts: Sequence[str]) -> None:
+        if self._bar is not None:
+            with self._ignore_closed_output():
+                self._bar.update(self._task, completed=step, parts=parts)
 
     def print_after(self, text: str) -> None:
-        """Print a line below that of the step that ends now."""
-        self._texts.append(text)
+        """Print a line below the line of the current step."""
+        self._pending_lines.append(text)
 
-    def _print_texts(self) -> None:
-        while self._texts:
-            self.print(self._texts.pop(0))
+    def _print_pending(self) -> None:
+        while self._pending_lines:
+            self.print(self._pending_lines.pop(0))
 
     def evaluating(self, name: str, done: int, total: int) -> None:
-        """An evaluation after step `self.step` has answered `done` of the `total` rows of the set `name`."""
-        words = f"evaluating {name} {done}/{total}" if done else f"evaluating {name}, {total} rows"
-        if self._bar is not None:
-            with self._while_there_is_a_terminal():
-                self._bar.update(
-                    self._task, completed=self.step, parts=[f"step {self.step}/{self.total}", words]
-                )
-        elif time.monotonic() - self._printed >= SILENCE:
-            self.print(words)
+        """Show that an evaluation has answered `done` of the `total` rows of the set `name`."""
+        text = f"evaluating {name} {done}/{total}" if done else f"evaluating {name}, {total} rows"
+        self._update_bar(self.step, [f"step {self.step}/{self.total}", text])
+        if self._bar is None and time.monotonic() - self._last_line >= MAX_SILENCE:
+            self.print(text)
 
     def print(self, text: str) -> None:
-        """Print a line, above the bar where there is one; nothing in it is read as markup."""
-        self._printed = time.monotonic()
+        """Print a line without markup, above the bar if there is one."""
+        self._last_line = time.monotonic()
         if not self._quiet:
-            with self._while_there_is_a_terminal():
+            with self._ignore_closed_output():
                 # a terminal would break a long line within a word; a log file has it whole
                 self.console.print(Text(printable(text)), soft_wrap=not self.console.is_terminal)
 
     @contextmanager
-    def _while_there_is_a_terminal(self) -> Iterator[None]:
-        """A terminal or a pipe that was closed ends the output, not the run."""
+    def _ignore_closed_output(self) -> Iterator[None]:
+        """Stop printing if the terminal or the pipe was closed; the run goes on."""
         try:
             yield
-        except (OSError, SystemExit):  # rich exits where a pipe has no reader
+        except (OSError, SystemExit):  # rich exits if a pipe has no reader
             self._quiet = True
             self.console.quiet = True
 
 
 class NotebookProgress(Progress):
-    """Shows the steps as a table that grows in one output of a cell, and below it what is printed meanwhile."""
+    """Display of the steps as a growing table in a cell's output, with printed lines below it."""
 
     def __init__(self, total: int, **options: Any) -> None:
         super().__init__(total, **options)
-        self._rows = deque[dict[str, str]](maxlen=ROWS)
+        self._rows = deque[dict[str, str]](maxlen=TABLE_ROWS)
         self._lines: list[str] = []
         self._handle: Any = None
 
-    def _show_values(self, step: int, found: Mapping[str, str]) -> None:
-        self._rows.append({"step": f"{step}/{self.total}", **found})
+    def _show_values(self, step: int, values: Mapping[str, str]) -> None:
+        self._rows.append({"step": f"{step}/{self.total}", **values})
         self._draw()
 
     def print(self, text: str) -> None:
@@ -188,16 +188,16 @@ class NotebookProgress(Progress):
         self._draw()
 
     def evaluating(self, name: str, done: int, total: int) -> None:
-        if time.monotonic() - self._printed >= 1:
+        if time.monotonic() - self._last_line >= 1:
             self._draw(f"evaluating {name} {done}/{total}")
 
     def _draw(self, *status: str) -> None:
-        """Show the table with the `status` below it, in the place of the one before."""
+        """Replace the table by a new one, with the `status` below it."""
         if self._quiet:
             return
         from IPython.display import HTML, display
 
-        self._printed = time.monotonic()
+        self._last_line = time.monotonic()
         columns = dict.fromkeys(label for row in self._rows for label in row)
         rows = [columns, *([row.get(label, "") for label in columns] for row in self._rows)]
         cells = ("".join(f"<td>{escape(printable(text))}</td>" for text in row) for row in rows)
@@ -210,39 +210,41 @@ class NotebookProgress(Progress):
 
 
 def progress_of_run(total: int, **options: Any) -> Progress:
-    """Return what shows the steps of a run here: a notebook's table, or a bar or lines."""
+    """Return a NotebookProgress in a notebook, else a Progress."""
     return (NotebookProgress if Console().is_jupyter else Progress)(total, **options)
 
 
-class _Line(ProgressColumn):
-    """The parts of the newest step that fit beside the bar."""
+class _StepColumn(ProgressColumn):
+    """Column of the bar's line with the parts of the newest step that fit."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(Column(no_wrap=True))
         self._console = console
 
     def render(self, task: Task) -> Text:
-        return Text(printable(fit(task.fields["parts"], self._console.width - LEAST_BAR), lines=False))
+        return Text(printable(fit(task.fields["parts"], self._console.width - MIN_BAR), lines=False))
 
 
 def describe(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """The few numbers worth watching by their label, in the order in which they matter; a loss of ±0.0000 is none.
+    """Return label -> formatted value of the most important metrics; a loss of ±0.0000 is left out.
 
     >>> describe({"loss": 0.00001, "reward_std": 0.25, "reward": 0.5})
     {'reward': '0.500 ± 0.250'}
     """
-    found: dict[str, str] = {}
-    for label, keys, form in SHOWN:
+    values: dict[str, str] = {}
+    for label, keys, form in COLUMNS:
         value = next((metrics[key] for key in keys if metrics.get(key) is not None), None)
         if value is None or (label == "loss" and form.format(abs(value)) == form.format(0)):
             continue
-        name = "reward" if label == "±" and "reward" in found else label
-        found[name] = f"{found[name]} ± {form.format(value)}" if name != label else form.format(value)
-    return found
+        if label == "±" and "reward" in values:
+            values["reward"] += f" ± {form.format(value)}"
+        else:
+            values[label] = form.format(value)
+    return values
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """As many of the first parts as fit the width, and the first one at least.
+    """Join the first part and as many of the next ones as fit the width.
 
     >>> fit(["step 1/3", "reward 0.250", "2.0 s/step"], 22)
     'step 1/3  reward 0.250'
@@ -256,12 +258,12 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words.
+    """Write seconds in words.
 
     >>> duration(42), duration(200), duration(7500)
     ('42 s', '3 min 20 s', '2 h 05 min')
     """
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds = divmod(round(seconds), 60)
     if minutes == 0:
-        return f"{rest} s"
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+        return f"{seconds} s"
+    return f"{minutes} min {seconds:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,20 +1,16 @@
-"""rollouts/step-000001.jsonl: every completion of a step, and rollouts/images/: what the model saw.
+"""rollouts/step-000001.jsonl: all completions of a step; rollouts/images/: the images that the model saw.
 
-Evaluations are in rollouts/eval-step-000000.jsonl, one file for all sets after a step, of the evaluation before the
-first step, the best one and the newest; the file of another is removed when it is neither any more.
+Evaluations are in rollouts/eval-step-000000.jsonl, one file for all sets after a step. Files of the evaluation before
+the first step, of the best one and of the newest one are kept.
 
-One object per completion, in the order of the groups, so that one line holds all there is of one
-sample: its row, its prompt, its text, seed and weight version, its reward with the raw parts, its
-advantage. Images are written once, named by their content, and the rows name them.
+Each line is one completion, in the order of the groups. Images are written once, named by their content.
 
 Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
-weight_versions, reward, parts, advantage, columns, `extra` when rewards logged columns of their own, and `sight`
-where it was measured (docs/evaluation.md). Boxes, points and polygons in pixels of the row's images (run/overlays.py)
-are `gold`, those of the row, and `marks`, those that the rewards read in the completion; either is there when there is
-one.
-`opens_thinking` is there, and true, when the prompt ends with `<think>`. Rows of an evaluation have also `set`, the
-name of the set, and `blind`, null or how the row's images were taken away; `slot` is the number of the row, and
-`advantage` null.
+weight_versions, reward, parts, advantage, columns. Optional keys: `extra`, columns that rewards logged; `sight`, if it
+was measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
+pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
+evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
+the row, their `advantage` is null.
 """
 
 from __future__ import annotations
@@ -37,41 +33,38 @@ if TYPE_CHECKING:
 
     from mm_grpo.rewards.spec import RewardSpec
 
-# Longer texts of a row (a document, a transcript) are cut, and longer lists left out.
-LONGEST_TEXT = 2000
-LONGEST_LIST = 64
+# longer texts of a row are cut, longer lists are left out
+MAX_TEXT = 2000
+MAX_LIST = 64
 GOLD = ("answer", "solution", "gold", "target", "label", "ground_truth")
-"""Names of the column that commonly holds the answer."""
+"""Common names of the column that holds the answer."""
 
 
 def write_rollouts(
     paths: RunPaths, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()
 ) -> Path:
-    """Write the rollout file of `step` from scored groups, and the images that are new; returns the file.
+    """Write the rollout file of `step` and new images; return the file.
 
-    `specs` are the rewards that scored them, which say where boxes and points are.
+    `specs` are the rewards that scored the groups; they tell which boxes and points to log.
     """
     return _write(paths.rollout_file(step), _rows(paths, step, groups, specs))
 
 
 class EvaluationLog:
-    """The completions of one evaluation after `step`: `add` those of a set as they come, `write` them at the end."""
+    """Log of one evaluation after `step`: `add` the groups of a set as they come, `write` the file at the end."""
 
     def __init__(self, paths: RunPaths, step: int, specs: Sequence[RewardSpec]) -> None:
         self.paths, self.step, self.specs = paths, step, specs
         self._lines: list[str] = []
 
     def add(self, name: str, blind: str | None, groups: Sequence[Group]) -> None:
-        """Scored groups of the set `name`, and the images that are new."""
-        also = {"set": name, "blind": blind}
-        self._lines += map(_line, _rows(self.paths, self.step, groups, self.specs, also))
+        """Add scored groups of the set `name`, and write new images."""
+        fields = {"set": name, "blind": blind}
+        self._lines += map(_line, _rows(self.paths, self.step, groups, self.specs, fields))
 
     def write(self, best: int | None) -> Path:
-        """Write the file, and remove those that are neither of step 0, nor of step `best`, nor this one.
-
-        Nothing else bounds them: three files of all rows, whatever the number of evaluations.
-        """
-        self.paths.rollouts.mkdir(exist_ok=True)  # no image was written where every row was dropped
+        """Write the file; remove the files of all steps but 0, `best` and this one."""
+        self.paths.rollouts.mkdir(exist_ok=True)  # `_rows` made no folder if every row was dropped
         file = self.paths.evaluation_file(self.step)
         atomic_write(file, "".join(self._lines))
         for step in evaluated_steps(self.paths):
@@ -83,14 +76,13 @@ class EvaluationLog:
 def add_to_rollouts(
     paths: RunPaths, step: int, columns: Mapping[tuple[int, int, int], Mapping[str, Any]]
 ) -> None:
-    """Add keys to rows of a step that was written, by (slot, attempt, generation). Nothing where it was not."""
+    """Add keys to rows of a logged step, by (slot, attempt, generation). Do nothing if the step has no file."""
     file = paths.rollout_file(step)
-    if not columns or not file.is_file():
-        return
-    rows = read_rollouts(paths, step)
-    _write(
-        file, ({**row, **columns.get((row["slot"], row["attempt"], row["generation"]), {})} for row in rows)
-    )
+    if columns and file.is_file():
+        rows = read_rollouts(paths, step)
+        for row in rows:
+            row |= columns.get((row["slot"], row["attempt"], row["generation"]), {})
+        _write(file, rows)
 
 
 def _write(file: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -107,14 +99,13 @@ def _rows(
     step: int,
     groups: Sequence[Group],
     specs: Sequence[RewardSpec],
-    also: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """A row for each completion, with the fields `also` after the step; writes the images that are new.
+    """Yield a row for each completion, with `fields` after the step; write new images.
 
-    A group without advantages, as in evaluation, has null in their place.
-    A column that rewards logged for some groups only (`Group.extra`) is null for the others.
+    Advantages are null in evaluation. A column that rewards logged for some groups (`Group.extra`) is null for others.
     """
-    # not with parents: a run's folder that was removed does not come back
+    # without parents, so that a removed run folder does not come back
     paths.rollouts.mkdir(exist_ok=True)
     paths.images.mkdir(exist_ok=True)
     extra = tuple(dict.fromkeys(name for group in groups for name in group.extra))
@@ -132,7 +123,7 @@ def _rows(
         for generation, (completion, reward, advantage) in enumerate(scored):
             row = {
                 "step": step,
-                **(also or {}),
+                **(fields or {}),
                 "slot": group.slot,
                 "attempt": group.attempt,
                 **shared,
@@ -165,48 +156,48 @@ def _rows(
 
 
 def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:
-    """The turns of one conversation; those of the model with reward and advantage, where they have their own."""
+    """Return the turns of one conversation; model turns have reward and advantage if there are any for turns."""
     turns = [_turn(paths, turn) for turn in group.completions[generation].turns]
     if group.turn_advantages:
-        own = [turn for turn in turns if turn["role"] == "assistant"]
+        model_turns = [turn for turn in turns if turn["role"] == "assistant"]
         rewards, advantages = group.turn_rewards[generation], group.turn_advantages[generation]
-        for turn, reward, advantage in zip(own, rewards, advantages, strict=True):
+        for turn, reward, advantage in zip(model_turns, rewards, advantages, strict=True):
             turn |= {"reward": reward, "advantage": advantage}
     return turns
 
 
 def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
-    written = {"role": turn.role, "text": turn.text, "tokens": turn.tokens}
+    common = {"role": turn.role, "text": turn.text, "tokens": turn.tokens}
     if turn.role == "assistant":
-        return {**written, "seed": turn.seed}
+        return {**common, "seed": turn.seed}
     images = [_save_image(paths, image) for image in turn.images]
     arguments = _plain_columns(turn.arguments)
-    return {**written, "name": turn.name, "arguments": arguments, "images": images, "fault": turn.fault}
+    return {**common, "name": turn.name, "arguments": arguments, "images": images, "fault": turn.fault}
 
 
 def logged_steps(paths: RunPaths) -> list[int]:
-    """The steps that have a rollout file, in order."""
+    """Return the steps that have a rollout file, in order."""
     return _steps(paths, None)
 
 
 def evaluated_steps(paths: RunPaths) -> list[int]:
-    """The steps whose evaluation is kept, in order."""
+    """Return the steps that have an evaluation file, in order."""
     return _steps(paths, "eval-")
 
 
 def _steps(paths: RunPaths, kind: str | None) -> list[int]:
     names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
-    found = map(ROLLOUT_NAME.fullmatch, names)
-    return sorted(int(match[2]) for match in found if match and match[1] == kind)
+    matches = map(ROLLOUT_NAME.fullmatch, names)
+    return sorted(int(match[2]) for match in matches if match and match[1] == kind)
 
 
 def read_rollouts(paths: RunPaths, step: int) -> list[dict[str, Any]]:
-    """The rows of one step, as they were written."""
+    """Read the rows of a step."""
     return _read(paths.rollout_file(step))
 
 
 def read_evaluation(paths: RunPaths, step: int) -> list[dict[str, Any]]:
-    """The rows of the evaluation after a step, as they were written."""
+    """Read the rows of the evaluation after a step."""
     return _read(paths.evaluation_file(step))
 
 
@@ -215,7 +206,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def _save_image(paths: RunPaths, image: Image) -> str:
-    """Save a picture once; returns its file name, the first 128 bits of its content's SHA-256."""
+    """Save an image once; return its file name, the first 128 bits of its content's SHA-256."""
     digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
     file = paths.images / f"{digest}.png"
     if not file.exists():
@@ -224,28 +215,24 @@ def _save_image(paths: RunPaths, image: Image) -> str:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with media parts reduced to their type: the pictures are in `images`."""
-    return [
-        {
-            "role": message["role"],
-            "content": message["content"]
-            if isinstance(message["content"], str)
-            else [
-                {"type": part["type"], **({"text": part["text"]} if part["type"] == "text" else {})}
-                for part in message["content"]
-            ],
-        }
-        for message in messages
-    ]
+    """Return the messages with media parts reduced to their type; the images are under `images`."""
+
+    def plain(content: str | Sequence[Mapping[str, Any]]) -> Any:
+        if isinstance(content, str):
+            return content
+        texts = ({"text": part["text"]} if part["type"] == "text" else {} for part in content)
+        return [{"type": part["type"], **text} for part, text in zip(content, texts, strict=True)]
+
+    return [{"role": message["role"], "content": plain(message["content"])} for message in messages]
 
 
 def _plain_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that hold the answer: scalars, texts, and short lists of scalars (boxes)."""
+    """Return the columns that a log can hold: scalars, texts, and short lists of scalars (boxes)."""
     return {name: plain for name, value in columns.items() if (plain := plain_value(value)) is not None}
 
 
 def message_text(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """A message's content as text; a media part is its type in brackets.
+    """Return a message's content as text; a media part is its type in brackets.
 
     >>> message_text([{"type": "image"}, {"type": "text", "text": "a"}])
     '[image] a'
@@ -256,14 +243,14 @@ def message_text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """`value` as JSON can hold it, None when it is nothing to read in a log."""
+    """Return `value` as JSON can hold it; None if it does not belong in a log."""
     if isinstance(value, str):
-        return value if len(value) <= LONGEST_TEXT else value[:LONGEST_TEXT] + "…"
+        return value if len(value) <= MAX_TEXT else value[:MAX_TEXT] + "…"
     if isinstance(value, float) and value - value != 0:
         return str(value)  # nan and inf are no JSON
     if isinstance(value, (bool, int, float)):
         return value
-    if isinstance(value, (list, tuple)) and len(value) <= LONGEST_LIST:
-        inner = [plain_value(v) for v in value]
-        return None if any(v is None or isinstance(v, list) for v in inner) else inner
+    if isinstance(value, (list, tuple)) and len(value) <= MAX_LIST:
+        entries = [plain_value(v) for v in value]
+        return None if any(v is None or isinstance(v, list) for v in entries) else entries
     return None

@@ -1,4 +1,4 @@
-"""What `summary.json` holds: how a run did, before, best and after, on each evaluation set; and its last lines."""
+"""summary.json, a run's results on each evaluation set, and the last lines that a run prints."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 
 
-def summary_of(found: Evaluations, seconds: float, steps: int, stopped: str | None = None) -> dict[str, Any]:
-    """What `summary.json` holds: scores of the first set and of each set before and after, seconds, steps.
+def summary_of(
+    evaluations: Evaluations, seconds: float, steps: int, stopped: str | None = None
+) -> dict[str, Any]:
+    """Return the contents of summary.json; `stopped` is why a callback ended the run early, else None.
 
-    A score is what the headline says; `accuracy_*` are the same where it is an accuracy, else None. A set whose score
-    could not be measured is left out of `eval`. `first_set` has of the first set, before, best and after, the score
-    with its 95 % interval, the mean reward, its parts, the mean length and the blind control. `stopped` is why a
-    callback ended the run before `run.max_steps`, else None.
+    `score_*` are values of the headline on the first set; `accuracy_*` the same if it is an accuracy, else None. `eval`
+    has the sets that could be scored. `first_set` has more of the first set: DETAILS before, at the best step, after.
     """
-    headline, before, after, best = found.headline, found.before, found.after, found.best
-    first = next(iter(before), None)
-    ends = [sets[first].score if first else None for sets in (before, after)]
-    scores = dict(zip(("before", "after", "best"), [*ends, best.score if best else None], strict=True))
+    headline, before, after = evaluations.headline, evaluations.before, evaluations.after
+    best, first = evaluations.best, next(iter(before), None)
+    scores = {
+        "before": before[first].score if first else None,
+        "after": after[first].score if first else None,
+        "best": best.score if best else None,
+    }
     details = (
         {"before": before.get(first), "best": best.evaluation if best else None, "after": after.get(first)}
         if first
@@ -46,44 +49,42 @@ def summary_of(found: Evaluations, seconds: float, steps: int, stopped: str | No
             if before[n].score is not None and after[n].score is not None
         },
         "first_set": {
-            when: {key: value for key, value in asdict(one).items() if key in DETAILS}
-            for when, one in details.items()
-            if one is not None
+            when: {key: value for key, value in asdict(evaluation).items() if key in DETAILS}
+            for when, evaluation in details.items()
+            if evaluation is not None
         },
     }
 
 
 def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
-    """How often each guard warned, and after which step first, by its name."""
-    steps: dict[str, list[int]] = {}
-    for event in read_events(paths.events):
-        if event["action"] == "warn":
-            steps.setdefault(event["name"], []).append(event["step"])
-    return {name: {"times": len(found), "first": min(found)} for name, found in steps.items()}
+    """Return guard -> number of its warnings (`times`) and step of the first one (`first`)."""
+    events = [event for event in read_events(paths.events) if event["action"] == "warn"]
+    steps = {event["name"]: [e["step"] for e in events if e["name"] == event["name"]] for event in events}
+    return {name: {"times": len(numbers), "first": min(numbers)} for name, numbers in steps.items()}
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """How each set did, in words, the first with its interval, its best and its blind control."""
+    """Return a line for each set, the first with interval, best score and blind control, and for each warned guard."""
     lines = []
     for number, (name, result) in enumerate(summary["eval"].items()):
         text = f"{name}: {summary['headline']} {result['before']:.3f} -> {result['after']:.3f}"
-        detail = summary.get("first_set", {}) if number == 0 else {}
-        last, first = detail.get("after"), detail.get("before")
-        if last and last["interval"]:
-            text += f" [{last['interval'][0]:.3f}, {last['interval'][1]:.3f}]"
+        details = summary.get("first_set", {}) if number == 0 else {}
+        after, before = details.get("after"), details.get("before")
+        if after and after["interval"]:
+            text += f" [{after['interval'][0]:.3f}, {after['interval'][1]:.3f}]"
         text += f" ({result['rows']} rows)"
         if number == 0 and summary.get("best_step") is not None:
             step = summary["best_step"]
             text += f", best {summary['score_best']:.3f} {f'after step {step}' if step else 'before the first step'}"
         lines.append(text)
-        then, now = (one and one["blind"] for one in (first, last))
-        if then and now and then["score"] is not None and now["score"] is not None:
-            gap = "" if now["gap"] is None else f", the images add {now['gap']:.3f}"
+        old, new = (evaluation and evaluation["blind"] for evaluation in (before, after))
+        if old and new and old["score"] is not None and new["score"] is not None:
+            gap = "" if new["gap"] is None else f", the images add {new['gap']:.3f}"
             lines.append(
-                f"{name}, images {now['kind']}: {then['score']:.3f} -> {now['score']:.3f} ({now['rows']} rows){gap}"
+                f"{name}, images {new['kind']}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
             )
-    for name, warned in summary.get("warned", {}).items():
-        lines.append(f"guard {name} warned {warned['times']} times, first after step {warned['first']}")
+    for name, counts in summary.get("warned", {}).items():
+        lines.append(f"guard {name} warned {counts['times']} times, first after step {counts['first']}")
     if model := summary.get("model"):
         lines.append(f"model/ holds the weights after step {model['step']}: {model['why']}")
     return lines

@@ -1,13 +1,11 @@
-"""run.trackers: the metrics of a run sent to tensorboard, wandb or trackio as well; to the last two also tables of its
-completions.
+"""run.trackers: send metrics to tensorboard, wandb or trackio, to the last two also tables of completions.
 
-metrics.jsonl and rollouts/ stay the record; a tracker is a copy for people who watch many runs. These are
-thin classes of our own because accelerate's need its process state, which picks devices and joins
-process groups. To add one: a class with `log`, `log_table` (which may do nothing) and `close`, and its
-line in TRACKERS.
+metrics.jsonl and rollouts/ stay the record. accelerate's trackers are not used, because they need its process state,
+which picks devices and joins process groups. To add one: a class with `log`, `log_table` (which may do nothing) and
+`close`, and its line in TRACKERS.
 
-A tracker is sent every row and picture of a table over a network, so a table is small: `GROUPS` groups of a step, those
-whose rewards differ most, `COMPLETIONS` of each, and the first image of a row, of at most `SIDE` pixels.
+Tables go over a network, so they are small: the `MAX_GROUPS` groups of a step with the widest range of rewards,
+`MAX_COMPLETIONS` of each, and the first image of a row, with at most `MAX_SIDE` pixels.
 """
 
 from __future__ import annotations
@@ -33,19 +31,19 @@ if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.types import Group
 
-GROUPS = 4
-COMPLETIONS = 8
-SIDE = 256
-"""Pixels of the longer side of a picture."""
-LONGEST = 2000
+MAX_GROUPS = 4
+MAX_COMPLETIONS = 8
+MAX_SIDE = 256
+"""Pixels of the longer side of an image."""
+MAX_TEXT = 2000
 """Characters of a text."""
-Row = dict[str, Any]
-"""A row of the table by columns; the cell `image` is an RGB picture, or None where there is none."""
+TableRow = dict[str, Any]
+"""Column -> cell; the cell `image` is an RGB image or None."""
 logger = logging.getLogger("mm_grpo")
 
 
 class TensorBoard:
-    """Event files in the run folder's tensorboard/; see them with `tensorboard --logdir RUN_DIR`."""
+    """Tracker that writes event files to the run folder's tensorboard/; `tensorboard --logdir RUN_DIR` shows them."""
 
     def __init__(self, package: Any, config: GRPOConfig) -> None:
         self._writer = package.SummaryWriter(str(RunPaths(Path(config.run.dir)).tensorboard))
@@ -56,15 +54,15 @@ class TensorBoard:
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
-    def log_table(self, step: int, table: Sequence[Row]) -> None:
-        """It has no tables."""
+    def log_table(self, step: int, table: Sequence[TableRow]) -> None:
+        """Do nothing: TensorBoard has no tables."""
 
     def close(self) -> None:
         self._writer.close()
 
 
 class Hosted:
-    """A run of Weights & Biases or of Trackio, whose `log`, `Table` and `Image` are called alike."""
+    """Tracker of Weights & Biases or Trackio, which have the same `log`, `Table` and `Image`."""
 
     def __init__(self, package: Any, config: GRPOConfig, project: str, **options: Any) -> None:
         self._package = package
@@ -75,12 +73,11 @@ class Hosted:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def log_table(self, step: int, table: Sequence[Row]) -> None:
-        pictures = {row["row"]: row["image"] for row in table if row["image"] is not None}
-        made = {
-            uid: self._package.Image(picture) for uid, picture in pictures.items()
-        }  # a group shares one file
-        data = [[*{**row, "image": made.get(row["row"])}.values()] for row in table]
+    def log_table(self, step: int, table: Sequence[TableRow]) -> None:
+        # one file for all rows of a group
+        images = {row["row"]: row["image"] for row in table if row["image"] is not None}
+        files = {uid: self._package.Image(image) for uid, image in images.items()}
+        data = [[*{**row, "image": files.get(row["row"])}.values()] for row in table]
         self._run.log({"rollouts": self._package.Table(columns=[*table[0]], data=data)}, step=step)
 
     def close(self) -> None:
@@ -88,26 +85,25 @@ class Hosted:
 
 
 Tracker = TensorBoard | Hosted
-"""Takes the numbers of one step after the other, and the table of some steps before them, until it is closed."""
-# name, which is also the extra that installs the package: (module to import, what makes a tracker of it)
+
+
+def _wandb(package: Any, config: GRPOConfig) -> Tracker:
+    return Hosted(package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir)
+
+
+# name, also of the extra that installs the package -> (module to import, function that makes a tracker)
 TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
     "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    "wandb": (
-        "wandb",
-        lambda package, config: Hosted(
-            package, config, os.environ.get("WANDB_PROJECT", "mm_grpo"), dir=config.run.dir
-        ),
-    ),
+    "wandb": ("wandb", _wandb),
     "trackio": ("trackio", lambda package, config: Hosted(package, config, "mm_grpo")),
 }
 
 
 class Trackers:
-    """All trackers of a run as one; with no names it does nothing.
+    """All trackers of a run; a callback of the run.
 
-    `prepare` before a model loads, `open` around the run, in which it is one of the callbacks. A tracker that raises,
-    for a network or a disk that is gone, is left out from then on with one warning: the run goes on, and metrics.jsonl
-    has all of it.
+    Call `prepare` before a model loads, and `open` around the run. A tracker that raises, because a network or a disk
+    is gone, is dropped with one warning; the run goes on.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
@@ -116,59 +112,52 @@ class Trackers:
 
     @classmethod
     def prepare(cls, names: Sequence[str]) -> Trackers:
-        """Import the packages of run.trackers.
-
-        Raises ConfigError when a name is unknown, or when its package is not installed.
-        """
+        """Import the packages of run.trackers. Raises ConfigError if a name is unknown or a package is missing."""
         return cls({name: _maker(name) for name in names})
 
     @contextmanager
     def open(self, config: GRPOConfig) -> Iterator[Trackers]:
-        """Start every tracker on the run that `config` describes; close them all at the end."""
+        """Start every tracker on the run of `config`; close them all at the end."""
         self._trackers = {}
         for name, make in self._makers.items():
-            with _warning(name, "cannot be started"):
+            with _only_warn(name, "cannot be started"):
                 self._trackers[name] = make(config)
         try:
             yield self
         finally:
-            closing, self._trackers = self._trackers, {}
-            for name, tracker in closing.items():
-                with _warning(name, "cannot be closed; its last numbers may be lost"):
+            trackers, self._trackers = self._trackers, {}
+            for name, tracker in trackers.items():
+                with _only_warn(name, "cannot be closed; its last numbers may be lost"):
                     tracker.close()
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send the numbers among `metrics`; texts and None stay in metrics.jsonl."""
+        """Send the numbers among `metrics`; texts and None are only in metrics.jsonl."""
         numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
         self._send(step, lambda tracker: tracker.log(step, numbers))
 
     def on_rollouts(self, step: int, groups: Sequence[Group]) -> None:
         """Send a table of scored groups at the first step and at every REPORT_EVERY-th, before their numbers."""
-        due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)
-        if due and (table := rollout_table(step, groups)):
+        is_due = self._trackers and (step == 1 or step % REPORT_EVERY == 0)
+        if is_due and (table := rollout_table(step, groups)):
             self._send(step, lambda tracker: tracker.log_table(step, table))
 
     def _send(self, step: int, send: Callable[[Tracker], None]) -> None:
-        asked, self._trackers = self._trackers, {}
-        for name, tracker in asked.items():
-            with _warning(name, f"failed at step {step} and gets no further numbers"):
+        trackers, self._trackers = self._trackers, {}
+        for name, tracker in trackers.items():
+            with _only_warn(name, f"failed at step {step} and gets no further numbers"):
                 send(tracker)
-                self._trackers[name] = tracker  # one that raised is left out
+                self._trackers[name] = tracker  # not reached if it raised
 
 
 @contextmanager
-def _warning(name: str, what: str) -> Iterator[None]:
-    """Turn whatever somebody else's package raises into a warning. Ctrl-C passes."""
+def _only_warn(name: str, problem: str) -> Iterator[None]:
+    """Turn any exception of a tracker's package into a warning. Ctrl-C passes."""
     try:
         yield
     except Exception as error:
-        logger.warning(
-            "run.trackers: %s %s (%s: %s); the run goes on, and metrics.jsonl has every number",
-            name,
-            what,
-            type(error).__name__,
-            error,
-        )
+        reason = f"{type(error).__name__}: {error}"
+        message = "run.trackers: %s %s (%s); the run goes on, and metrics.jsonl has every number"
+        logger.warning(message, name, problem, reason)
 
 
 def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
@@ -185,50 +174,37 @@ def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
     return partial(tracker, package)
 
 
-# the table ---------------------------------------------------------------------------------
-
-
-def rollout_table(step: int, groups: Sequence[Group]) -> list[Row]:
-    """The table of a step, from its scored groups in any order; the raw score of each reward has a column."""
-    chosen = sorted(sorted(groups, key=_range, reverse=True)[:GROUPS], key=lambda group: group.slot)
+def rollout_table(step: int, groups: Sequence[Group]) -> list[TableRow]:
+    """Return the table of a step from its scored groups; the raw score of each reward has a column."""
+    widest = sorted(groups, key=_reward_range, reverse=True)[:MAX_GROUPS]
     parts = tuple(dict.fromkeys(name for group in groups for name in group.parts))
     rows = []
-    for group in chosen:
+    for group in sorted(widest, key=lambda group: group.slot):
+        sample = group.prompt.sample
+        questions = [message["content"] for message in sample.messages if message["role"] == "user"]
         shared = {
             "step": step,
             "row": group.prompt.uid,
-            "image": _first(group.prompt.engine_prompt.images),
-            "prompt": _question(group.prompt.sample.messages),
-            "answer": _answer(group.prompt.sample.columns),
+            "image": _small_image(group.prompt.engine_prompt.images),
+            "prompt": message_text(questions[-1])[:MAX_TEXT] if questions else "",
+            "answer": next((str(sample.columns[n])[:MAX_TEXT] for n in GOLD if n in sample.columns), ""),
         }
-        for number, completion in enumerate(group.completions[:COMPLETIONS]):
-            own = {"completion": completion.text[:LONGEST]}
-            scores = {"reward": group.rewards[number], "advantage": group.advantages[number]}
-            raw = {f"rewards/{n}": group.parts[n][number] if n in group.parts else None for n in parts}
-            rows.append({**shared, **own, **scores, **raw})
+        for i, completion in enumerate(group.completions[:MAX_COMPLETIONS]):
+            scores = {"reward": group.rewards[i], "advantage": group.advantages[i]}
+            raw = {f"rewards/{n}": group.parts[n][i] if n in group.parts else None for n in parts}
+            rows.append({**shared, "completion": completion.text[:MAX_TEXT], **scores, **raw})
     return rows
 
 
-def _first(images: Sequence[Image]) -> Image | None:
-    """The first image of a row in RGB, not enlarged."""
+def _small_image(images: Sequence[Image]) -> Image | None:
+    """Return the first image of a row in RGB, reduced to MAX_SIDE; None without images."""
     if not images:
         return None
     small = images[0].convert("RGB")
-    small.thumbnail((SIDE, SIDE))
+    small.thumbnail((MAX_SIDE, MAX_SIDE))
     return small
 
 
-def _range(group: Group) -> float:
-    known = [reward for reward in group.rewards if reward is not None]
-    return max(known) - min(known) if known else 0.0
-
-
-def _question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of the last message of the user."""
-    asked = [message["content"] for message in messages if message["role"] == "user"]
-    return message_text(asked[-1])[:LONGEST] if asked else ""
-
-
-def _answer(columns: Mapping[str, Any]) -> str:
-    """The row's own answer, under the name that it commonly has."""
-    return next((str(columns[name])[:LONGEST] for name in GOLD if name in columns), "")
+def _reward_range(group: Group) -> float:
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return max(rewards) - min(rewards) if rewards else 0.0

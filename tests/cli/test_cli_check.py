@@ -90,18 +90,7 @@ def test_pass_rates_are_shown_and_rows_within_bounds_are_written_for_data_train(
         "    return float(answer == 'red' and sum(completion_ids) % 2)\n"
     )
     rows, odd = job.parent / "kept.jsonl", f"rewards=[{job.parent}/odd.py:odd]"
-    asked = (
-        "check",
-        job,
-        odd,
-        "--pass-rate",
-        16,
-        "--pass-rate-bounds",
-        0.01,
-        0.99,
-        "--pass-rate-file",
-        rows,
-    )
+    asked = ("check", job, odd, "--pass-rate", 16, "--pass-rate-bounds", 0.01, 0.99, "--pass-rate-file", rows)
     result = command(*asked)
     assert result.code == 0 and f"{rows}: 2 rows" in result.out
     assert "pass rates of 4 of 4 rows, 16 answers each: never right 2, sometimes 2, always 0" in result.out

@@ -21,10 +21,7 @@ from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, model_to_evaluate
 
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "full": {"dtype": "float32"},
-    "lora": {"dtype": "float32", "lora": LORA},
-}
+KINDS: dict[str, dict[str, Any]] = {"full": {"dtype": "float32"}, "lora": {"dtype": "float32", "lora": LORA}}
 
 
 class Trained:

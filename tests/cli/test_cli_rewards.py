@@ -50,8 +50,7 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "future"),
-    [("str", ""), ("str | None", "from __future__ import annotations\n"), ("", "")],
+    ("kind", "future"), [("str", ""), ("str | None", "from __future__ import annotations\n"), ("", "")]
 )
 def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     kind: str, future: str, command: Any, tmp_path: Path

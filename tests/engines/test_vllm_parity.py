@@ -16,6 +16,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.parity.gaps import check_start
 from mm_grpo.parity.sync import SyncReport, VerifiedSync
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.types import Group
 
@@ -72,14 +73,8 @@ def test_a_sound_engine_follows_every_update(one: Any) -> None:
         assert report.probe is not None and report.probe.max < 1e-5
 
 
-class NoEncoderReset(VLLMEngine):
-    def _reset_encoder_cache(self) -> None:
-        pass
-
-
-class NoPrefixReset(VLLMEngine):
-    def _reset_prefix_cache(self) -> None:
-        pass
+def keep(_: Any) -> None:
+    """Stand in for the reset of a cache."""
 
 
 class OtherImage(VLLMEngine):
@@ -94,14 +89,16 @@ class OtherImage(VLLMEngine):
         self.requests.sampled = flipped  # type: ignore[method-assign]
 
 
-def test_a_prefix_cache_that_is_kept_shows(one: Any) -> None:
-    problem = Both(one, NoPrefixReset).step(1).problem
+def test_a_prefix_cache_that_is_kept_shows(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "reset_prefix_cache", keep)
+    problem = Both(one).step(1).problem
     assert problem is not None and "new samples for r:0" in problem
 
 
-def test_an_encoder_cache_that_is_kept_shows(one: Any) -> None:
+def test_an_encoder_cache_that_is_kept_shows(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # reload clears the worker's half of the cache alone, and vLLM trips over the other half
-    both = Both(one, NoEncoderReset)
+    monkeypatch.setattr(internals, "reset_encoder_cache", keep)
+    both = Both(one)
     with pytest.raises(EngineError, match=r"vLLM failed .*\(r:0\): .*Encoder cache miss"):
         both.step(1)
     both.engine._handle.llm.llm_engine.reset_encoder_cache()

@@ -81,7 +81,7 @@ def test_fewer_rows_and_rows_that_are_left_out(
     page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as one:
-        one.setattr("mm_grpo.preflight.check.ROWS", 1)
+        one.setattr("mm_grpo.preflight.check.MAX_ROWS", 1)
         data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])

@@ -27,7 +27,7 @@ def test_a_page_allows_its_own_script_and_style_alone() -> None:
     assert [kind for kind, _ in scripts] == [
         ' type="application/json" id="data"', ' type="text/plain" id="u-a.png"', "",
     ]  # fmt: skip
-    assert json.loads(scripts[0][1])["images"] == {"a.png": [3, 2]}
+    assert json.loads(scripts[0][1])["pictures"] == {"a.png": [3, 2]}
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
     assert policy == (

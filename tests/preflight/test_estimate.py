@@ -37,12 +37,7 @@ def bare(models: dict[str, Path], tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("full", "float32"),
-        ("full", "bfloat16"),
-        ("lora", "bfloat16"),
-        ("qlora", "bfloat16"),
-    ],
+    [("full", "float32"), ("full", "bfloat16"), ("lora", "bfloat16"), ("qlora", "bfloat16")],
 )
 def test_weights_gradients_and_states_are_those_of_a_learner_to_the_byte(
     kind: str, dtype: str, models: dict[str, Path], bare: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,13 +12,7 @@ from helpers import tiny
 from helpers.steps import config_for, load
 
 from mm_grpo.preflight.estimate import build_on_meta
-from mm_grpo.preflight.memory import (
-    Image,
-    Lengths,
-    ModelSizes,
-    VisionSizes,
-    learner_memory,
-)
+from mm_grpo.preflight.memory import Image, Lengths, ModelSizes, VisionSizes, learner_memory
 from mm_grpo.processors.base import load_processor
 
 # Qwen2.5-VL-3B in bfloat16, in round numbers
@@ -124,11 +118,7 @@ def test_activations_are_those_that_torch_saves(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        ("qwen2_5_vl", torch.float32),
-        ("qwen3_vl", torch.bfloat16),
-        ("gemma3", torch.bfloat16),
-    ],
+    [("qwen2_5_vl", torch.float32), ("qwen3_vl", torch.bfloat16), ("gemma3", torch.bfloat16)],
 )
 def test_a_towers_activations_are_within_half_of_what_autograd_keeps(
     family: str, dtype: torch.dtype, models: dict[str, Path]

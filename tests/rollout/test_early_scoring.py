@@ -19,7 +19,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.streaming_rewards import StreamedCalls
-from mm_grpo.rollout.engine import Request, Sampling
+from mm_grpo.rollout.engine import BatchStream, Request, Sampling
 from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts
 from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.transformers_engine import TransformersStream
@@ -73,6 +73,9 @@ def test_an_engine_that_fails_ends_streamed_calls_and_several_processes_begin_no
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken:
+        def stream(self) -> BatchStream:
+            return BatchStream(self.generate)
+
         def generate(self, requests: Sequence[Request]) -> list[Completion]:
             raise ConnectionError
 

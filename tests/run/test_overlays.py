@@ -10,7 +10,7 @@ from helpers import tiny
 
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.rewards.registry import BUILTINS
-from mm_grpo.run.overlays import OVERLAID, Overlay, gold_overlays, predicted_overlays
+from mm_grpo.run.overlays import GOLD_COLUMNS, Overlay, gold_overlays, predicted_overlays
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 SEEN, HELD = (56, 84), (100, 200)
@@ -89,7 +89,7 @@ def test_rows_without_gold_or_image() -> None:
 
 def test_every_reward_on_boxes_and_points_is_known() -> None:
     modules = ("grounding", "clicking")
-    assert set(OVERLAID) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
+    assert set(GOLD_COLUMNS) == {name for name, place in BUILTINS.items() if place.endswith(modules)}
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def test_an_evaluation_is_one_after_the_step_and_its_line_stands_below() -> None
     assert "lost otherwise" in lines
     plain, out = console(terminal=False, width=80)
     with Progress(3, console=plain) as progress:
-        progress._printed = float("-inf")
+        progress._last_line = float("-inf")
         progress.evaluating("held", 0, 60)
         progress.print_after(words)
         progress.on_log(3, {"reward": 0.5, "step_time": 1.0})

@@ -107,12 +107,7 @@ def group_with_rewards(group: Group) -> Group:
 
 @pytest.mark.parametrize(
     ("fault", "dtype"),
-    [
-        ("score", "float32"),
-        ("score", "bfloat16"),
-        ("file", "bfloat16"),
-        ("processor", "float32"),
-    ],
+    [("score", "float32"), ("score", "bfloat16"), ("file", "bfloat16"), ("processor", "float32")],
 )
 def test_what_is_not_the_trained_model_is_not_kept(
     fault: str, dtype: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -268,8 +268,10 @@ class ServedStream(GroupStream):
         if not self.running:
             return []
         futures.wait(self.running, return_when=futures.FIRST_COMPLETED)
-        done = [(future, group[0].prompt.uid) for future, (_, group) in self.running.items() if future.done()]
-        return [pair for future, uid in done for pair in self.finish(future, answer_of(future, uid))]
+        answers = [
+            (future, group[0].prompt.uid) for future, (_, group) in self.running.items() if future.done()
+        ]
+        return [pair for future, uid in answers for pair in self.finish(future, answer_of(future, uid))]
 
     def close(self) -> None:
         running, self.running = self.running, {}

@@ -113,9 +113,9 @@ def launch(settings: EngineSettings) -> Handle:
             raise EngineError(f"the vLLM engine of this process is lost: {handle.fault}; start a new process")
         return handle
     if torch.cuda.is_available() and _RUNNING:
-        other = next(iter(_RUNNING.values())).settings
+        running = next(iter(_RUNNING.values())).settings
         raise ConfigError(
-            f"rollout.engine = 'vllm': this process already runs a vLLM engine for {_name(other)}, and one "
+            f"rollout.engine = 'vllm': this process already runs a vLLM engine for {_name(running)}, and one "
             f"for {_name(settings)} does not fit beside it on the GPU (an engine lives to the end of its "
             "process); start a new process"
         )
