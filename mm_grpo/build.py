@@ -362,10 +362,7 @@ def build_engine(
     An engine with weights of its own has to be sent the learner's before it samples. Each process of `ranks` makes its
     own engine.
     """
-    name: str = config.rollout.engine
-    if name not in ENGINES:
-        raise ConfigError(f"rollout.engine = '{name}': must be one of {', '.join(sorted(ENGINES))}")
-    return ENGINES[name](config, model, processor, ranks)
+    return ENGINES[config.rollout.engine](config, model, processor, ranks)
 
 
 def _transformers(config: GRPOConfig, model: Any, processor: Processor, ranks: Ranks | None) -> RolloutEngine:

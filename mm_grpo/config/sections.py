@@ -68,7 +68,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU, float32 on a CPU. Default: auto."""
     attn: Literal["auto", "sdpa", "flex_attention"] = "auto"
-    """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 where it proves
+    """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 if it proves
     right, else sdpa. Default: auto."""
     lora: Annotated[
         LoRAConfig | None, Accepts("null or a mapping of rank, alpha, target_modules and vision"), Essential()
@@ -116,7 +116,7 @@ class DataConfig(Section):
     max_prompt_length: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
     on_overlong: Annotated[Literal["stop", "drop"], Essential()] = "stop"
-    """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also where prompt
+    """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also if prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
     on_bad_image: Literal["stop", "drop"] = "stop"
     """What a row with an image that cannot be read does; stop ends the run, which looks at all files before its first
@@ -124,8 +124,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
-    """Draw rows by their pass rates from the second pass on, those near one half most (docs/data.md): what the newest
-    group counts in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
+    """Draw rows by their pass rates from the second pass on, most often near one half (docs/data.md): weight of the
+    newest group in the running estimate, > 0 and <= 1, such as 0.5; null draws each once a pass. Default: null."""
     system_prompt: Annotated[PromptText | None, Essential()] = None
     """System message put before rows that have none; null is no such message. Default: null."""
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(plain_mapping)] = Field(
@@ -223,8 +223,7 @@ class ServerConfig(Section):
     > 0; the longest completions have to be done in it. A call of a weight update has as long and at most 300 s, a
     question about its state a third and at most 30 s. Default: 600.0."""
     wait_timeout: Number = Field(default=300.0, gt=0)
-    """Seconds that is waited for a server to come, or to come back, when there is none, > 0; then the run ends.
-    Default: 300.0."""
+    """Seconds to wait for a server when none answers, > 0; then the run ends. Default: 300.0."""
 
     @field_validator("urls")
     @classmethod
@@ -278,8 +277,8 @@ class RolloutConfig(Section):
     tool_timeout: Number = Field(default=30.0, gt=0)
     """Seconds that one call of a tool, reset, get_reward or close may take, > 0. Default: 30.0."""
     environment_workers: int | None = Field(default=None, ge=0)
-    """Processes that tools and environments run in, >= 0; 0 is the trainer's own, where nothing can end a call that
-    hangs; null is the cores that a process may use, and 0 where only the trainer's process has the tools (lambdas,
+    """Processes that tools and environments run in, >= 0; 0 is the trainer's own, in which nothing can end a call that
+    hangs; null is the cores that a process may use, and 0 if only the trainer's process has the tools (lambdas,
     notebooks) or a reward asks for the environment itself. Default: null."""
     vllm: VLLMConfig = VLLMConfig()
     """The vLLM engine."""
@@ -415,7 +414,7 @@ class AlgorithmConfig(Section):
     beta > 0; null is the model as it was at the start. Default: null."""
     importance_sampling_mode: Literal["auto", "none", CorrectionMode] = "auto"
     """How tokens are weighed by learner over engine probability; none, token_truncate, token_mask, sequence_truncate or
-    sequence_mask; auto is token_truncate where rollout.max_staleness is above 0, else none. Default: auto."""
+    sequence_mask; auto is token_truncate if rollout.max_staleness is above 0, else none. Default: auto."""
     importance_sampling_clip_max: Number | None = Field(default=3.0, gt=0)
     """Upper bound of those weights, > 0; null is none. Default: 3.0."""
     importance_sampling_clip_min: Number | None = Field(default=None, ge=0)
@@ -434,7 +433,7 @@ class AlgorithmConfig(Section):
     entropy_coef: Number = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, >= 0; 0 is none. Default: 0.0."""
     top_entropy_quantile: Number = Field(default=1.0, gt=0, le=1)
-    """Share of tokens, those of the highest entropy, that enter the loss, > 0 and <= 1; 1.0 is all. Default: 1.0."""
+    """Share of tokens, from the highest entropy down, that enter the loss, > 0 and <= 1; 1.0 is all. Default: 1.0."""
     perception_coef: Number = Field(default=0.0, ge=0)
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
@@ -502,7 +501,7 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, linear or cosine; the last two end at 0. Default: constant."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer updates over which the learning rate rises from 0 to its peak, >= 0; those of the run at most.
+    """Optimizer updates over which the learning rate rises from 0 to its peak, >= 0; at most the run's.
     Default: 0."""
     updates_per_step: int = Field(default=1, ge=1)
     """Optimizer updates that share out the prompts of a step, >= 1; at most rollout.prompts_per_step. Default: 1."""
@@ -534,7 +533,7 @@ class RunConfig(Section):
     where: ClassVar[str] = "run"
     dir: Annotated[PathText, Essential()] = "runs/mm_grpo"
     """Folder of the run; {time} in it, as in runs/{time}, stands for date and time of the start, and with --resume for
-    those of the newest run there. Default: runs/mm_grpo."""
+    the newest run's. Default: runs/mm_grpo."""
     seed: int = Field(default=42, ge=0)
     """Seed of the order of the data and of every sample, >= 0. Default: 42."""
     max_steps: Annotated[int | None, Essential()] = Field(default=None, ge=1)
@@ -560,7 +559,7 @@ class RunConfig(Section):
     save_model: bool = True
     """Save the trained model at the end. Default: true."""
     keep: Literal["best", "last"] = "best"
-    """Which weights the saved model has: best (of the best evaluation after a step, where evaluations and checkpoints
+    """Which weights the saved model has: best (of the best evaluation after a step, if evaluations and checkpoints
     were made) or last. Default: best."""
     save_every: int | None = Field(default=None, ge=0)
     """Steps from one checkpoint to the next, >= 0; 0 is none; null is a tenth of the run, at least 1 and at most 100; a

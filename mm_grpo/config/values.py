@@ -40,9 +40,7 @@ def _number(value: Any) -> Any:
 def _prompt(value: str) -> str:
     is_file = os.path.isfile(value) or value.endswith((".txt", ".md", ".jinja", ".jinja2", ".prompt"))
     if is_file and not re.search(r"\s", value):
-        raise FieldError(
-            "is the name of a file, which the model would be told as it stands; write the text itself"
-        )
+        raise FieldError("is the name of a file, and the model would get that name; write the text itself")
     return value
 
 
