@@ -26,8 +26,7 @@ class Trained:
     processor: Processor
     config: GRPOConfig
     paths: RunPaths
-    step: int
-    """Last step that trained it."""
+    step: int  # the last one that trained it
 
 
 def load_trained(checkpoint: RunCheckpoint) -> Trained:
