@@ -82,7 +82,7 @@ def evaluate_config(
     scorer.conversational = next(iter(sets.values())).conversational
     model = config.model if found.config is None else found.config.model
     changed = config.model_copy(update={"model": model})
-    put = partial(put_in, found=found) if isinstance(found, RunCheckpoint) else None
+    put = partial(put_in, checkpoint=found) if isinstance(found, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
     opened = open_sampler(changed, evaluations.datasets, scorer, toolbox, put_in=put, phase=tell)
