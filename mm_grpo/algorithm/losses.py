@@ -33,11 +33,15 @@ class LossOptions(Protocol):
     epsilon_high: float | None
     delta: float | None
     importance_sampling_level: Level
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
 
     @property
     def importance_sampling_mode(self) -> str: ...
-
-    def option(self, name: str) -> float: ...
 
 
 @dataclass(frozen=True)

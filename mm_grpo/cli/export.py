@@ -71,12 +71,13 @@ def ask(
 ) -> None:
     """Ask a trained model one question about images; print the answer."""
     with heavy_imports():
-        from mm_grpo.trained import ask as trained_ask
+        from mm_grpo.trained.ask import ask as ask_model
+        from mm_grpo.trained.ask import load_answering
 
-    model = trained_ask.load_answering(source, checkpoint=checkpoint, device=device, trust=trust_remote_code)
+    model = load_answering(source, checkpoint=checkpoint, device=device, trust=trust_remote_code)
     for note in model.notes:
         print(printable(note), file=sys.stderr)
-    answer = trained_ask.ask(
+    answer = ask_model(
         model, question, image or [], temperature=temperature, max_tokens=max_tokens, seed=seed
     )
     typer.echo(printable(answer.text))

@@ -142,12 +142,10 @@ def check_serve(count: int, config: GRPOConfig, *, smoke: bool) -> None:
     """Raise ConfigError if `--serve` contradicts another option or the config."""
     rollout = config.rollout
     in_process = not ENGINE_FACTS[rollout.engine].remote and "engine" in rollout.model_fields_set
+    launched = "each process of a launcher would start servers; use --processes, or `mm-grpo serve`"
     for is_conflict, reason in (
         (smoke, "--smoke samples in its own process; leave one out"),
-        (
-            "WORLD_SIZE" in os.environ,
-            "each process of a launcher would start servers; use --processes, or `mm-grpo serve`",
-        ),
+        ("WORLD_SIZE" in os.environ, launched),
         (rollout.server.urls, "rollout.server.urls names servers already; leave one out"),
         (in_process, f"rollout.engine = '{rollout.engine}' samples in the trainer's process; leave one out"),
     ):

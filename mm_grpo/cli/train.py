@@ -59,9 +59,7 @@ def train(
         refuse_missing_data(loaded, config)
         refuse_former_run(loaded, resume=resume)
     if smoke and resume:
-        raise ConfigError(
-            "--smoke and --resume: a smoke run has no checkpoint to continue from; leave one out"
-        )
+        raise ConfigError("--smoke and --resume: a smoke run has no checkpoint; leave one out")
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
     if servers is not None:

@@ -29,12 +29,9 @@ MAX_BYTES = 24_000_000
 """Bytes of images and texts; rows behind this limit are not shown."""
 MAX_PNG_BYTES = 600_000
 """A larger image is shown as JPEG, not pixel by pixel."""
-MAX_PROMPT = 20_000
-"""Characters of a prompt."""
-MAX_VALUE = 400
-"""Characters of an answer or a column's value."""
-MAX_REFUSED = 50
-"""Refused rows of a set that are listed; the others are counted."""
+MAX_PROMPT = 20_000  # characters of a prompt
+MAX_VALUE = 400  # characters of an answer or a column's value
+MAX_REFUSED = 50  # refused rows of a set that are listed; the others are counted
 FindAnswer = Callable[["RewardSpec", "Prompt"], str | None]
 
 

@@ -32,11 +32,9 @@ ANSWERS_PER_ROW = 4
 STEP_SHARES = 8
 """Parts of the budget; a step gets at most one."""
 MAX_SIDE = 512  # pixels of an image on the page
-MAX_PNG_BYTES = 200_000
-"""A larger image is shown as JPEG."""
+MAX_PNG_BYTES = 200_000  # a larger image is shown as JPEG
 MAX_PROMPT = 4000
-MAX_TEXT = 6000
-"""Characters of an answer, and of its thinking."""
+MAX_TEXT = 6000  # characters of an answer, and of its thinking
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MAX_OVERLAYS = 200
 MIN_SHADED = 0.1

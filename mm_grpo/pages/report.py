@@ -155,15 +155,12 @@ class LivePage:
 
 def expected_lines(index: int, named: bool, expected: Sequence[ExpectedCurve | None]) -> list[dict[str, Any]]:
     """Return the expected lines of the chart CURVES[index], without duplicates, `named` by their metric."""
-    return [
-        {
-            "label": f"expected {metric}" if named else "expected",
-            "points": list(zip(curve.steps, curve.values, strict=True)),
-        }
-        for curve in dict.fromkeys(filter(None, expected))
-        for chart, metric in curves_of(curve.metric)
-        if chart == index
-    ]
+    lines = []
+    for curve in dict.fromkeys(filter(None, expected)):
+        points = list(zip(curve.steps, curve.values, strict=True))
+        metrics = [metric for chart, metric in curves_of(curve.metric) if chart == index]
+        lines += [{"label": f"expected {m}" if named else "expected", "points": points} for m in metrics]
+    return lines
 
 
 def config_of(paths: RunPaths) -> dict[str, Any]:

@@ -41,8 +41,7 @@ class AnsweringModel:
     processor: Processor
     config: GRPOConfig
     sampling: Sampling
-    notes: tuple[str, ...] = ()
-    """Settings of the run that are not applied."""
+    notes: tuple[str, ...] = ()  # settings of the run that are not applied
 
 
 def load_answering(

@@ -85,7 +85,7 @@ def evaluate_config(
         toolbox.place(scorer.asking_for(("environment", "environments"), every_column), processes=ranks.world)
     section = config.model if model.config is None else model.config.model
     sampled_config = config.model_copy(update={"model": section})
-    put = partial(put_in, found=model) if isinstance(model, RunCheckpoint) else None
+    put = partial(put_in, checkpoint=model) if isinstance(model, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
     opened = open_sampler(

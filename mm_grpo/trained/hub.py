@@ -57,13 +57,8 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
     with as_config_error(f"--push {name}: the Hub cannot be used, and '{folder}' stays"):
         api = HfApi()
         api.create_repo(name, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=name,
-            folder_path=str(folder),
-            commit_message="mm_grpo export",
-            delete_patterns="*.safetensors",
-        )
-    return str(commit)
+        options: Any = {"commit_message": "mm_grpo export", "delete_patterns": "*.safetensors"}
+        return str(api.upload_folder(repo_id=name, folder_path=str(folder), **options))
 
 
 def push_trained(

@@ -26,8 +26,7 @@ class Trained:
     processor: Processor
     config: GRPOConfig
     paths: RunPaths
-    step: int
-    """Last step that trained it."""
+    step: int  # the last one that trained it
 
 
 def load_trained(checkpoint: RunCheckpoint) -> Trained:
@@ -40,13 +39,13 @@ def load_trained(checkpoint: RunCheckpoint) -> Trained:
     return Trained(model.eval(), processor, config, checkpoint.paths, checkpoint.step)
 
 
-def put_in(model: Any, found: RunCheckpoint) -> None:
-    """Replace the trained weights of `model`, which `found.config` loaded, by the checkpoint's, in place.
+def put_in(model: Any, checkpoint: RunCheckpoint) -> None:
+    """Replace the trained weights of `model`, which `checkpoint.config` loaded, by the checkpoint's, in place.
 
     Raises ConfigError if they belong to another model or cannot be read.
     """
-    section, manifest = found.config.model, found.checkpoint.manifest
-    field, path = f"model.path = '{section.path}'", found.checkpoint.path
+    section, manifest = checkpoint.config.model, checkpoint.checkpoint.manifest
+    field, path = f"model.path = '{section.path}'", checkpoint.checkpoint.path
     trained: Mapping[str, list[int]] = manifest["parameters"]
     parameters = dict(model.named_parameters())
     shapes = {name: list(p.shape) for name, p in parameters.items()}

@@ -16,27 +16,23 @@ from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 from mm_grpo.types import Prompt, Sample
 
-COUNT = 4
-"""Prompts of a comparison."""
-MAX_TOKENS = 64
-"""Most tokens of a completion."""
+COUNT = 4  # prompts of a comparison
+MAX_TOKENS = 64  # of a completion
 
 ProofPrompts = list[tuple[Prompt, tuple[int, ...]]]
 """Prompts, each with the token ids [T] of a completion."""
 
 
-def prompts_of_run(
-    paths: RunPaths, processor: Processor, config: GRPOConfig, count: int = COUNT
-) -> ProofPrompts:
-    """Return `count` prompts of the rollout log with a completion each, newest first, prompts with images preferred.
+def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig) -> ProofPrompts:
+    """Return COUNT prompts of the rollout log with a completion each, newest first, prompts with images preferred.
 
     Raises ConfigError if the log has none.
     """
-    prompts = list(itertools.islice(_logged_prompts(paths, processor, config), 8 * count))
+    prompts = list(itertools.islice(_logged_prompts(paths, processor, config), 8 * COUNT))
     if not prompts:
         raise ConfigError(f"'{paths.root}' has no rollouts/ to compare on; put them back")
     prompts.sort(key=lambda pair: not pair[0].engine_prompt.images)
-    return prompts[:count]
+    return prompts[:COUNT]
 
 
 def _logged_prompts(

@@ -34,11 +34,9 @@ class RunCheckpoint:
     """Intact checkpoint of a run."""
 
     paths: RunPaths
-    config: GRPOConfig
-    """The run's, with `model.dtype` as it was on the training machine."""
+    config: GRPOConfig  # the run's, with `model.dtype` as it was on the training machine
     checkpoint: Checkpoint
-    name: str
-    """Name in results."""
+    name: str  # in results
 
     @property
     def step(self) -> int:

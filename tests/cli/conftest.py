@@ -1,4 +1,4 @@
-"""A small job for the commands."""
+"""A small config for the commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from helpers import tiny
 
 
 @pytest.fixture
-def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+def config_path(tmp_path: Path, models: dict[str, Path]) -> Path:
     """A config with four rows in a JSONL file and images beside it, and a reward in a Python file."""
     for i in range(4):
         tiny.picture(i).save(tmp_path / f"{i}.png")

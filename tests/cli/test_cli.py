@@ -15,126 +15,153 @@ from helpers import forkserver
 from helpers.processes import alone
 
 
-@pytest.fixture
-def run(command: Any) -> Any:
-    """Runs one command in this process, as the console script does."""
-    return command
-
-
-def test_train_and_check_do_what_they_say(run: Any, job: Path) -> None:
-    checked = run("check", job)
+def test_train_and_check_do_what_they_say(command: Any, config_path: Path) -> None:
+    checked = command("check", config_path)
     assert checked.code == 0 and "train" in checked.out and "ok" in checked.out
-    assert not (job.parent / "run").exists()
-    done = run("train", job, "run.max_steps=1")
+    assert not (config_path.parent / "run").exists()
+    done = command("train", config_path, "run.max_steps=1")
     assert done.code == 0, done.err
     assert "done: 1 steps" in done.out and "2 prompts x 2 generations = 4 completions" in done.out
-    assert (job.parent / "run" / "report.html").stat().st_size > 2000
+    assert (config_path.parent / "run" / "report.html").stat().st_size > 2000
 
 
-def rows(job: Path, *lines: Any) -> None:
-    (job.parent / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+def rows(config_path: Path, *lines: Any) -> None:
+    (config_path.parent / "rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
 
 
 GOOD = {"prompt": "what is it", "image": "0.png"}
 
 
-def test_check_lists_every_failing_row(run: Any, job: Path) -> None:
+def test_check_lists_every_failing_row(command: Any, config_path: Path) -> None:
     rows(
-        job, {"image": "0.png"}, GOOD, {**GOOD, "image": "gone.png"}, {"prompt": "x", "images": ["1.png", 5]}
+        config_path,
+        {"image": "0.png"},
+        GOOD,
+        {**GOOD, "image": "gone.png"},
+        {"prompt": "x", "images": ["1.png", 5]},
     )
-    result = run("check", job)
+    result = command("check", config_path)
     assert result.code == 2
     for words in ("rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4", "3 problem(s)"):
         assert words in result.out, result.out
     assert "rows.jsonl:2" not in result.out
 
 
-def test_control_characters_of_data_never_reach_the_terminal(run: Any, job: Path) -> None:
+def test_control_characters_of_data_never_reach_the_terminal(command: Any, config_path: Path) -> None:
     hostile = "\x1b[31m\x07\u202e\u2028[bold]"
-    rows(job, {**GOOD, "answer": hostile, "image": f"{hostile}.png"})
-    for command in ("train", "check"):
-        result = run(command, job)
+    rows(config_path, {**GOOD, "answer": hostile, "image": f"{hostile}.png"})
+    for name in ("train", "check"):
+        result = command(name, config_path)
         both = result.err + result.out
         assert result.code == 2 and r"\x1b[31m\x07\u202e\u2028[bold].png" in both
         assert not set(both) & set("\x1b\x07\u202e\u2028")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    "line",
     [
-        ["recipes"],
-        ["config"],
-        ["rewards"],
-        ["check", "config.yaml"],
-        pytest.param(["train", "config.yaml"], marks=pytest.mark.slow),
+        "recipes",
+        "config",
+        "rewards",
+        "check config.yaml",
+        pytest.param("train config.yaml", marks=pytest.mark.slow),
     ],
 )
-def test_a_reader_that_ends_ends_no_command(arguments: list[str], job: Path) -> None:
+def test_a_reader_that_ends_ends_no_command(line: str, config_path: Path) -> None:
     """As `| head -1` does; a run goes on with a reward that prints, in this process or in one of its own."""
-    (job.parent / "mine.py").write_text(
+    (config_path.parent / "mine.py").write_text(
         "def mine(completion):\n    print(completion, flush=True)\n    return len(set(completion))\n"
         "def other(completion):\n    return mine(completion)\n"
     )
-    written = yaml.safe_load(job.read_text())
-    written["rewards"] += [{"name": f"{job.parent}/mine.py:other", "isolated": True}]
-    job.write_text(yaml.safe_dump(written))
+    written = yaml.safe_load(config_path.read_text())
+    written["rewards"] += [{"name": f"{config_path.parent}/mine.py:other", "isolated": True}]
+    config_path.write_text(yaml.safe_dump(written))
     reader, writer = os.pipe()
     os.close(reader)
-    program, errors = ["-m", "mm_grpo.cli", *arguments], job.parent / "errors.txt"
+    program, errors = ["-m", "mm_grpo.cli", *line.split()], config_path.parent / "errors.txt"
     with os.fdopen(writer, "wb") as pipe, errors.open("wb") as file:
-        process = forkserver.start(program, env=alone(), cwd=job.parent, stdout=pipe, stderr=file)
+        process = forkserver.start(program, env=alone(), cwd=config_path.parent, stdout=pipe, stderr=file)
     try:
         assert process.wait() == 0, errors.read_text()
     finally:
         process.end()
     assert "Traceback" not in errors.read_text() and "ignored" not in errors.read_text()
-    assert (job.parent / "run" / "summary.json").is_file() == (arguments[0] == "train")
+    assert (config_path.parent / "run" / "summary.json").is_file() == line.startswith("train")
 
 
 @pytest.mark.slow
-def test_keys_and_passwords_are_nowhere_but_in_the_user_s_config(run: Any, job: Path) -> None:
-    (job.parent / "mine.py").write_text(
+def test_keys_and_passwords_are_nowhere_but_in_the_user_s_config(command: Any, config_path: Path) -> None:
+    (config_path.parent / "mine.py").write_text(
         "def mine(completion, *, api_key='', url=''):\n"
         "    assert (api_key, url) == ('s3cret-a', 'http://me:s3cret-b@host/v1?key=s3cret-c')\n"
         "    return len(set(completion))\n"
     )
-    written = yaml.safe_load(job.read_text())
+    written = yaml.safe_load(config_path.read_text())
     secrets = {"api_key": "s3cret-a", "url": "http://me:s3cret-b@host/v1?key=s3cret-c"}
-    written["rewards"] = [{"name": f"{job.parent}/mine.py:mine", **secrets}]
+    written["rewards"] = [{"name": f"{config_path.parent}/mine.py:mine", **secrets}]
     written["run"] |= {"trackers": ["tensorboard"], "save_every": 1}
     written["data"]["system_prompt"] = prompt = "Look at http://host/?page=1 well"
-    job.write_text(yaml.safe_dump(written))
+    config_path.write_text(yaml.safe_dump(written))
     shouted = "rewards.0.url=http://me:s3cret-b@host/v1?key=s3cret-c"
-    done = run("train", job, shouted)
+    done = command("train", config_path, shouted)
     assert done.code == 0 and "s3cret" not in done.out + done.err, done.err
-    folder = job.parent / "run"
+    folder = config_path.parent / "run"
     assert yaml.safe_load((folder / "config.yaml").read_text())["data"]["system_prompt"] == prompt
-    exported = run("export", folder, job.parent / "out")
+    exported = command("export", folder, config_path.parent / "out")
     assert exported.code == 0, exported.err
-    for file in [*folder.rglob("*"), *(job.parent / "out").rglob("*")]:
+    for file in [*folder.rglob("*"), *(config_path.parent / "out").rglob("*")]:
         assert file.is_dir() or b"s3cret" not in file.read_bytes(), file
     assert "redacted" in (folder / "report.html").read_text()
-    own = run("train", folder / "config.yaml", "--resume", "run.max_steps=3")
+    own = command("train", folder / "config.yaml", "--resume", "run.max_steps=3")
     assert own.code == 2 and "<redacted>" in own.err and "Traceback" not in own.err
     given = [f"rewards.0.{name}={value}" for name, value in secrets.items()]
-    done = run("train", folder / "config.yaml", "run.max_steps=3", *given, "--resume")
+    done = command("train", folder / "config.yaml", "run.max_steps=3", *given, "--resume")
     assert done.code == 0, done.err
-    wrong = run("check", job, shouted, "rewards.0.weight=much")
+    wrong = command("check", config_path, shouted, "rewards.0.weight=much")
     assert wrong.code == 2 and "rewards" in wrong.err and "s3cret" not in wrong.err
 
 
-def test_ctrl_c_before_a_run_is_one_word(run: Any, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_a_run_is_one_word(
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mm_grpo.cli.train.load_config", interrupt)
-    result = run("train", job)
+    result = command("train", config_path)
     assert (result.code, result.err, result.out) == (130, "interrupted\n", "")
 
 
-def test_the_console_script_itself_refuses_without_a_traceback(job: Path) -> None:
-    command = [sys.executable, "-m", "mm_grpo.cli", "train", str(job), "rollout.num_generations=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+def test_the_console_script_itself_refuses_without_a_traceback(config_path: Path) -> None:
+    program = [sys.executable, "-m", "mm_grpo.cli", "train", str(config_path), "rollout.num_generations=1"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ") and "num_generations" in line
+
+
+def test_a_run_without_an_update_ends_with_3_and_leaves_its_folder(command: Any, config_path: Path) -> None:
+    (config_path.parent / "mine.py").write_text("def mine(completion):\n    return 1.0\n")
+    result = command("train", config_path)
+    assert result.code == 3, result.err
+    assert "stopped: guard no_update: " in result.err
+    assert "Traceback" not in result.err and "done: 2 steps" not in result.out
+    run = config_path.parent / "run"
+    assert (run / "model" / "config.json").exists() and (run / "report.html").exists()
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_smoke_run_only_warns_and_leaves_nothing(
+    command: Any, config_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    place = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    (config_path.parent / "mine.py").write_text("def mine(completion):\n    return None\n")
+    result = command("train", config_path, "--smoke")
+    assert result.code == 0, result.err
+    assert "guard no_reward: for 2 steps no completion has had a reward" in caplog.text + result.err
+    assert "results are not kept; set run.dir=... to keep them" in result.out
+    assert list(place.glob("mm_grpo*")) == []
+    both = command("train", config_path, "--smoke", "--resume")
+    assert both.code == 2 and "--smoke and --resume" in both.err

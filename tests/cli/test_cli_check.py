@@ -22,7 +22,7 @@ from mm_grpo.preflight.check import check_config
 
 
 @pytest.fixture
-def job(job: Path, tmp_path: Path) -> Path:
+def config_path(config_path: Path, tmp_path: Path) -> Path:
     """The config with rows whose answers are colours, built-in rewards, and rewards in a Python file."""
     rows = [
         {"prompt": "what is it", "image": f"{i}.png", "answer": answer}
@@ -34,8 +34,10 @@ def job(job: Path, tmp_path: Path) -> Path:
         "async def ask(completion, answer):\n    return float(completion == answer)\n"
         "def broken(completion, answer):\n    raise RuntimeError('judge is down')\n"
     )
-    job.write_text(yaml.safe_dump({**yaml.safe_load(job.read_text()), "rewards": ["exact_match", "format"]}))
-    return job
+    config_path.write_text(
+        yaml.safe_dump({**yaml.safe_load(config_path.read_text()), "rewards": ["exact_match", "format"]})
+    )
+    return config_path
 
 
 def row_of(out: str, *words: str) -> list[str]:
@@ -44,25 +46,25 @@ def row_of(out: str, *words: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")]
 
 
-def test_a_sound_config_passes_with_a_table_of_scores(command: Any, job: Path) -> None:
-    result = command("check", job)
+def test_a_sound_config_passes_with_a_table_of_scores(command: Any, config_path: Path) -> None:
+    result = command("check", config_path)
     assert result.code == 0 and result.out.rstrip().endswith("ok")
     cells = row_of(result.out, "train", "exact_match")
     assert cells == ["train", "exact_match", "1", "4", "1 / 1 / 1", "0 / 0 / 0", "ok"]
     assert "not judged" in row_of(result.out, "train", "format")[6]
-    assert not (job.parent / "run").exists()
-    same = command("check", job, f"data.eval={job.parent}/rows.jsonl")
-    assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(job.parent.glob("*.html"))
+    assert not (config_path.parent / "run").exists()
+    same = command("check", config_path, f"data.eval={config_path.parent}/rows.jsonl")
+    assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(config_path.parent.glob("*.html"))
 
 
-def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, job: Path) -> None:
+def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_path: Path) -> None:
     """As another file, format or encoding; one pixel or word makes another row. A page names them too."""
-    picture = Image.open(job.parent / "0.png").convert("RGB")
-    picture.save(job.parent / "other.bmp")
+    picture = Image.open(config_path.parent / "0.png").convert("RGB")
+    picture.save(config_path.parent / "other.bmp")
     encoded, changed = io.BytesIO(), picture.copy()
     picture.save(encoded, "WEBP", lossless=True)
     changed.putpixel((0, 0), (1, 2, 3))
-    changed.save(job.parent / "changed.png")
+    changed.save(config_path.parent / "changed.png")
     url = f"data:image/webp;base64,{base64.b64encode(encoded.getvalue()).decode()}"
     rows = [
         ("what is it", "other.bmp"),
@@ -71,42 +73,53 @@ def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, job: Pa
         ("what is it", "changed.png"),
     ]
     lines = [json.dumps({"prompt": text, "image": image, "answer": "red"}) for text, image in rows]
-    (job.parent / "held.jsonl").write_text("\n".join(lines))
-    page = job.parent / "page.html"
-    result = command("check", job, f"data.eval={job.parent}/held.jsonl", "--page", page)
+    (config_path.parent / "held.jsonl").write_text("\n".join(lines))
+    page = config_path.parent / "page.html"
+    result = command("check", config_path, f"data.eval={config_path.parent}/held.jsonl", "--page", page)
     sentence = r"eval: 2 of 4 rows are rows of train too, such as \S*held.jsonl:1, which is \S*rows.jsonl:1"
     assert result.code == 0 and re.search(sentence, result.out) and re.search(sentence, page.read_text())
-    (job.parent / "held.jsonl").write_text("\n".join(lines[2:]))
-    assert "rows of train" not in command("check", job, f"data.eval={job.parent}/held.jsonl").out
+    (config_path.parent / "held.jsonl").write_text("\n".join(lines[2:]))
+    assert (
+        "rows of train" not in command("check", config_path, f"data.eval={config_path.parent}/held.jsonl").out
+    )
 
 
 @pytest.mark.slow
-def test_pass_rates_are_shown_and_rows_within_bounds_are_written_for_data_train(
-    command: Any, job: Path
-) -> None:
+def test_pass_rates_are_printed_and_rows_within_bounds_written(command: Any, config_path: Path) -> None:
     """Red rows are answered right by chance, the others never. An async reward is not judged beforehand."""
-    (job.parent / "odd.py").write_text(
+    (config_path.parent / "odd.py").write_text(
         "async def odd(completion_ids, completion, answer):\n"
         "    return float(answer == 'red' and sum(completion_ids) % 2)\n"
     )
-    rows, odd = job.parent / "kept.jsonl", f"rewards=[{job.parent}/odd.py:odd]"
-    asked = ("check", job, odd, "--pass-rate", 16, "--pass-rate-bounds", 0.01, 0.99, "--pass-rate-file", rows)
+    rows, odd = config_path.parent / "kept.jsonl", f"rewards=[{config_path.parent}/odd.py:odd]"
+    asked = (
+        "check",
+        config_path,
+        odd,
+        "--pass-rate",
+        16,
+        "--pass-rate-bounds",
+        0.01,
+        0.99,
+        "--pass-rate-file",
+        rows,
+    )
     result = command(*asked)
     assert result.code == 0 and f"{rows}: 2 rows" in result.out
     assert "pass rates of 4 of 4 rows, 16 answers each: never right 2, sometimes 2, always 0" in result.out
     again = load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": str(rows)}}))
-    first = load_train(GRPOConfig.from_yaml(job))
+    first = load_train(GRPOConfig.from_yaml(config_path))
     assert [again.sample(at).columns["answer"] for at in (0, 1)] == ["red", "red"]
     assert again.sample(1).images[0].tobytes() == first.sample(2).images[0].tobytes()
     assert command(*asked).code == 2  # the file stays
 
 
-def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -> None:
+def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, config_path: Path) -> None:
     """Each source's rows by their own line, rewards on the rows that they are for, and the shares."""
-    folder = job.parent
+    folder = config_path.parent
     where = [{"prompt": "where", "image": f"{i}.png", "box": [0, 0, 9, 9 + i]} for i in range(3)]
     (folder / "where.jsonl").write_text("".join(json.dumps(row) + "\n" for row in where))
-    config = yaml.safe_load(job.read_text())
+    config = yaml.safe_load(config_path.read_text())
     config["data"]["train"] = [
         {"path": "rows.jsonl", "task": "name"},
         {"path": "where.jsonl", "weight": 3, "task": "where"},
@@ -115,19 +128,19 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -
         {"name": "exact_match", "when": {"task": "name"}, "strip_thinking": True},
         {"name": "iou", "when": {"task": "where"}},
     ]
-    job.write_text(yaml.safe_dump(config))
-    result = command("check", job)
+    config_path.write_text(yaml.safe_dump(config))
+    result = command("check", config_path)
     assert result.code == 0, result.out
     assert "mixture: rows 25.0% (4 rows), where 75.0% (3 rows)" in result.out
     assert row_of(result.out, "train", "exact_match")[3:5] == ["4", "1 / 1 / 1"]
     assert row_of(result.out, "train", "iou")[3:5] == ["3", "1 / 1 / 1"]
     assert "ok, does not apply to 3" in row_of(result.out, "train", "exact_match")[6]
-    assert row_of(command("check", job, "--rows", "2").out, "train", "iou")[3] == "1"
+    assert row_of(command("check", config_path, "--rows", "2").out, "train", "iou")[3] == "1"
 
-    wrong = command("check", job, "rewards=[{name: iou, when: {task: were}}]")
+    wrong = command("check", config_path, "rewards=[{name: iou, when: {task: were}}]")
     assert wrong.code == 2 and "in its rows task is 'name', 'where'" in wrong.err
     (folder / "1.png").write_bytes(b"no image")
-    broken = command("check", job)
+    broken = command("check", config_path)
     assert broken.code == 2 and "rows.jsonl:2" in broken.out and "where.jsonl:2" in broken.out
 
 
@@ -147,10 +160,10 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, job: Path) -
         ("rollout.vllm.engine_kwargs.model", {"rollout": {"engine": "vllm", "vllm": {"engine_kwargs": {"model": 1}}}}),
     ],
 )  # fmt: skip
-def test_what_the_start_of_a_run_refuses_is_refused_by_check(
-    words: str, changes: Any, job: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+def test_check_refuses_everything_that_the_start_of_a_run_refuses(
+    words: str, changes: Any, config_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = job.parent
+    folder = config_path.parent
     monkeypatch.chdir(folder)
     (folder / "text.jsonl").write_text('{"prompt": "what", "answer": "red"}\n' * 4)
     (folder / "env.py").write_text(
@@ -163,7 +176,7 @@ def test_what_the_start_of_a_run_refuses_is_refused_by_check(
     sizes["text_config"]["attention_dropout"] = 0.1
     (folder / "dropout" / "config.json").write_text(json.dumps(sizes))
     rewards = ["mine.py:mine"] if "environment" in words else ["exact_match"]
-    values = merged(yaml.safe_load(job.read_text()), {"rewards": rewards, **changes})
+    values = merged(yaml.safe_load(config_path.read_text()), {"rewards": rewards, **changes})
     config = GRPOConfig.from_dict(values)
     refused = []
     for starts in (check_config, lambda config: GRPOTrainer(config).train()):
@@ -173,95 +186,104 @@ def test_what_the_start_of_a_run_refuses_is_refused_by_check(
     assert refused[0] == refused[1]
 
 
-def test_rewards_that_fail_are_listed_by_row(command: Any, job: Path) -> None:
-    result = command("check", job, f"rewards=[{job.parent}/mine.py:mine]")
+def test_rewards_that_fail_are_listed_by_row(command: Any, config_path: Path) -> None:
+    result = command("check", config_path, f"rewards=[{config_path.parent}/mine.py:mine]")
     assert result.code == 2 and result.out.rstrip().endswith("1 problem(s)")
     (line,) = [line for line in result.out.splitlines() if line.startswith("rows.jsonl:2: ")]
     assert line.endswith("(mine: 'blue' scores 0, '?!' scores 0)")
     assert row_of(result.out, "train", "mine")[6] == "1 row(s) fail"
-    result = command("check", job, f"rewards=[{job.parent}/mine.py:broken]")
+    result = command("check", config_path, f"rewards=[{config_path.parent}/mine.py:broken]")
     assert result.code == 2 and "1 problem(s)" in result.out and "the first rows.jsonl:1: " in result.out
     assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
-    entry = f"rewards=[{job.parent}/mine.py:ask]"
-    quiet, called = command("check", job, entry), command("check", job, entry, "--call-judges")
+    entry = f"rewards=[{config_path.parent}/mine.py:ask]"
+    quiet, called = (
+        command("check", config_path, entry),
+        command("check", config_path, entry, "--call-judges"),
+    )
     assert quiet.code == 0 and "not called" in row_of(quiet.out, "train", "ask")[6]
     assert called.code == 0 and row_of(called.out, "train", "ask")[3:6] == ["4", "1 / 1 / 1", "0 / 0 / 0"]
 
 
-def test_rows_without_their_images_are_one_cause_with_the_folder_that_holds_them(
-    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_images_are_one_cause_that_names_their_folder(
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(job.parent)
-    (job.parent / "photos").mkdir()
-    for picture in job.parent.glob("*.png"):
-        picture.rename(job.parent / "photos" / picture.name)
-    lost = command("check", job)
+    monkeypatch.chdir(config_path.parent)
+    (config_path.parent / "photos").mkdir()
+    for picture in config_path.parent.glob("*.png"):
+        picture.rename(config_path.parent / "photos" / picture.name)
+    lost = command("check", config_path)
     assert lost.code == 2 and lost.out.rstrip().endswith("1 problem(s)")
     assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out, lost.out
-    assert command("check", job, "data.image_dir=photos").code == 0
-    (job.parent / "photos" / "2.png").write_bytes((job.parent / "photos" / "2.png").read_bytes()[:200])
+    assert command("check", config_path, "data.image_dir=photos").code == 0
+    (config_path.parent / "photos" / "2.png").write_bytes(
+        (config_path.parent / "photos" / "2.png").read_bytes()[:200]
+    )
     drop = ("data.image_dir=photos", "data.on_bad_image=drop")
-    assert "(data.on_bad_image = drop): 1 of 4" in command("check", job, *drop).out  # shows in decoding alone
+    assert (
+        "(data.on_bad_image = drop): 1 of 4" in command("check", config_path, *drop).out
+    )  # shows in decoding alone
 
 
-def test_an_environment_shows_the_first_picture(command: Any, job: Path) -> None:
+def test_an_environment_shows_the_first_picture(command: Any, config_path: Path) -> None:
     """Rows without images need no data.text_only then."""
-    (job.parent / "env.py").write_text(
+    (config_path.parent / "env.py").write_text(
         "from PIL import Image\nclass Show:\n"
         "    def reset(self, answer):\n        return Image.new('RGB', (60, 60), answer)\n"
         '    def press(self) -> str:\n        """Press."""\n        return \'x\'\n'
     )
-    rows = job.parent / "rows.jsonl"
+    rows = config_path.parent / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": "what", "answer": a}) + "\n" for a in ("red", "blue")))
-    env = ("rewards=[exact_match]", f"rollout.environment={job.parent}/env.py:Show")
-    shown = command("check", job, *env)
+    env = ("rewards=[exact_match]", f"rollout.environment={config_path.parent}/env.py:Show")
+    shown = command("check", config_path, *env)
     assert shown.code == 0 and row_of(shown.out, "train", "303 / ")[3] == "2", shown.out + shown.err
-    assert command("check", job, "rewards=[exact_match]").code == 2
+    assert command("check", config_path, "rewards=[exact_match]").code == 2
 
 
-def test_the_page(command: Any, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_writes_its_page_but_never_over_a_file_of_the_user(
+    command: Any, config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    result = command("check", job, "--page", "check.html")
+    result = command("check", config_path, "--page", "check.html")
     assert result.code == 0 and f"page: {tmp_path}/check.html shows 4 rows" in result.out
     assert (tmp_path / "check.html").read_text().count('"prompt":[') == 4
-    named = command("check", job, "--page", "seen.html", "data.max_prompt_length=1")
+    named = command("check", config_path, "--page", "seen.html", "data.max_prompt_length=1")
     assert named.code == 2 and f"page: {tmp_path}/seen.html shows 0 rows" in named.out  # written all the same
     assert '"refused_count":4' in (tmp_path / "seen.html").read_text()
     (tmp_path / "mine.html").write_text("mine")
-    refused = command("check", job, "--page", "mine.html")
+    refused = command("check", config_path, "--page", "mine.html")
     assert refused.code == 2 and "--page 'mine.html'" in refused.err
     assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
 
 
-def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, job: Path) -> None:
-    rows = job.parent / "rows.jsonl"
+def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, config_path: Path) -> None:
+    rows = config_path.parent / "rows.jsonl"
     two = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it"}]
     row = {"prompt": [{"role": "user", "content": two}], "images": ["0.png", "1.png"], "answer": "red"}
     rows.write_text(rows.read_text() + json.dumps(row) + "\n")
-    pack = command("check", job, "optim.max_tokens_per_pack=60", "rollout.max_completion_length=20")
+    pack = command("check", config_path, "optim.max_tokens_per_pack=60", "rollout.max_completion_length=20")
     assert pack.code == 2 and f"{rows}:5: the prompt has " in pack.out
     assert "more than optim.max_tokens_per_pack = 60" in pack.out
     drop = ("optim.max_tokens_per_pack=60", "rollout.max_completion_length=20", "data.on_overlong=drop")
-    few = command("check", job, *drop, f"data.eval={rows}")
+    few = command("check", config_path, *drop, f"data.eval={rows}")
     assert few.code == 0 and few.out.count("left out") == 1  # an evaluation learns from none
     assert "train: left out (data.on_overlong = drop): 1 of 5" in few.out
-    images = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_images=1")
+    images = command("check", config_path, "rollout.engine=vllm", "rollout.vllm.max_images=1")
     assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
     assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out
-    length = command("check", job, "rollout.engine=vllm", "rollout.vllm.max_model_len=40")
+    length = command("check", config_path, "rollout.engine=vllm", "rollout.vllm.max_model_len=40")
     assert length.code == 2
     assert "rollout.vllm.max_model_len = 40 less rollout.max_completion_length allows 35;" in length.out
-    assert command("check", job, "rollout.engine=vllm").code == 0
+    assert command("check", config_path, "rollout.engine=vllm").code == 0
 
 
-def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, job: Path) -> None:
-    rows = job.parent / "rows.jsonl"
+def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, config_path: Path) -> None:
+    rows = config_path.parent / "rows.jsonl"
     null = [json.dumps({"prompt": "what is it", "image": f"{i}.png", "answer": None}) for i in range(4)]
     rows.write_text("\n".join(null) + "\n")
-    result = command("check", job)
+    result = command("check", config_path)
     assert result.code == 2 and result.out.rstrip().endswith("1 problem(s)")
     assert "reward 'exact_match' applies to no row of train: in all 4 a column" in result.out
     assert row_of(result.out, "train", "exact_match")[6] == "applies to no row"
-    watched = command("check", job, "rewards=[format,{name: exact_match, weight: 0}]")
+    watched = command("check", config_path, "rewards=[format,{name: exact_match, weight: 0}]")
     assert watched.code == 0, watched.out
-    assert command("check", job, "--rows", "2").code == 0  # two rows do not show what the others hold
+    assert command("check", config_path, "--rows", "2").code == 0  # two rows do not show what the others hold

@@ -84,7 +84,7 @@ def test_a_run_and_its_model_score_as_the_run_did(
     assert sorted(p.name for p in run.folder.iterdir() if "eval" in p.name) == []  # nothing is written there
 
 
-def test_sampled_with_pass_at_k_by_a_column_and_blind(
+def test_an_evaluation_has_pass_at_k_groups_and_a_blind_control(
     trained: dict[str, Trained], command: Any, tmp_path: Path
 ) -> None:
     run, out = trained["full"], tmp_path / "found.json"

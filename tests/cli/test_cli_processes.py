@@ -87,12 +87,18 @@ def test_a_guard_ends_the_run_with_3_and_the_report_is_written(tmp_path: Path) -
     assert (tmp_path / "report").read_text() == "whole"
 
 
-@pytest.mark.long
-def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
+@contextmanager
+def exchanging_peers(tmp_path: Path) -> Iterator[tuple[forkserver.Forked, dict[int, int]]]:
     with started(tmp_path, *peers(tmp_path, "loop")) as process:
         wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
         ranks = ranks_of(process)
         assert sorted(ranks) == [0, 1]
+        yield process, ranks
+
+
+@pytest.mark.long
+def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
+    with exchanging_peers(tmp_path) as (process, ranks):
         os.kill(ranks[1], signal.SIGKILL)
         code, err = ended(process, tmp_path)
     assert code == 1
@@ -103,22 +109,21 @@ def test_a_killed_process_is_named_and_leaves_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
-    with started(tmp_path, *peers(tmp_path, "loop")) as process:
-        wait_for(lambda: (tmp_path / "exchanged").exists() or process.poll() is not None)
-        ranks = ranks_of(process)
-        assert sorted(ranks) == [0, 1]
+    with exchanging_peers(tmp_path) as (process, ranks):
         process.kill()
         process.wait(DEADLINE)
         wait_for(lambda: not any(stat(pid)[0] != "Z" for pid in ranks.values()))
 
 
 @pytest.mark.long
-def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, tmp_path: Path) -> None:
+def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(
+    config_path: Path, tmp_path: Path
+) -> None:
     """Also where something left aborts the process when the interpreter is taken down, as threads of gloo may do."""
     last = "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
-    (job.parent / "mine.py").write_text((job.parent / "mine.py").read_text() + last)
+    (config_path.parent / "mine.py").write_text((config_path.parent / "mine.py").read_text() + last)
     run, number = tmp_path / "run", signal.SIGTERM
-    arguments = ("-m", "mm_grpo.cli", "train", job, "--processes", "2", "run.max_steps=400")
+    arguments = ("-m", "mm_grpo.cli", "train", config_path, "--processes", "2", "run.max_steps=400")
     with started(tmp_path, *arguments) as process:
         wait_for(lambda: (run / "metrics.jsonl").exists() or process.poll() is not None)
         process.send_signal(number)
@@ -134,7 +139,7 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(job: Path, 
     assert (run / "report.html").exists()
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row for row in rows if row] == list(range(1, step + 1))
-    program = ("-m", "mm_grpo.cli", "train", job, f"run.max_steps={step + 1}", "--resume")
+    program = ("-m", "mm_grpo.cli", "train", config_path, f"run.max_steps={step + 1}", "--resume")
     codes = processes.launch(program, 2, [], tmp_path / "resumed", deadline=DEADLINE)  # as it starts them
     out = "".join((tmp_path / "resumed" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [0, 0] and out.count(f"done: {step + 1} steps") == 1, out
@@ -155,7 +160,7 @@ def test_processes_that_cannot_work_are_refused_before_any_starts(
     world: str | None,
     words: str,
     command: Any,
-    job: Path,
+    config_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -164,22 +169,22 @@ def test_processes_that_cannot_work_are_refused_before_any_starts(
     monkeypatch.setattr(train_module, "launch", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    result = command("train", job, *arguments)
+    result = command("train", config_path, *arguments)
     assert result.code == 2 and words in result.err and result.err.count("\n") == 1
-    assert not (job.parent / "run").exists()
+    assert not (config_path.parent / "run").exists()
 
 
 def test_the_launcher_gets_the_command_again(
-    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     calls: list[Any] = []
     monkeypatch.setattr(train_module, "launch", lambda *given: calls.append(given) or 3)
-    result = command("train", job, "model.device=cpu", "--resume", "--processes", "2")
+    result = command("train", config_path, "model.device=cpu", "--resume", "--processes", "2")
     assert result.code == 3
     monkeypatch.setattr(train_module, "_train", lambda *given: calls.append("a plain run"))
-    assert command("train", job, "--processes", "1").code == 0
-    again = (2, ["-m", "mm_grpo.cli", "train", str(job), "model.device=cpu", "--resume"])
+    assert command("train", config_path, "--processes", "1").code == 0
+    again = (2, ["-m", "mm_grpo.cli", "train", str(config_path), "model.device=cpu", "--resume"])
     assert calls == [again, "a plain run"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,17 @@ def test_the_memory_that_a_layer_states_is_that_of_the_estimate(layer: str, size
     assert ("offload.yaml" in text) == (size == 24 or (size, gpus) == (48, 1))
 
 
-def test_a_layer_in_the_run_folder_is_refused(job: Path, tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_a_layer_in_the_run_folder_is_refused(config_path: Path, tmp_path: Path, command: Any) -> None:
     layer = tmp_path / "run" / "mine.yaml"
     layer.parent.mkdir()
     layer.write_text("run: {seed: 3}\n")
-    ended = command("train", job, layer, f"run.dir={tmp_path}/run")
+    ended = command("train", config_path, layer, f"run.dir={tmp_path}/run")
     assert ended.code == 2 and "mine.yaml' lies in run.dir" in ended.err
 
 
 @pytest.mark.parametrize("recipe", ["clevr_count", "refcoco_grounding", "mixture"])
 def test_data_that_is_not_there_is_said_with_the_command(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("check", "train", "doctor"):
@@ -84,7 +83,7 @@ def test_data_that_is_not_there_is_said_with_the_command(
         assert "train.jsonl does not exist; the recipe's rows are made" in ended.err
 
 
-def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:
+def test_recipes_lists_and_shows(command: Any) -> None:
     listed = command("recipes").out
     for name in (*find_recipes(), *find_layers()):
         assert f"\n  {name} " in listed
@@ -96,7 +95,7 @@ def test_recipes_lists_and_shows(command: Callable[..., Any]) -> None:
     assert command("recipes", "lora", "--copy", "x").code == 2
 
 
-def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Any) -> None:
     ended = command("recipes", "clicking", "--copy", tmp_path / "mine")
     assert ended.code == 0 and f"mm-grpo train {tmp_path}/mine/config.yaml" in ended.out
     source = find_recipes()["clicking"].parent
@@ -111,7 +110,7 @@ def test_a_copy_is_whole_and_writes_nothing_over(tmp_path: Path, command: Callab
     assert command("recipes", "--copy", tmp_path / "x").code == 2 and not (tmp_path / "x").exists()
 
 
-def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_init_writes_what_check_accepts(tmp_path: Path, command: Any) -> None:
     folder = tmp_path / "first"
     assert command("init", folder).code == 0
     config = folder / "config.yaml"
@@ -125,7 +124,7 @@ def test_init_writes_what_check_accepts(tmp_path: Path, command: Callable[..., A
 
 @pytest.mark.parametrize(("gpu", "engine"), [(True, "vllm"), (False, "transformers")])
 def test_init_takes_vllm_where_it_is_installed_and_can_run(
-    gpu: bool, engine: str, tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    gpu: bool, engine: str, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recipes, "find_spec", lambda name: object() if name == "vllm" else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)

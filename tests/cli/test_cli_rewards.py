@@ -27,7 +27,7 @@ def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) ->
     assert (result.code, result.out) == (0, "3\n"), result.err
 
 
-def test_a_page(command: Any) -> None:
+def test_the_page_of_a_reward_has_signature_and_documentation(command: Any) -> None:
     out = command("rewards", "exact_match").out
     assert out.startswith("exact_match (built-in; called per completion; weight: 1): (completion: ")
     assert "ignore_case: bool = True" in out and "\n\n1 when the completion's final" in out

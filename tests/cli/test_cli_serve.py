@@ -24,9 +24,11 @@ FAKE = Path(__file__).parents[1] / "helpers" / "fake_server_process.py"
 
 
 def test_servers_are_started_with_what_the_run_would_start_vllm_with(
-    job: Path, models: dict[str, Path]
+    config_path: Path, models: dict[str, Path]
 ) -> None:
-    loaded = load_config(str(job), ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"])
+    loaded = load_config(
+        str(config_path), ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"]
+    )
     one, two = serve.server_settings(loaded, 2)
     assert one == two
     assert one.engine.model == str(models["qwen2_5_vl"])
@@ -37,7 +39,7 @@ def test_servers_are_started_with_what_the_run_would_start_vllm_with(
     assert one.engine.gpu_memory_utilization == serve.GPU_SHARE  # the server has the GPU alone
     assert (one.transfer, one.gpus, one.tensor_parallel) == ("file", None, 1)
     fields = ["rollout.vllm.gpu_memory_utilization=0.5", "rollout.server.transfer=gloo"]
-    (one,) = serve.server_settings(load_config(str(job), fields), 1)
+    (one,) = serve.server_settings(load_config(str(config_path), fields), 1)
     assert (one.engine.gpu_memory_utilization, one.transfer) == (0.5, "gloo")
 
 
@@ -61,46 +63,51 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
         ("serve --tensor-parallel 2", None, "--tensor-parallel 2"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_message(
-    arguments: str, world: str | None, message: str, command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+def test_impossible_servers_are_refused_in_one_message(
+    arguments: str,
+    world: str | None,
+    message: str,
+    command: Any,
+    config_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if world is not None:
         monkeypatch.setenv("WORLD_SIZE", world)
     name, *rest = arguments.split()
-    done = command(name, job, *rest)
+    done = command(name, config_path, *rest)
     assert done.code == 2 and done.err.startswith("error: ") and message in done.err
     assert done.err.count("\n") == 1
 
 
 def test_ports_that_cannot_be_had_are_refused_before_a_server_is_started(
-    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for first, count, named in ((port, 1, port), (port - 1, 2, port), (65535, 2, 65536)):
-            done = command("serve", job, "--port", first, "--servers", count)
+            done = command("serve", config_path, "--port", first, "--servers", count)
             assert done.code == 2 and done.err.count("\n") == 1
             assert f"--port {named}: " in done.err or (named == port and f"--port {port - 1}: " in done.err)
 
 
 def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
-    job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def fake(settings: Any) -> list[str]:
         return [sys.executable, "-S", str(FAKE), str(settings.socket), str(tmp_path / "pids")]
 
     monkeypatch.setattr(launch, "server_command", fake)
-    with serve.servers_for_run(load_config(str(job), []), 2, 1) as fields:
+    with serve.servers_for_run(load_config(str(config_path), []), 2, 1) as fields:
         urls = fields["rollout.server.urls"]
         assert len(set(urls)) == 2 and all(url.startswith("unix:///") for url in urls)
-        changed = load_config(str(job), []).with_values(fields)
+        changed = load_config(str(config_path), []).with_values(fields)
         assert changed.rollout.engine == "vllm_server" and changed.rollout.server.urls == urls
     assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)
 
 
 def test_servers_that_stay_end_with_a_signal(
-    job: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    config_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended: list[str] = []
 
@@ -116,7 +123,7 @@ def test_servers_that_stay_end_with_a_signal(
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     try:
         with pytest.raises(KeyboardInterrupt) as stopped:
-            serve.serve(str(job))
+            serve.serve(str(config_path))
     finally:
         for number, handler in zip((signal.SIGTERM, signal.SIGHUP), before, strict=True):
             signal.signal(number, handler)
@@ -124,7 +131,7 @@ def test_servers_that_stay_end_with_a_signal(
 
 
 def test_a_run_is_trained_over_the_servers_that_train_starts(
-    command: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -139,7 +146,10 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
     monkeypatch.setattr(train, "servers_for_run", beside)
     monkeypatch.setattr(train, "_train", lambda config, overrides, loaded, *_: asked.append(loaded.rollout))
     monkeypatch.setattr(train, "launch", lambda count, program: asked.append(program) or 0)
-    assert [command("train", job, "--serve", 2, *more).code for more in ((), ("--processes", 2))] == [0, 0]
+    assert [command("train", config_path, "--serve", 2, *more).code for more in ((), ("--processes", 2))] == [
+        0,
+        0,
+    ]
     rollout, _, program, _ = asked
     assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/1"])
     assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/2"]']

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from helpers.runs import run
 
 
-def test_the_page_of_a_run_is_written_into_its_folder(tmp_path: Path, command: Callable[..., Any]) -> None:
+def test_the_page_of_a_run_is_written_into_its_folder(tmp_path: Path, command: Any) -> None:
     folder = run(tmp_path / "one", steps=3)
     assert not folder.paths.report.exists()
     done = command("view", tmp_path / "one")
@@ -19,7 +18,7 @@ def test_the_page_of_a_run_is_written_into_its_folder(tmp_path: Path, command: C
     assert command("view", tmp_path / "one").code == 0
 
 
-def test_several_runs_are_one_page(tmp_path: Path, command: Callable[..., Any], monkeypatch: Any) -> None:
+def test_several_runs_are_one_page(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     for name in ("one", "two"):
         run(tmp_path / name, steps=3)
     monkeypatch.chdir(tmp_path)
@@ -31,9 +30,7 @@ def test_several_runs_are_one_page(tmp_path: Path, command: Callable[..., Any], 
     assert not (tmp_path / "one" / "report.html").exists()
 
 
-def test_what_cannot_be_shown_is_one_message(
-    tmp_path: Path, command: Callable[..., Any], monkeypatch: Any
-) -> None:
+def test_an_impossible_page_is_one_message(tmp_path: Path, command: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     run(tmp_path / "one", steps=3)

@@ -21,7 +21,7 @@ EVIL_CSS = "</style><style>@import url(ADDRESS/b.css); body { background: url(AD
 
 
 @pytest.fixture
-def page_job(tmp_path: Path, models: dict[str, Path]) -> Callable[..., GRPOConfig]:
+def page_config(tmp_path: Path, models: dict[str, Path]) -> Callable[..., GRPOConfig]:
     """`page_job(address)`: rows with a 200 x 100 image that the model sees at 196 x 112, a box, a target and a hostile
     text that asks for files at `address`; the last row has a special token in its text. Evaluation has the first
     row of training, the image of another, and one of its own."""

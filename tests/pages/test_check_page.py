@@ -30,8 +30,10 @@ def checked(config: GRPOConfig, path: Path, **settings: Any) -> tuple[dict[str, 
     return found, html
 
 
-def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path) -> None:
-    data, html = checked(page_job(), tmp_path / "out.html")
+def test_the_page_holds_images_golds_tokens_and_answers(
+    page_config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
+    data, html = checked(page_config(), tmp_path / "out.html")
     train, evaluation = data["sets"]
     assert (train["name"], train["usable"], train["refused_count"], train["lengths"]["longest"]) == (
         "train", 3, 1, "train.jsonl:3",
@@ -56,7 +58,7 @@ def test_the_data_of_a_page(page_job: Callable[..., GRPOConfig], tmp_path: Path)
     assert (first.size, first.getpixel((3, 3))) == ((196, 112), (0, 128, 64))
 
 
-def test_every_source_of_a_mixture_is_shown(page_job: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+def test_every_source_of_a_mixture_is_shown(page_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
     rows = str(tmp_path / "train.jsonl")
     (tmp_path / "b").mkdir()
     twice = [
@@ -64,11 +66,11 @@ def test_every_source_of_a_mixture_is_shown(page_job: Callable[..., GRPOConfig],
         {"path": rows, "system_prompt": "Look."},
         {"path": [rows, f"{tmp_path}/b/train.jsonl"]},
     ]
-    job = page_job()
+    config = page_config()
     for name in ("green", "blue"):
         (tmp_path / "b" / f"{name}.png").symlink_to(tmp_path / f"{name}.png")
     (tmp_path / "b" / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text())
-    data, _ = checked(job.with_values({"data.train": twice}), tmp_path / "out.html")
+    data, _ = checked(config.with_values({"data.train": twice}), tmp_path / "out.html")
     first, second, third = data["sets"][:3]
     assert [s["name"] for s in (first, second, third)] == ["train/train", "train/train-2", "train/train-3"]
     assert [len(s["shown"]) for s in (first, second, third)] == [3, 3, 6]
@@ -77,21 +79,21 @@ def test_every_source_of_a_mixture_is_shown(page_job: Callable[..., GRPOConfig],
     assert third["shown"][3]["row"] == "b/train.jsonl:1" and third["refused"][1][0] == "b/train.jsonl:4"
 
 
-def test_fewer_rows_and_rows_that_are_left_out(
-    page_job: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_page_limits_rows_and_bytes(
+    page_config: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as one:
         one.setattr("mm_grpo.preflight.check.MAX_ROWS", 1)
-        data, _ = checked(page_job(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
+        data, _ = checked(page_config(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
     monkeypatch.setattr(check_page, "MAX_BYTES", 700)  # one image has some 500
-    data, _ = checked(page_job(), tmp_path / "out.html")
+    data, _ = checked(page_config(), tmp_path / "out.html")
     assert [(len(of_set["shown"]), of_set["left_out"]) for of_set in data["sets"]] == [(1, 2), (1, 2)]
     assert len(data["pictures"]) == 2
 
 
-def test_a_page_is_written_over_its_own_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_replaces_only_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = CheckPage("a.html", None, [])  # type: ignore[arg-type]
     assert made.write().startswith(f"page: {tmp_path / 'a.html'} shows 0 rows")

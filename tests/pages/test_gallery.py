@@ -16,6 +16,7 @@ from PIL import Image
 
 from mm_grpo.pages.gallery import (
     FULL_BUDGET,
+    MAX_TEXT,
     Budget,
     Gallery,
     ImageStore,
@@ -56,7 +57,7 @@ def test_a_large_picture_is_made_smaller_and_keeps_its_own_pixels(tmp_path: Path
     assert [made.uri[:16] for made in images.by_name.values()] == ["data:image/jpeg;"]
 
 
-def test_the_budget_of_texts_takes_both_ends_and_the_groups_that_differ_most(tmp_path: Path) -> None:
+def test_the_budget_of_texts_takes_both_ends_and_the_widest_groups(tmp_path: Path) -> None:
     rewards: list[tuple[float | None, ...]] = [(0.5, 0.5), (0.0, 1.0), (None, None), (0.2, 0.6)]
     folder = logged(tmp_path, *[[group(i, r) for i, r in enumerate(rewards)] for _ in range(20)])
     whole, images = gathered(folder)
@@ -125,3 +126,42 @@ def test_evaluation_rows_are_shown_before_and_after(tmp_path: Path) -> None:
     for row in gallery.evaluations:
         assert (row["before_step"], row["after_step"]) == (0, 8)
         assert [one["text"] for one in (*row["before"], *row["after"])] == ["None 0", "None 8"]
+
+
+def row_with_sight(pieces: list[str], nats: list[float], **more: Any) -> dict[str, Any]:
+    sight = {"nats": sum(nats), "tokens": nats, "pieces": pieces, "other": "rows:2"}
+    return {"completion": "".join(pieces), "sight": sight, **more}
+
+
+def test_tokens_near_0_are_one_piece() -> None:
+    one = describe_completion(
+        row_with_sight(["It", " is", " red", ".", "", "?"], [0.02, 0.03, 4.5, -0.25, 0.5, 0.09999])
+    )
+    assert one["text"] == ["It is", (" red", 4.5), (".", -0.25), "?"]
+    assert one["sight"] == {"nats": pytest.approx(4.89999), "other": "rows:2"}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "thinking"),
+    [
+        (["<think>", "why", "</think>", "\n\n", " red"], "<think>why</think>"),
+        (["<think>", "why</thi", "nk> r", "ed"], "<think>why</think>"),
+        (["<think>a", "wo" * MAX_TEXT, "b</think>", "red"], "<think>awo"),
+    ],
+)
+def test_the_pieces_joined_are_the_text(pieces: list[str], thinking: str) -> None:
+    shaded, plain = (describe_completion(row_with_sight(pieces, [nats] * len(pieces))) for nats in (1.0, 0.0))
+    assert plain["thinking"].startswith(thinking)
+    for which in ("text", "thinking"):
+        assert "".join(p if isinstance(p, str) else p[0] for p in shaded[which]) == plain[which]
+        assert any(isinstance(piece, tuple) for piece in shaded[which])
+
+
+def test_turns_have_their_own_tokens() -> None:
+    turns: list[dict[str, Any]] = [
+        {"role": "assistant", "text": "look", "tokens": 2},
+        {"role": "tool", "text": "here", "tokens": 7, "name": "zoom"},
+        {"role": "assistant", "text": "red", "tokens": 2},
+    ]
+    one = describe_completion(row_with_sight(["lo", "ok", "red", ""], [0.6, 0.01, 3.5, 0.0], turns=turns))
+    assert [turn["text"] for turn in one["turns"]] == [[("lo", 0.6), "ok"], "here", [("red", 3.5)]]

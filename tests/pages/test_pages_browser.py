@@ -120,9 +120,9 @@ def report(tmp_path: Path, site: Site) -> Path:
 
 
 @pytest.fixture
-def check(page_job: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Path:
+def check(page_config: Callable[..., GRPOConfig], site: Site, tmp_path: Path) -> Path:
     """The page of a check whose rows hold hostile texts, which ask for files of `site`."""
-    check_config(page_job(site.address), page=str(tmp_path / "check.html"))
+    check_config(page_config(site.address), page=str(tmp_path / "check.html"))
     return tmp_path / "check.html"
 
 
@@ -162,7 +162,7 @@ def test_boxes_of_a_run_are_drawn_at_their_pixels(tmp_path: Path) -> None:
     assert at(70, 80) == at(190, 40) == at(140, 100) == GREEN
 
 
-def test_what_is_drawn_of_a_run_and_what_filters_do(report: Path, site: Site, tmp_path: Path) -> None:
+def test_the_page_of_a_run_draws_everything_and_filters(report: Path, site: Site, tmp_path: Path) -> None:
     drawn = """
       words(".lead").slice(0, 17), words(".card .value"), words(".card .note"), words("figcaption > span:first-child"),
       all("figure")[1].querySelector("polyline.s2").getAttribute("points"), words("figure:nth-child(2) .key"),
@@ -219,7 +219,7 @@ def test_what_is_drawn_of_a_run_and_what_filters_do(report: Path, site: Site, tm
     ]  # fmt: skip
 
 
-def test_what_is_drawn_of_two_runs(site: Site, tmp_path: Path) -> None:
+def test_the_page_of_two_runs_draws_both(site: Site, tmp_path: Path) -> None:
     """A colour is a run, the rest of many curves is folded, and an empty completion says so."""
     folders = [finished_run(tmp_path / name, steps=3) for name in ("one", "two")]
     for folder in folders:
@@ -254,7 +254,7 @@ def test_the_evaluations_of_a_run_fit_a_phone(site: Site, tmp_path: Path) -> Non
     assert look(site, tmp_path, report, script, width=360) == ["4", "0"]
 
 
-def test_what_is_drawn_of_a_check_on_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
+def test_the_page_of_a_check_fits_a_phone(check: Path, site: Site, tmp_path: Path) -> None:
     """A screen of 360 pixels shows it whole, and it asks for nothing."""
     script = """words("h2"), words("h2 + p, h2 + p + p"), words("h3.bad"), words("ul b"),
       words(".checked:nth-of-type(1) .legend").trim(), all("svg.picture").length, words(".checked:nth-of-type(1) .soft"),

@@ -41,7 +41,7 @@ def controlled(path: Path, source: str = "seed 0") -> RunFolder:
     return folder
 
 
-def test_the_data_of_a_page(tmp_path: Path) -> None:
+def test_the_page_of_a_run_is_the_golden_one(tmp_path: Path) -> None:
     folder = controlled(tmp_path / "run")
     (tmp_path / "curve.json").unlink()  # the page needs the run folder alone
     folder.write_rollouts(20, [group(0, (1.0, 0.0), parts={"exact": [1.0, 0.0]})])

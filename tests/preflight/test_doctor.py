@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 from helpers.fake_engines import FakeRemoteEngine
 
-from mm_grpo import GRPOConfig, build, cli
+from mm_grpo import GRPOConfig, build
 from mm_grpo.errors import GuardStop
 from mm_grpo.preflight.doctor import examine
 from mm_grpo.rollout.engine import BatchStream
@@ -20,7 +19,7 @@ SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size"
 
 
 @pytest.fixture
-def job(tmp_path: Path, models: dict[str, Path]) -> Path:
+def config_path(tmp_path: Path, models: dict[str, Path]) -> Path:
     config = {
         "model": {"path": str(models["qwen2_5_vl"]), "dtype": "float32"},
         "data": {"train": SHAPES},
@@ -43,23 +42,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: Any) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["mm-grpo", "doctor", *map(str, arguments)])
-        code: Any = 0
-        try:
-            cli.main()
-        except SystemExit as leaving:
-            code = leaving.code
-        return (code, *capfd.readouterr())
-
-    return call
-
-
-def test_the_report_of_a_sound_pair(job: Path, engine: Any) -> None:
+def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:
     engine()
-    config = GRPOConfig.from_yaml(job)
+    config = GRPOConfig.from_yaml(config_path)
     report = examine(config, 3)
     assert report.failures == [] and report.ok and report.ids_equal is True
     found = (report.engine, report.dtype, report.device, report.limit)
@@ -80,15 +65,15 @@ def test_the_report_of_a_sound_pair(job: Path, engine: Any) -> None:
     assert config.optim.warmup_steps == 2  # the config itself is left alone
 
 
-def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
-    code, out, _ = run(job, "--prompts", 2)
+def test_the_table_and_the_exit_code(command: Any, config_path: Path) -> None:
+    code, out, _ = command("doctor", config_path, "--prompts", 2)
     assert code == 0
     for words in (
         "engine transformers", "limit 0.001", "train:", "4 of 4", "prompt ids equal: yes",
         "weight update: ", "\nok\n",
     ):  # fmt: skip
         assert words in out, words
-    assert not (job.parent / "run").exists()
+    assert not (config_path.parent / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -100,16 +85,16 @@ def test_the_table_and_the_exit_code(run: Any, job: Path) -> None:
         ("constant seed, hidden", ["4 of 4 completions are the same", "generator"]),
     ],
 )
-def test_each_fault_is_named(fault: str, words: list[str], job: Path, engine: Any) -> None:
+def test_each_fault_is_named(fault: str, words: list[str], config_path: Path, engine: Any) -> None:
     engine(fault)
-    report = examine(GRPOConfig.from_yaml(job), 1)
+    report = examine(GRPOConfig.from_yaml(config_path), 1)
     assert not report.ok
     for word in words:
         assert any(word in failure for failure in report.failures), report.failures
 
 
 def test_other_prompt_ids_stop_it_with_exit_code_3(
-    run: Any, job: Path, monkeypatch: pytest.MonkeyPatch
+    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Other(FakeRemoteEngine):
         def stream(self) -> Any:
@@ -119,13 +104,15 @@ def test_other_prompt_ids_stop_it_with_exit_code_3(
             raise GuardStop(f"{requests[0].prompt.uid}: ran 17 prompt tokens where the learner trains on 9")
 
     monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: Other(m, p))
-    code, out, err = run(job)
+    code, out, err = command("doctor", config_path)
     assert code == 3 and "prompt ids equal: not shown" in out and "Traceback" not in err
     assert "ran 17 prompt tokens where the learner trains on 9" in out
 
 
 @pytest.mark.slow
-def test_an_update_that_moves_nothing_proves_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_moves_nothing_proves_nothing(
+    config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("mm_grpo.health.checks.LIMITS", {"float32": 100.0, "bfloat16": 100.0})
-    report = examine(GRPOConfig.from_yaml(job), 1)
+    report = examine(GRPOConfig.from_yaml(config_path), 1)
     assert len(report.failures) == 1 and "300 would show an update" in report.failures[0]

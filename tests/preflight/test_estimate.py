@@ -151,7 +151,7 @@ def test_four_bits_that_vllm_shares_are_counted_once(bare: Path) -> None:
     assert together.cache - apart.cache == pytest.approx(2 * sizes.quantised / sizes.cache_token, abs=1)
 
 
-def test_what_fits_offers_vllm_on_the_learners_four_bits(bare: Path) -> None:
+def test_the_remedy_may_be_vllm_on_the_learners_four_bits(bare: Path) -> None:
     config = config_for(bare, model={"lora": LORA, "quantization": "nf4"}, rollout={"engine": "vllm"})
     card = round(2.1 * GB)  # less than CUDA graphs and the rest
     found = find_remedy(config, card, processes=1)
@@ -176,7 +176,7 @@ def test_a_base_beside_adapters_is_counted_once(bare: Path) -> None:
     assert held(engine_kwargs={"enable_lora": False}) == (both, both, 0)
 
 
-def test_what_fits_takes_the_cheapest_settings(bare: Path) -> None:
+def test_the_remedy_is_the_cheapest_settings(bare: Path) -> None:
     config = config_for(bare, rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.8}})
     card = 25 * GB
     assert phases(config, card, processes=1).peak > card * 0.8
@@ -197,7 +197,7 @@ def test_the_command_needs_no_weights(bare: Path, capsys: pytest.CaptureFixture[
     assert [p.name for p in bare.iterdir()] == ["config.json"]
 
 
-def test_what_is_unknown_is_one_message(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_without_image_limits_is_one_message(models: dict[str, Path], tmp_path: Path) -> None:
     shapes = json.loads((models["internvl"] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(shapes))
     with pytest.raises(ConfigError, match=r"model.path = .*preprocessor_config.json"):

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers import tiny
 
 from mm_grpo.errors import by_cause
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import as_text, gold_text
 from mm_grpo.rewards import resolve_entry
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.types import EnginePrompt, Prompt, Sample
+
+SEEN, HELD = (56, 84), (100, 200)
+"""The sizes of the image as the model saw it, and as the dataset holds it: 0.56 and 0.42 of its pixels."""
+BOX = [10, 20, 60, 120]
+
+
+def image_prompt(**columns: Any) -> Prompt:
+    """A row whose image is HELD in the dataset and SEEN by the model."""
+    tensors: Any = None
+    sample = Sample("train:0", [{"role": "user", "content": "?"}], (tiny.picture(0, *HELD),), (), columns)
+    return Prompt(sample, (), EnginePrompt((), (tiny.picture(0, *SEEN),)), tensors, {})
+
+
+def report_of(spec: RewardSpec, *rows: Prompt, **options: Any) -> RewardReport:
+    check = RewardCheck([spec], **options)
+    for number, row in enumerate(rows, start=1):
+        check.add(f"rows.jsonl:{number}", row)
+    (report,) = check.finish()
+    return report
 
 
 def prompt(index: int, **columns: Any) -> Prompt:
@@ -22,11 +44,8 @@ def prompt(index: int, **columns: Any) -> Prompt:
 
 
 def checked(entry: Any, answers: list[Any], *, column: str = "answer", **options: Any) -> RewardReport:
-    check = RewardCheck([resolve_entry(entry)], **options)
-    for index, answer in enumerate(answers):
-        check.add(f"rows.jsonl:{index + 1}", prompt(index, **{column: answer}))
-    (report,) = check.finish()
-    return report
+    rows = [prompt(index, **{column: answer}) for index, answer in enumerate(answers)]
+    return report_of(resolve_entry(entry), *rows, **options)
 
 
 def test_a_reward_that_tells_right_from_wrong_passes() -> None:
@@ -53,7 +72,7 @@ def always(completion: str, answer: str) -> float:
         (lambda completion, answer: None if "?" in completion else 1.0, ["a"], ["1: garbage scores no less"]),
     ],
 )  # fmt: skip
-def test_one_that_does_not_fails_on_each_row(
+def test_a_reward_that_does_not_fails_on_each_row(
     fn: Callable[..., Any], answers: list[Any], failures: list[str]
 ) -> None:
     found = checked(fn, answers).failures
@@ -97,7 +116,7 @@ def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
 
 
-def test_which_text_is_the_right_answer() -> None:
+def test_the_right_answer_is_the_first_column_that_is_read() -> None:
     def mine(completion: str, label: str, answer: str = "", solution: str = "") -> float:
         return 0.0
 
@@ -123,13 +142,11 @@ def test_a_reward_whose_column_is_null_in_every_row_applies_nowhere() -> None:
 def test_gates_and_weights_of_0_may_be_idle() -> None:
     assert not checked({"name": "exact_match", "weight": 0}, [None, None]).applies_nowhere
     gated = resolve_entry({"name": "exact_match", "only_if": "format"})
-    check = RewardCheck([gated])
-    check.add("rows.jsonl:1", prompt(0, answer=None))
-    (report,) = check.finish()
+    report = report_of(gated, prompt(0, answer=None))
     assert report.unapplied == 1 and not report.applies_nowhere
 
 
-def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one() -> None:
+def test_an_answer_in_several_turns_is_a_conversation_of_one() -> None:
     seen: list[Any] = []
 
     def first_turn(completion: str, turns: list[dict[str, Any]], answer: str) -> list[float]:
@@ -139,3 +156,75 @@ def test_in_a_run_of_several_turns_an_answer_is_a_conversation_of_one() -> None:
     report = checked({"name": first_turn, "per_turn": True}, ["red", "blue"], several_turns=True)
     assert (report.failures, report.errors, report.gold) == ([], 0, [1.0, 1.0])
     assert set(report.wrong) == {0.0} and ("red", [("assistant", "red")]) in seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry", "columns", "text"),
+    [
+        ({"name": "iou"}, {"box": BOX}, "[5.6, 8.4, 33.6, 50.4]"),
+        ({"name": "iou", "space": "normalized"}, {"box": BOX}, "[0.1, 0.1, 0.6, 0.6]"),
+        ({"name": "iou", "gold_space": "pixel", "gold_layout": "xywh"}, {"box": [10, 20, 30, 40]},
+         "[10.0, 20.0, 40.0, 60.0]"),
+        ({"name": "giou", "layout": "yxyx"}, {"box": BOX}, "[8.4, 5.6, 50.4, 33.6]"),
+        ({"name": "box_match"}, {"boxes": [BOX, [0, 0, 50, 50]]}, "[5.6, 8.4, 33.6, 50.4] [0.0, 0.0, 28.0, 21.0]"),
+        # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
+        ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
+        ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
+        ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
+        ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
+    ],
+)  # fmt: skip
+def test_built_ins_give_their_written_right_answers_1(
+    entry: dict[str, Any], columns: dict[str, Any], text: str
+) -> None:
+    spec, row = resolve_entry(entry), image_prompt(**columns)
+    assert gold_text(spec, row) == text
+    report = report_of(spec, row, template="<think>so</think> <answer>{gold}</answer>")
+    assert (report.gold, report.failures) == ([1.0], [])
+
+
+def test_right_answers_are_tried_without_thinking_of_the_template() -> None:
+    rows = [replace(image_prompt(answer=answer), opens_thinking=True) for answer in ("red", "blue")]
+    report = report_of(resolve_entry({"name": "exact_match", "strip_thinking": True}), *rows)
+    assert (report.gold, report.failures) == ([1.0, 1.0], [])
+
+
+def test_a_reward_for_some_rows_is_tried_on_those() -> None:
+    rows = [image_prompt(answer="red", task="name"), image_prompt(answer=3, task="count")] * 2
+    report = report_of(resolve_entry({"name": "exact_match", "when": {"task": "name"}}), *rows)
+    assert (report.gold, report.failures) == ([1.0, 1.0], [])
+    assert (report.rows, report.unapplied, report.applies_nowhere) == (4, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("entry", "column", "value", "words"),
+    [
+        ({"name": "iou", "gold_space": "pixel"}, "box", [10, 20, 90, 180], "56 × 84"),
+        ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]"),
+        ("box_match", "boxes", 3, "the gold boxes are '3'"),
+    ],
+)
+def test_a_gold_that_means_nothing_is_found_by_the_reward(
+    entry: Any, column: str, value: Any, words: str
+) -> None:
+    assert words in report_of(resolve_entry(entry), image_prompt(**{column: value})).failures[0]
+
+
+def test_rows_without_a_right_answer_are_left_out() -> None:
+    assert gold_text(resolve_entry("box_match"), image_prompt(boxes=[])) is None
+    assert gold_text(resolve_entry("iou"), image_prompt(box=None)) is None
+    report = report_of(resolve_entry("json_schema"), image_prompt(schema='{"type": "object"}'))
+    assert report.skipped == "not judged: no column says what a right answer is" and report.failures == []
+
+
+def test_the_image_that_the_reward_looks_at_is_the_one_that_counts() -> None:
+    # the second image is held at 100 x 200 too, and seen at 200 x 100: twice as wide and half as high
+    row = image_prompt(box=BOX)
+    sample = replace(row.sample, images=(tiny.picture(0, *HELD), tiny.picture(1, *HELD)))
+    seen = (tiny.picture(0, *SEEN), tiny.picture(1, 200, 100))
+    row = replace(row, sample=sample, engine_prompt=EnginePrompt((), seen))
+    spec = resolve_entry({"name": "iou", "image_index": 1})
+    assert gold_text(spec, row) == "[20.0, 10.0, 120.0, 60.0]"
+    report = report_of(spec, row)
+    assert (report.gold, report.failures) == ([1.0], [])

@@ -13,34 +13,25 @@ COUNTS = {"task": "shapes", "split": "train", "size": 900, "kinds": ["count"], "
 
 
 def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
+    mixture = [{"path": COLOURS, "weight": 3, "task": "colour"}, {"path": COUNTS, "task": "count"}]
+    heldout = [{"path": COUNTS | {"split": "heldout"}, "task": "count"}, COLOURS | {"split": "heldout"}]
+    template = {"enable_thinking": False}  # the tiny model's template has no such name
     config = GRPOConfig.from_dict(
         {
             "model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"},
-            "data": {
-                "train": [
-                    {"path": COLOURS, "weight": 3, "task": "colour"},
-                    {"path": COUNTS, "task": "count"},
-                ],
-                "eval": [
-                    {"path": COUNTS | {"split": "heldout"}, "task": "count"},
-                    COLOURS | {"split": "heldout"},
-                ],
-                "chat_template_kwargs": {
-                    "enable_thinking": False
-                },  # the tiny model's template has no such name
-            },
+            "data": {"train": mixture, "eval": heldout, "chat_template_kwargs": template},
             "rewards": [{"name": "exact_match", "when": {"task": "count"}}],
             "run": {"expected_curve": "curve.json"},
         }
     )
-    made = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), folder=tmp_path)
-    assert made.data.train == [
+    smoke = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), folder=tmp_path)
+    assert smoke.data.train == [
         {"path": COLOURS | {"size": 16}, "weight": 3, "task": "colour"},
         {"path": COUNTS | {"size": 16}, "task": "count"},
     ]
-    assert made.run.expected_curve is None  # it is of the real model
-    assert made.data.chat_template_kwargs == {} and made.rewards == config.rewards
-    train, evaluations = smoke_sets(made)
+    assert smoke.run.expected_curve is None  # it is of the real model
+    assert smoke.data.chat_template_kwargs == {} and smoke.rewards == config.rewards
+    train, evaluations = smoke_sets(smoke)
     assert list(train.weights) == [3, 1] and [len(part) for part in train.sources] == [8, 8]
     assert [len(part) for part in evaluations["eval"].sources] == [1, 1]
-    Scorer(made.rewards).check(train.columns, train.columns_of_rows)
+    Scorer(smoke.rewards).check(train.columns, train.columns_of_rows)

@@ -64,7 +64,7 @@ def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path
 
 @pytest.mark.parametrize("maker", ["export", "peft"])
 def test_an_adapter_folder_without_all_of_its_layers_is_refused(
-    maker: str, runs: Runs, exported: Path, command: Callable[..., Any], tmp_path: Path
+    maker: str, runs: Runs, exported: Path, command: Any, tmp_path: Path
 ) -> None:
     folder, base = tmp_path / "adapter", str(runs("lora").trainer.config.model.path)
     if maker == "export":
@@ -90,7 +90,7 @@ def test_an_adapter_folder_without_all_of_its_layers_is_refused(
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
 def test_an_adapter_whose_pattern_takes_for_ever_is_refused(
-    field: str, exported: Path, command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    field: str, exported: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(proof, "PATTERN_TIMEOUT", 1.0)
     folder, slow = tmp_path / "adapter", r"(([a-z_0-9]|\.)+)+!"
@@ -103,9 +103,7 @@ def test_an_adapter_whose_pattern_takes_for_ever_is_refused(
     assert code == 2 and str(file) in err.splitlines()[-1]
 
 
-def test_an_empty_answer_is_said(
-    exported: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_answer_is_said(exported: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = Completion((1,), (0.0,), "", "stop", 0)
     monkeypatch.setattr("mm_grpo.trained.ask.ask", lambda *_, **__: empty)
     code, out, err = command("ask", exported / "merged", "hi")
@@ -113,7 +111,7 @@ def test_an_empty_answer_is_said(
 
 
 def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
-    runs: Runs, exported: Path, command: Callable[..., Any], tmp_path: Path
+    runs: Runs, exported: Path, command: Any, tmp_path: Path
 ) -> None:
     code, ran = tmp_path / "theirs.py", tmp_path / "ran"
     code.write_text(
@@ -159,7 +157,7 @@ def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
 
 
 @pytest.mark.slow
-def test_the_commands(runs: Runs, command: Callable[..., Any], tmp_path: Path) -> None:
+def test_export_and_ask_work_as_commands(runs: Runs, command: Any, tmp_path: Path) -> None:
     code, out, err = command("export", runs("full").root, tmp_path / "out", "--checkpoint", "best")
     assert code == 0 and f"{tmp_path}/out" in out, err
     tiny.picture(1).save(tmp_path / "a.png")
@@ -206,7 +204,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
     return FakeHub
 
 
-def test_an_export_is_pushed_private_and_no_repository_of_others_is_touched(
+def test_an_export_is_pushed_private_and_never_over_a_foreign_repository(
     exported: Path, online: type[FakeHub]
 ) -> None:
     assert hub.check_hub("mine") == "me/mine"
@@ -231,9 +229,9 @@ def test_a_trainer_pushes_what_it_holds(runs: Runs, online: type[FakeHub]) -> No
         runs("full").trainer.push_to_hub("x", adapter=True)
 
 
-def test_offline_and_without_a_token_it_is_one_message(
+def test_an_unusable_hub_is_one_message(
     runs: Runs,
-    command: Callable[..., Any],
+    command: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

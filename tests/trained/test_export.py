@@ -20,6 +20,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.lora import merged_tensors
@@ -34,7 +35,6 @@ from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
 from mm_grpo.trained.source import find_checkpoint
-from mm_grpo.types import Group
 
 Runs = Callable[[str], Finished]
 
@@ -88,29 +88,35 @@ def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path
     lora = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
     processor = load_processor(str(path))
     config = config_for(path, model={"lora": lora, "dtype": "float32", "device": "cpu"})
+    paths = RunPaths(tmp_path)
+    write_rollouts(paths, 1, [replace(group, rewards=(0.0,) * 4) for group in groups_of(processor)])
+    trained = Trained(load_active_model(config, processor, 0.2), processor, config, paths, 1)
+    found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
+    assert found.gap.max <= 1e-4 and found.prompts == 3
+
+
+def load_active_model(config: GRPOConfig, processor: Any, std: float) -> Any:
+    """Load a model whose adapters change its outputs."""
     model = load_model(config.model, processor.family)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:
-                parameter.normal_(std=0.2)
-    paths = RunPaths(tmp_path)
-    write_rollouts(paths, 1, [group_with_rewards(g) for g in groups_of(processor)])
-    trained = Trained(model.eval(), processor, config, paths, 1)
-    found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
-    assert found.gap.max <= 1e-4 and found.prompts == 3
-
-
-def group_with_rewards(group: Group) -> Group:
-    return replace(group, rewards=(0.0,) * 4)
+                parameter.normal_(std=std)
+    return model.eval()
 
 
 @pytest.mark.parametrize(
-    ("fault", "dtype"),
-    [("score", "float32"), ("score", "bfloat16"), ("file", "bfloat16"), ("processor", "float32")],
+    ("fault", "dtype", "words"),
+    [
+        ("score", "float32", "is not the trained model"),
+        ("score", "bfloat16", "is not the trained model"),
+        ("file", "bfloat16", "q_proj.weight differs"),
+        ("processor", "float32", "saved processor"),
+    ],
 )
-def test_what_is_not_the_trained_model_is_not_kept(
-    fault: str, dtype: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_export_that_is_not_the_trained_model_is_removed(
+    fault: str, dtype: str, words: str, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = runs("lora")
     trained = trained_in(run, dtype)
@@ -136,12 +142,7 @@ def test_what_is_not_the_trained_model_is_not_kept(
     if fault == "score":
         monkeypatch.setattr(proof, "score", elsewhere)
     monkeypatch.setattr(export, "write_model", changed)
-    words = {
-        "score": "is not the trained model",
-        "file": "q_proj.weight differs",
-        "processor": "saved processor",
-    }
-    with pytest.raises(ConfigError, match=words[fault]):
+    with pytest.raises(ConfigError, match=words):
         write_export(trained, RunLog(), tmp_path / "out", adapter=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -149,13 +150,8 @@ def test_what_is_not_the_trained_model_is_not_kept(
 def trained_in(run: Finished, dtype: str) -> Trained:
     """The run's base in a number format, with adapters that act."""
     config = run.trainer.config.with_values({"model.dtype": dtype, "model.device": "cpu"})
-    model = load_model(config.model, run.trainer.processor.family)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B" in name:
-                parameter.normal_(std=0.05)
-    return Trained(model.eval(), run.trainer.processor, config, RunPaths(run.root), 3)
+    processor = run.trainer.processor
+    return Trained(load_active_model(config, processor, 0.05), processor, config, RunPaths(run.root), 3)
 
 
 @pytest.mark.slow
@@ -208,7 +204,7 @@ def test_the_card_holds_what_the_run_measured(runs: Runs, tmp_path: Path) -> Non
     assert "learning_rate: 0.01" in card
 
 
-def test_what_is_not_the_run_s_own_is_refused(runs: Runs, tmp_path: Path) -> None:
+def test_an_export_of_changed_runs_is_refused(runs: Runs, tmp_path: Path) -> None:
     """What else cannot be exported is in tests/robustness/cases.py."""
 
     def refused(words: str, *arguments: Any, **options: Any) -> None:
