@@ -70,24 +70,22 @@ def at_least(number: float) -> Condition:
 def guard_rows(config: GRPOConfig) -> list[Guard]:
     """Return the rows of a run. If several have one name, the first that fires in a step is the guard's."""
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
-    none, zero, clipped = "frac_reward_none", "advantages/frac_zero", "completions/clipped_ratio"
-    logprob, masked, phantom = "completions/mean_logprob", "sampling/masked_ratio", "advantages/phantom_share"
     few, many = math.ceil(500 / completions), math.ceil(1000 / completions)
     rows = [  # name, metric, bad step, message, warn after, fatal step, stop after
-        Guard("no_reward", none, equals(1), no_reward, 10, never_rewarded),
+        Guard("no_reward", "frac_reward_none", equals(1), no_reward, 10, never_rewarded),
         # a reward for one row in a hundred has applied by then but for a chance of 0.7 %
-        Guard("no_reward", none, some_never_applied, never_applied, 1),
+        Guard("no_reward", "frac_reward_none", some_never_applied, never_applied, 1),
         # if 1 in 100 earns a reward, 500 show no difference with a chance of 0.7 %, and 1000 of 0.004 %
-        Guard("zero_std", zero, no_difference, zero_std, max(10, few), never_differed, max(20, many)),
-        Guard("clipped_lengths", clipped, at_least(0.95), clipped_lengths, 10, all_are_masked, 20),
-        Guard("entropy_collapse", logprob, entropy_has_collapsed, entropy_collapse, 10),
+        Guard("zero_std", "advantages/frac_zero", no_difference, zero_std, max(10, few), never_differed, max(20, many)),
+        Guard("clipped_lengths", "completions/clipped_ratio", at_least(0.95), clipped_lengths, 10, all_are_masked, 20),
+        Guard("entropy_collapse", "completions/mean_logprob", entropy_has_collapsed, entropy_collapse, 10),
         # healthy runs drop a few in a hundred, in sequence modes at most some tens
-        Guard("masked_share", masked, at_least(0.9), masked_share, 10, equals(1), 20),
+        Guard("masked_share", "sampling/masked_ratio", at_least(0.9), masked_share, 10, equals(1), 20),
         # a tool whose every call fails teaches the model only not to call it
         Guard("tools_failing", "tools/call_frequency", all_calls_fail, tools_failing, 5),
         Guard("tools_unused", "tools/call_frequency", equals(0), tools_unused, 10),
-        Guard("phantom_advantage", phantom, learns_other_rewards, phantom_advantage, max(10, few)),
-    ]
+        Guard("phantom_advantage", "advantages/phantom_share", learns_other_rewards, phantom_advantage, max(10, few)),
+    ]  # fmt: skip
     # with kl_in_reward the KL is between engine and learner, whose rounding alone is above 0
     if config.algorithm.beta > 0 and not config.algorithm.kl_in_reward:
         rows.append(Guard("zero_kl", "kl", never_leaves_reference, zero_kl, 10))

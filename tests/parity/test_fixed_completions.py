@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm_grpo.parity.fixed_completions import (
-    FixedCompletions,
-    ScoreHistory,
-    Scores,
-    not_followed,
-    unmoved,
-)
+from mm_grpo.parity.fixed_completions import FixedCompletions, ScoreHistory, Scores, not_followed, unmoved
 
 TOKENS = 192
 
@@ -64,21 +58,18 @@ def test_the_share_that_the_engine_follows_by_hand() -> None:
     assert "moved -1.00 times as far" in str(not_followed(start, turned, 1e-6))
     assert not_followed(start, half, 0.05) is None  # as much may be rounding
     assert not_followed(start, start, 1e-6) is None  # nothing moved
-    apart = Scores(
-        start.learner, start.engine + values(0.1, 0.2, 0.1, 0.2)
-    )  # as both sides were at the start
+    apart = Scores(start.learner, start.engine + values(0.1, 0.2, 0.1, 0.2))  # as at the start
     assert not_followed(apart, Scores(sound.learner, apart.engine - values(0.1, 0.2, 0.1, 0.2)), 1e-6) is None
 
 
 def test_an_update_is_unmoved_when_the_learner_moves_and_the_engine_does_not() -> None:
     before = Scores(values(-1, -2), values(-1, -2.001))
 
-    def said(learner: Tensor, engine: Tensor) -> bool:
-        return unmoved(before, Scores(learner, engine))
-
-    assert said(values(-1.001, -2.001), values(-1, -2.001))
-    assert not said(values(-1.001, -2.001), values(-1, -2.0011))  # it moved, however little
-    assert not said(values(-1 - 1e-7, -2 - 1e-7), values(-1, -2.001))  # nothing to see
+    assert unmoved(before, Scores(values(-1.001, -2.001), before.engine))
+    assert not unmoved(
+        before, Scores(values(-1.001, -2.001), values(-1, -2.0011))
+    )  # it moved, however little
+    assert not unmoved(before, Scores(values(-1 - 1e-7, -2 - 1e-7), before.engine))  # nothing to see
     other = Scores(values(-1, -2, -3), values(-1, -2, -3))
     assert not unmoved(other, Scores(values(-1, -2, -3.1), other.engine))  # one token was rounded otherwise
     assert unmoved(other, Scores(values(-1, -2.1, -3.1), other.engine))
