@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KEY = "ahead"
 LEFT_OUT = (
-    "prompt", "kl", "advantages", "turn_advantages", "tail", "environment", "local_groups", "times",
+    "prompt", "kl", "advantages", "turn_advantages", "tail", "final_state", "local_groups", "times",
     "streamed_calls",
 )  # fmt: skip
 """Fields of a rollout, its groups and completions that are made again."""
