@@ -120,9 +120,13 @@ class OpenRun:
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
         self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
         self.resume = resume
+        user_features = config.algorithm.features
+        classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
+        features = list(zip(user_features, classes, strict=True))
         self.state = RunState(
             folder.paths, self.learner, config, self.evaluations, plan.order,
-            cache(partial(identity_of, self.train_set, eval_sets, scorer.specs, toolbox)),  # it reads every row
+            # it reads every row
+            cache(partial(identity_of, self.train_set, eval_sets, scorer.specs, toolbox, features)),
             max_steps=plan.max_steps, save_every=save_every,
         )  # fmt: skip
         self.signals = StopSignals(quiet=not ranks.first)

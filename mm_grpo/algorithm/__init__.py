@@ -7,7 +7,7 @@
 - `perception.py`: PAPO's term, and its masked images.
 - `credit.py`: weights of tokens' advantages, by how much a token depends on its image.
 - `correction.py`: weights and masks for a policy that is not the one that sampled.
-- `masks.py`: which tokens enter the loss.
+- `masks.py`: tokens that enter the loss.
 
-A trainer is not needed to call any of it. `learner/loss.py` puts the loss of a pack together from these.
+None of it needs a trainer or a config object. `learner/loss.py` puts the loss of a pack together from these.
 """

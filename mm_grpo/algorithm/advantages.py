@@ -1,4 +1,4 @@
-"""Rewards to advantages: what a completion's reward is compared with, and what the difference is divided by.
+"""Rewards to advantages: the baseline of a completion's reward, and the divisor of the difference.
 
     grpo                           less the group's mean, over a standard deviation (`scale_rewards`)
     rloo                           less the mean of the other rewards of the group
@@ -6,15 +6,14 @@
     maxrl                          less the group's mean, over that mean
     gdpo                           each reward by itself first, then their weighted sum (`normalize_then_sum`)
 
-Axes: [P][G], P groups (prompts) of G completions each; P is that of the whole step, over all processes. Numbers
-are plain doubles.
+Axes: [P][G], the P groups (prompts) of the whole step, over all processes, of G completions each. Numbers are plain
+doubles.
 
-All share three rules. A reward of None leaves its group's baseline and gets advantage 0, as does a lone
-reward, which has nothing to be compared with. A group whose rewards are all equal gets exact zeros, never
-rounding residue. A reward that is not finite raises ValueError.
+All share three rules. A reward of None does not enter its group's baseline and gets advantage 0, as does a lone reward.
+A group of equal rewards gets exact zeros, never rounding residue. A reward that is not finite raises ValueError.
 
-Standard deviations are sample deviations (n - 1), and 1e-4 guards each division, both as in TRL. A new
-estimator is one function, one line in `ESTIMATORS` and one word in the config's `advantage_estimator`.
+Standard deviations are sample deviations (n - 1), and 1e-4 guards each division, both as in TRL. A new estimator is one
+function, one line in `ADVANTAGE_ESTIMATORS` and one word in the config's `advantage_estimator`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, Protocol
 
-from mm_grpo.config import AlgorithmConfig
 from mm_grpo.errors import RewardError
 
 EPSILON = 1e-4
@@ -35,14 +33,26 @@ MAXRL_EPSILON = 1e-6
 """Added to the mean that `maxrl` divides by."""
 
 Rewards = Sequence[Sequence[float | None]]
-"""Rewards [P][G]; None where no reward applies to the completion."""
+"""Rewards [P][G]; None if no reward applies to the completion."""
 
 Scale = Literal["group", "batch", "none"]
 
 
+class AdvantageOptions(Protocol):
+    """Options that estimators read; `AlgorithmConfig` has them."""
+
+    @property
+    def advantage_estimator(self) -> str: ...
+    @property
+    def multi_objective_aggregation(self) -> str: ...
+
+    scale_rewards: Scale
+    turn_gamma: float | None
+
+
 @dataclass(frozen=True)
 class Objective:
-    """One reward: its weight, and its scores [P][G] as they enter a total, not weighted."""
+    """One reward: its weight, and its unweighted scores [P][G]."""
 
     weight: float
     scores: Rewards
@@ -50,17 +60,16 @@ class Objective:
 
 
 def advantages(
-    rewards: Rewards, config: AlgorithmConfig, objectives: Sequence[Objective] = ()
+    rewards: Rewards, options: AdvantageOptions, objectives: Sequence[Objective] = ()
 ) -> list[tuple[float, ...]]:
-    """Advantages [P][G] of total rewards [P][G], as the config says.
+    """Return advantages [P][G] of total rewards [P][G], by the estimator of `options`.
 
-    `objectives` are the rewards that the totals are made of. Only `normalize_then_sum` uses them, and of the
-    totals it then uses one thing: a completion whose total is None has no scores either. Raises ValueError for a
-    reward that is not finite.
+    `objectives` are the rewards that the totals are made of. Only `normalize_then_sum` uses them, and of the totals
+    then only which are None. Raises ValueError for a reward that is not finite.
     """
-    if config.multi_objective_aggregation == "normalize_then_sum":
+    if options.multi_objective_aggregation == "normalize_then_sum":
         return gdpo(rewards, objectives)
-    return ESTIMATORS[config.advantage_estimator](rewards, config)
+    return ADVANTAGE_ESTIMATORS[options.advantage_estimator](rewards, options)
 
 
 def grpo(rewards: Rewards, scale: Scale = "group") -> list[tuple[float, ...]]:
@@ -68,8 +77,8 @@ def grpo(rewards: Rewards, scale: Scale = "group") -> list[tuple[float, ...]]:
 
         A[p, g] = (r[p, g] - mean_p) / (std + 1e-4)
 
-    std is that of the group (`group`) or of the whole step (`batch`, Liu et al. 2025, arXiv:2508.08221);
-    `none` divides by nothing (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). Departures from the paper: the
+    std is over the group (`group`) or the whole step (`batch`, Liu et al. 2025, arXiv:2508.08221);
+    `none` does not divide (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783). Departures from the paper: the
     sample deviation and the 1e-4.
     """
     require_finite(rewards)
@@ -86,13 +95,14 @@ def rloo(rewards: Rewards) -> list[tuple[float, ...]]:
 
         A[p, g] = r[p, g] - mean of r[p, h] over h != g = (r[p, g] - mean_p) * n / (n - 1)
 
-    n counts the rewards of the group that are not None. A completion's baseline does not depend on the
+    A completion's baseline does not depend on the
     completion, so the estimate is unbiased (Ahmadian et al. 2024, arXiv:2402.14740), and nothing divides it.
     No departures; the papers' penalty against the reference policy is `algorithm.kl_in_reward`.
     """
     require_finite(rewards)
     result = []
     for row in rewards:
+        # of the rewards that are not None
         n = len(present(row))
         factor = n / (n - 1) if n > 1 else 0.0
         result.append(zero_for_none([None if d is None else d * factor for d in centered(row)]))
@@ -106,8 +116,8 @@ def reinforce_plus_plus_baseline(rewards: Rewards) -> list[tuple[float, ...]]:
         A[p, g] = d[p, g] / (std of all d of the step + 1e-4)
 
     With one scale for the step, an easy or hard prompt, whose rewards hardly differ, does not get the large
-    advantages that a scale of its own group gives it; unlike `scale_rewards: batch`, the differences between
-    prompts are not part of that scale. Departures: the paper also subtracts the mean of d, which is 0
+    advantages that its group's scale gives it; unlike with `scale_rewards: batch`, the differences between
+    prompts are not part of the scale. Departures: the paper also subtracts the mean of d, which is 0
     already, group by group; the deviation counts completions, where verl counts each completion once per token.
     """
     require_finite(rewards)
@@ -128,13 +138,13 @@ def maxrl(rewards: Rewards) -> list[tuple[float, ...]]:
     require_finite(rewards)
     result = []
     for row in rewards:
-        known = present(row)
-        if known and min(known) < 0:
+        numbers = present(row)
+        if numbers and min(numbers) < 0:
             raise RewardError(
-                f"algorithm.advantage_estimator = 'maxrl': a total reward is {min(known):g}; it divides by the group's "
-                "mean, so totals must be 0 or more; shift or clip the rewards, or use grpo"
+                f"algorithm.advantage_estimator = 'maxrl': a total reward is {min(numbers):g}; it divides by the "
+                "group's mean, so totals must be 0 or more; shift or clip the rewards, or use grpo"
             )
-        divisor = (fmean(known) if known else 0.0) + MAXRL_EPSILON
+        divisor = (fmean(numbers) if numbers else 0.0) + MAXRL_EPSILON
         result.append(zero_for_none([None if d is None else d / divisor for d in centered(row)]))
     return result
 
@@ -150,18 +160,17 @@ def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, 
     each is divided by its own group's deviation. Here every reward has its own deviation in its own group, its
     weight says what that is worth, and to win two of them counts for more than to win one.
 
-    `totals` [P][G] say with None which completions have no reward at all, or were masked. A reward that does
+    `totals` [P][G] are None for completions that have no reward at all, or were masked. A reward that does
     not apply to a completion (None: the row lacks a column, or a gate of `only_if` is shut) adds nothing to s
     there and leaves that reward's mean and deviation: a gated reward compares the completions that passed its
     gate with each other. A reward of weight 0 is only logged. Equal totals do not make advantages 0 here; equal
     scores of every reward do.
 
     This is TRL's `normalize_then_sum`. Departures: the mean of s over the step, which paper and TRL subtract,
-    is 0 already, group by group; not to subtract it keeps the exact zeros of groups whose scores are all equal.
-    TRL counts a completion to which only rewards of weight 0 apply in the last deviation; here it has no reward.
+    is 0 already, group by group. TRL counts a completion to which only rewards of weight 0 apply in the last
+    deviation; here it has no reward.
 
-    Raises ValueError for a score that is not finite, for totals without scores, and for scores of another
-    shape than theirs.
+    Raises ValueError for a score that is not finite, for totals without scores, and for scores of another shape.
     """
     if not objectives and any(t is not None for row in totals for t in row):
         raise ValueError("normalize_then_sum needs the scores of each reward, and got none")
@@ -169,29 +178,31 @@ def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, 
     for objective in objectives:
         require_finite(objective.scores, objective.name)
         for row, total, scores in zip(terms, totals, objective.scores, strict=True):
-            kept = [None if t is None else score for t, score in zip(total, scores, strict=True)]
-            divisor = std(kept) + EPSILON
-            for cell, d in zip(row, centered(kept), strict=True):
+            # a masked completion leaves the mean and deviation of every reward
+            counted_scores = [None if t is None else s for t, s in zip(total, scores, strict=True)]
+            divisor = std(counted_scores) + EPSILON
+            for cell, d in zip(row, centered(counted_scores), strict=True):
                 if d:
                     cell.append(objective.weight * d / divisor)
     sums = [
         [None if t is None else _sum(cell) for t, cell in zip(total, row, strict=True)]
         for total, row in zip(totals, terms, strict=True)
     ]
+    # the mean of the sums is not subtracted: groups of equal scores keep exact zeros
     divisor = std([s for row in sums for s in row]) + EPSILON
     return [zero_for_none([None if s is None else s / divisor for s in row]) for row in sums]
 
 
-ESTIMATORS: dict[str, Callable[[Rewards, AlgorithmConfig], list[tuple[float, ...]]]] = {
-    "grpo": lambda rewards, config: grpo(rewards, config.scale_rewards),
-    "maxrl": lambda rewards, config: maxrl(rewards),
-    "rloo": lambda rewards, config: rloo(rewards),
-    "reinforce_plus_plus_baseline": lambda rewards, config: reinforce_plus_plus_baseline(rewards),
+ADVANTAGE_ESTIMATORS: dict[str, Callable[[Rewards, AdvantageOptions], list[tuple[float, ...]]]] = {
+    "grpo": lambda rewards, options: grpo(rewards, options.scale_rewards),
+    "maxrl": lambda rewards, options: maxrl(rewards),
+    "rloo": lambda rewards, options: rloo(rewards),
+    "reinforce_plus_plus_baseline": lambda rewards, options: reinforce_plus_plus_baseline(rewards),
 }
 
 
 def require_finite(rewards: Rewards, name: str = "reward") -> None:
-    """ValueError for a reward that is neither finite nor None."""
+    """Raise ValueError for a reward that is neither finite nor None."""
     for p, row in enumerate(rewards):
         for g, r in enumerate(row):
             if r is not None and not math.isfinite(r):
@@ -201,31 +212,33 @@ def require_finite(rewards: Rewards, name: str = "reward") -> None:
 
 
 def present(row: Sequence[float | None]) -> list[float]:
-    """The values that are not None."""
+    """Return the values that are not None."""
     return [r for r in row if r is not None]
 
 
 def std(values: Sequence[float | None]) -> float:
-    """Sample standard deviation of the values that are not None; 0 for fewer than two, exactly 0 where all equal."""
-    known = present(values)
-    return stdev(known) if len(known) > 1 else 0.0
+    """Return the sample standard deviation of the values that are not None; 0 for fewer than two."""
+    numbers = present(values)
+    return stdev(numbers) if len(numbers) > 1 else 0.0  # exact: 0 for equal values
 
 
 def centered(row: Sequence[float | None]) -> list[float | None]:
-    """A group's rewards less their mean; exact zeros where all are equal, for 0.1 + 0.1 + 0.1 is not 0.3."""
-    known = present(row)
-    if not known or max(known) == min(known):
+    """Return a group's rewards less their mean; exact zeros if all are equal."""
+    numbers = present(row)
+    # exact zeros: a mean is rounded, because 0.1 + 0.1 + 0.1 is not 0.3
+    if not numbers or max(numbers) == min(numbers):
         return [None if r is None else 0.0 for r in row]
-    mean = fmean(known)
+    mean = fmean(numbers)
     return [None if r is None else r - mean for r in row]
 
 
 def zero_for_none(row: Sequence[float | None]) -> tuple[float, ...]:
-    """A group's advantages, 0 where there is no reward."""
+    """Return a group's advantages, 0 for None."""
     return tuple(0.0 if a is None else a for a in row)
 
 
 def _sum(terms: Sequence[float]) -> float:
-    """The sum, and exactly 0 where rewards that contradict each other cancel but for rounding."""
+    """Return the sum, exactly 0 if it is 0 but for rounding."""
     total = math.fsum(terms)
+    # rewards that contradict each other cancel; their rounding would be divided by a tiny deviation
     return 0.0 if abs(total) <= 1e-12 * math.fsum(map(abs, terms)) else total

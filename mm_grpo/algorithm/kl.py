@@ -8,7 +8,7 @@ With d = ref_logp - logp, per sampled token (Schulman 2020, http://joschu.net/bl
 
 In the loss (`learner/loss.py` adds beta times the estimate of each token) the config refuses k1: its
 gradient there has mean 0. In the reward (`algorithm.kl_in_reward`; RLOO, arXiv:2402.14740) it is the usual
-one: a completion's log-ratio, the sum of k1 over its tokens, times beta, comes off its reward before
+one: a completion's log-ratio, the sum of k1 over its tokens, times beta, is subtracted from its reward before
 advantages. The log-probabilities are then those of the policy that sampled. With k1 the policy gradient of
 such a reward is that of the KL divergence; with k2 or k3 it is not.
 
@@ -43,10 +43,10 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2,
 
 
 def completion_kl(logp: Sequence[float], ref_logp: Sequence[float], estimator: str) -> float:
-    """The KL of a completion in nats: the sum of the estimate over its sampled tokens, in double precision.
+    """Return the KL of a completion in nats: the sum of the estimate over its sampled tokens, in double precision.
 
-    `logp` [T] and `ref_logp` [T] are those of the sampled tokens; an empty completion has 0. Raises ValueError
-    when their lengths differ.
+    `logp` [T] and `ref_logp` [T] are of the sampled tokens; an empty completion has 0. Raises ValueError if their
+    lengths differ.
     """
     if len(logp) != len(ref_logp):
         raise ValueError(f"{len(logp)} log-probabilities for {len(ref_logp)} of the reference")
@@ -57,7 +57,7 @@ def completion_kl(logp: Sequence[float], ref_logp: Sequence[float], estimator: s
 def penalised(
     rewards: Sequence[Sequence[float | None]], penalties: Sequence[Sequence[float]]
 ) -> list[tuple[float | None, ...]]:
-    """Rewards [P][G] less their penalties [P][G]; None stays None, for a penalty alone is no reward."""
+    """Return rewards [P][G] less their penalties [P][G]; None stays None: a penalty alone is no reward."""
     return [
         tuple(None if r is None else r - cost for r, cost in zip(row, costs, strict=True))
         for row, costs in zip(rewards, penalties, strict=True)

@@ -4,9 +4,8 @@
 
 A loss type is a pair of functions in `LOSSES`: `weights(lengths, max_completion_length) -> [R]`, the weight of
 every token of completion r, from the token counts of all R completions of the update (0 for a masked one), and
-`token_loss(tokens, config) -> TokenLoss`. The weights count the whole update, so the loss is the same wherever its
-tokens are computed: packs, accumulation and processes cannot change it. `learner/loss.py` adds what all types
-share: corrections, the KL term and the entropy bonus.
+`token_loss(tokens, config) -> TokenLoss`. The weights count the whole update, so packs, accumulation and processes
+cannot change the loss. `learner/loss.py` adds what all types share: corrections, the KL term and the entropy bonus.
 
 Axes: [M], M completion tokens, flat, in any order; [R], R completions. `completion_index` [M] names the
 completion of each token, and all tokens of a completion are among the M.
@@ -19,28 +18,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mm_grpo.config import AlgorithmConfig
-
 Level = Literal["token", "sequence"]
+
+
+class LossOptions(Protocol):
+    """Options that losses read; `AlgorithmConfig` has them."""
+
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    importance_sampling_level: Level
+
+    @property
+    def importance_sampling_mode(self) -> str: ...
+
+    def option(self, name: str) -> float: ...
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """M completion tokens: log-probabilities under the new and the old policy, advantage and completion, all [M].
-
-    `correction` [M] is the mismatch weight of learner against engine, None where there is none.
-    """
+    """M completion tokens: log-probabilities under the new and the old policy, advantage and completion, all [M]."""
 
     logp: Tensor
     old_logp: Tensor
     advantages: Tensor
     completion_index: Tensor
     correction: Tensor | None = None
+    """Mismatch weights of learner against engine [M], if there are any."""
 
     @property
     def log_ratio(self) -> Tensor:
@@ -61,9 +70,9 @@ class TokenLoss:
 
 
 def log_importance(log_ratio: Tensor, completion_index: Tensor, level: Level) -> Tensor:
-    """Log importance weights [M] from log-ratios [M]: how much more probable the new policy makes a token.
+    """Return log importance weights [M] from log-ratios [M]: how much more probable the new policy makes a token.
 
-    At token level the weight of a token is its own ratio. At sequence level (GSPO, Zheng et al. 2025,
+    At token level the weight of a token is its ratio. At sequence level (GSPO, Zheng et al. 2025,
     arXiv:2507.18071) every token of a completion has the completion's length-normalised ratio, the exponential
     of the mean log-ratio. Gradients flow through both.
     """
@@ -71,7 +80,7 @@ def log_importance(log_ratio: Tensor, completion_index: Tensor, level: Level) ->
 
 
 def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
-    """For each token [M], the sum of `values` [M] over its completion."""
+    """Return, for each token [M], the sum of `values` [M] over its completion."""
     # numbers from 0, which are fewer than M; torch.unique would wait for the device to count them
     ordered, order = completion_index.sort()
     number = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
@@ -80,14 +89,14 @@ def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:
-    """For each token [M], the mean of `values` [M] over its completion."""
+    """Return, for each token [M], the mean of `values` [M] over its completion."""
     return sequence_sum(values, completion_index) / sequence_sum(torch.ones_like(values), completion_index)
 
 
 # the loss of a token -----------------------------------------------------------------------------
 
 
-def clipped(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def clipped(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """PPO's clipped surrogate at the config's importance level: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo`."""
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
     return clipped_surrogate(weight, tokens.advantages, config.epsilon, _upper(config), config.delta)
@@ -100,7 +109,7 @@ def clipped_surrogate(
 
         loss_t = -min(min(ratio_t, delta) * A, clip(ratio_t, 1 - epsilon, 1 + epsilon_high) * A)
 
-    `log_weight` [M] are log-ratios, `advantages` [M] those of the tokens' completions. A separate upper bound
+    `log_weight` [M] are log-ratios, `advantages` [M] are the completions'. A separate upper bound
     `epsilon_high` is "clip-higher" of DAPO (Yu et al. 2025, arXiv:2503.14476, eq. 10). `delta` bounds the ratio of
     tokens with a negative advantage, which the pair of bounds leaves open above (two-sided clipping,
     INTELLECT-2, arXiv:2505.07291).
@@ -120,7 +129,7 @@ def clipped_surrogate(
     )
 
 
-def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def cispo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """REINFORCE with a clipped importance weight: every token keeps its gradient (MiniMax-M1, arXiv:2506.13585).
 
         loss_t = -stop_gradient(min(ratio_t, epsilon_high)) * A * logp_t
@@ -133,7 +142,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     return unclipped(-ratio.clamp(max=_upper(config)) * tokens.advantages * tokens.logp)
 
 
-def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def sapo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """A soft gate in place of the hard clip (SAPO, arXiv:2511.20347).
 
         loss_t = -sigmoid(tau * (ratio_t - 1)) * 4 / tau * A
@@ -150,30 +159,30 @@ DPPO_MAX = 20.0
 """Upper bound of the importance weight in `dppo_tv` and `dppo_kl`, verl's."""
 
 
-def dppo_tv(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
-    """REINFORCE, but for tokens whose probability has moved too far in the direction of their advantage (DPPO).
+def dppo_tv(tokens: Tokens, config: LossOptions) -> TokenLoss:
+    """REINFORCE without tokens that have become too much likelier or less likely, as their advantage says (DPPO).
 
-        loss_t = -stop_gradient(min(ratio_t, 20)) * A * logp_t     where |p_t - p_old_t| is within its bound
+        loss_t = -stop_gradient(min(ratio_t, 20)) * A * logp_t     if |p_t - p_old_t| is within its bound
 
     Qi et al. 2026, arXiv:2602.04879, with the total variation of "this token or another". `epsilon_high` bounds
     p - p_old where A > 0, and `epsilon` p_old - p where A <= 0. A ratio says little about rare tokens: from 0.001 to
     0.01 is a ratio of 10 and hardly a change. As in verl, the weight is bounded by 20.
     """
-    moved = tokens.logp.detach().exp() - tokens.old_logp.exp()
-    return _within(tokens, moved > _upper(config), moved < -config.epsilon)
+    change = tokens.logp.detach().exp() - tokens.old_logp.exp()
+    return _within(tokens, change > _upper(config), change < -config.epsilon)
 
 
-def dppo_kl(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
-    """`dppo_tv` with the Kullback-Leibler divergence of "this token or another", in nats, as what is bounded.
+def dppo_kl(tokens: Tokens, config: LossOptions) -> TokenLoss:
+    """`dppo_tv`, but it bounds the Kullback-Leibler divergence of "this token or another", in nats.
 
         D_t = p_old * log(p_old / p) + (1 - p_old) * log((1 - p_old) / (1 - p))
 
-    Bounded by `epsilon_high` where A > 0 and p > p_old, by `epsilon` where A <= 0 and p < p_old; 0.05 is usual. 1e-8
-    is added to both 1 - p, as in verl.
+    The bound is `epsilon_high` if A > 0 and p > p_old, `epsilon` if A <= 0 and p < p_old; 0.05 is usual. 1e-8 is added
+    to both 1 - p, as in verl.
     """
     p, old = tokens.logp.detach().exp(), tokens.old_logp.exp()
-    others = (1 - old) * torch.log((1 - old + 1e-8) / (1 - p + 1e-8))
-    divergence = old * (tokens.old_logp - tokens.logp.detach()) + others
+    another_token = (1 - old) * torch.log((1 - old + 1e-8) / (1 - p + 1e-8))
+    divergence = old * (tokens.old_logp - tokens.logp.detach()) + another_token
     return _within(
         tokens, (divergence > _upper(config)) & (p > old), (divergence > config.epsilon) & (p < old)
     )
@@ -187,18 +196,18 @@ def _within(tokens: Tokens, above: Tensor, below: Tensor) -> TokenLoss:
     return TokenLoss(loss, clipped_low=low, clipped_high=high, capped=torch.zeros_like(low))
 
 
-def _upper(config: AlgorithmConfig) -> float:
+def _upper(config: LossOptions) -> float:
     return config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
-def gmpo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
-    """The geometric mean of a completion's clipped ratios (GMPO: Zhao et al. 2025, arXiv:2507.20673, eq. 4).
+def gmpo(tokens: Tokens, config: LossOptions) -> TokenLoss:
+    """Geometric mean of a completion's clipped ratios (GMPO: Zhao et al. 2025, arXiv:2507.20673, eq. 4).
 
         loss of a completion = -A * exp(mean over its tokens of l_t)
-        l_t = min(log ratio_t, epsilon_high) where A > 0,  max(log ratio_t, -epsilon) elsewhere
+        l_t = min(log ratio_t, epsilon_high) if A > 0,  max(log ratio_t, -epsilon) otherwise
 
     Every token has its completion's loss, and the weight divides by the length. Bounds are distances of log ratios
-    from 0; the paper's are 0.4. As in TRL, what bounds a ratio from the other side is left out: it never acts.
+    from 0; the paper's are 0.4. As in TRL, a ratio has no bound on the other side: it would never act.
     """
     positive = tokens.advantages > 0
     log_ratio = tokens.log_ratio
@@ -214,12 +223,12 @@ VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0
 """Bounds of logarithms in `vespo`, TRL's."""
 
 
-def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def vespo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """REINFORCE weighed by a smooth function of the whole completion's ratio (VESPO, arXiv:2602.10693).
 
         loss_t = -phi(w) * A * logp_t,   phi(w) = exp(lambda) * w^k * exp(-lambda * w),   phi(1) = 1
 
-    w is the product of the ratios of the completion's tokens, times that of learner to engine where there is
+    w is the product of the ratios of the completion's tokens, times the ratio of learner to engine if there is
     a mismatch correction; phi carries no gradient. k and lambda differ by the sign of the advantage
     (`vespo_k_pos`, `vespo_lambda_pos`, `vespo_k_neg`, `vespo_lambda_neg`).
     """
@@ -227,8 +236,9 @@ def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     if tokens.correction is not None:
         gap = tokens.correction.log().clamp(VESPO_MIN, VESPO_MAX)
         # in these modes every token has the weight of its whole completion already
-        whole = config.importance_sampling_mode.startswith("sequence")
-        log_w = log_w + (gap if whole else sequence_sum(gap, tokens.completion_index))
+        if not config.importance_sampling_mode.startswith("sequence"):
+            gap = sequence_sum(gap, tokens.completion_index)
+        log_w = log_w + gap
     log_w = log_w.clamp(VESPO_MIN, VESPO_MAX)
     positive = tokens.advantages >= 0
     k = torch.where(positive, config.vespo_k_pos, config.vespo_k_neg)
@@ -238,7 +248,7 @@ def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
 
 
 def unclipped(loss: Tensor) -> TokenLoss:
-    """A loss [M] in which every token keeps its gradient, those whose weight was cut too."""
+    """Return a loss [M] in which every token keeps its gradient, also if its weight was cut."""
     none = torch.zeros(loss.shape, dtype=torch.bool, device=loss.device)
     return TokenLoss(loss, none, none, none)
 
@@ -285,7 +295,7 @@ class Loss(NamedTuple):
     """A loss type: the weights [R] of completions' tokens and the loss [M] of each token."""
 
     weights: Callable[[Tensor, int], Tensor]
-    token_loss: Callable[[Tokens, AlgorithmConfig], TokenLoss]
+    token_loss: Callable[[Tokens, LossOptions], TokenLoss]
 
 
 LOSSES: dict[str, Loss] = {
@@ -306,5 +316,5 @@ LOSSES: dict[str, Loss] = {
 
 
 def token_weights(loss_type: str, lengths: Tensor, max_completion_length: int) -> Tensor:
-    """Weight [R] of each token of each completion, from token counts [R] and the length limit in tokens."""
+    """Return the weight [R] of each token of each completion, from token counts [R] and the length limit in tokens."""
     return LOSSES[loss_type].weights(lengths, max_completion_length)

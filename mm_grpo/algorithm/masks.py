@@ -1,13 +1,13 @@
 """Masks of tokens that enter the loss.
 
-`top_entropy_mask` keeps the share of tokens at which the policy was least sure (`algorithm.top_entropy_quantile`,
+`top_entropy_mask` selects the share of tokens at which the policy was least sure (`algorithm.top_entropy_quantile`,
 Wang et al. 2025, arXiv:2506.01939): forks in the text, where a choice was made. The KL term is not
 masked: it holds at every token, as in TRL.
 
 The threshold is TRL's `torch.quantile(entropies, 1 - share)`, found by rank: interpolation between two
 neighbours decides nothing, since no token lies between them, and `torch.quantile` refuses more than 2^24
-values. Departure: TRL takes it over each micro-batch, here it is over all tokens that are given, those of the
-whole update, so that packs and processes change no result.
+values. Departure: TRL takes it over each micro-batch, here it is over all tokens of the update, so that packs and
+processes change no result.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ equally unsure, and each pack rounds them in its own way."""
 
 
 def entropy_threshold(entropies: Tensor, share: float) -> float:
-    """The entropy that a token of the top `share` has at least, from the entropies [N] of all active tokens.
+    """Return the least entropy of the top `share` of tokens, from the entropies [N] of all active tokens.
 
-    With n tokens, floor(share * (n - 1)) + 1 of them reach it, and more where some are tied with the last;
-    one always does. `share` is in (0, 1]. Infinity where there is no token.
+    With n tokens, floor(share * (n - 1)) + 1 of them reach it, and more if some are tied with the last; one always
+    does. `share` is in (0, 1]. Infinity if there is no token.
     """
     n = entropies.numel()
     if n == 0:
         return math.inf
     # 0.29 * 100 is 28.999999999999996 in double precision; the margin is far above such rounding.
-    kept = math.floor(share * (n - 1) + 1e-6) + 1
-    return float(torch.kthvalue(entropies.detach().flatten(), n - kept + 1).values)
+    count = math.floor(share * (n - 1) + 1e-6) + 1
+    return float(torch.kthvalue(entropies.detach().flatten(), n - count + 1).values)
 
 
 def top_entropy_mask(entropies: Tensor, active: Tensor, share: float) -> Tensor:
-    """Keep active tokens among the top `share` by entropy; bool of any one shape.
+    """Return True for active tokens among the top `share` by entropy; all tensors have one shape.
 
-    `entropies` are in nats; `active` is bool or 0 and 1, and what is not active neither counts nor stays. What is
-    tied with the last one stays, up to rounding.
+    `entropies` are in nats; `active` is bool or 0 and 1, and other tokens do not count. Tokens tied with the last one,
+    up to rounding, are in.
     """
     active = active.bool()
     return active & (entropies >= entropy_threshold(entropies[active], share) - TIED)

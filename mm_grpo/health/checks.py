@@ -24,7 +24,7 @@ MIN_CHANCE = 1e-9
 """Chance below which repetition is called a fault: far under one false alarm in a million groups."""
 
 
-def duplicate_completions(groups: Sequence[Group], threshold: float = MIN_CHANCE) -> str | None:
+def duplicate_completions(groups: Sequence[Group]) -> str | None:
     """Return a message if a group repeats a completion beyond what its probability allows, else None.
 
     Equal completions are healthy if the policy is sure of its answer, and a fault if two generations drew the same
@@ -35,7 +35,7 @@ def duplicate_completions(groups: Sequence[Group], threshold: float = MIN_CHANCE
         for completion in group.completions:
             copies = counts[completion.token_ids]
             chance = copies_chance(completion, copies, len(group.completions))
-            if copies > 1 and chance < threshold:
+            if copies > 1 and chance < MIN_CHANCE:
                 return _copies_message(group, completion, copies, chance)
     return None
 

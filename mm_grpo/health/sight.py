@@ -6,8 +6,7 @@ that learns to see. Sight (`sight/nats`, learner/sight.py) tells the two apart: 
 its own image than with the image of another row. It is 0 on average if the image plays no part.
 
 The means of the last measurements are compared with the means of the first, each with its standard error, so noise is
-no loss. If rewards have not risen there is no shortcut, whatever sight does. A run whose rows are text is never
-measured.
+no loss. If rewards have not risen there is no shortcut, whatever sight does.
 """
 
 from __future__ import annotations

@@ -38,21 +38,19 @@ Rule = Callable[["Conversion", Any], "str | None"]
 
 @dataclass
 class Conversion:
-    """Result of converting a config."""
+    """Result of converting a config: `values` are ours."""
 
     foreign: dict[str, Any]
     """The config by dotted key, with its trainer's defaults."""
     devices: int
     values: dict[str, Any] = field(default_factory=dict)
-    """Our config."""
     omitted: dict[str, str] = field(default_factory=dict)
     """Reasons by foreign key."""
     notes: list[str] = field(default_factory=list)
     """Values that were written although no key said them."""
     key: str = ""
-    """The key that is being converted."""
     origin: dict[str, str] = field(default_factory=dict)
-    """The foreign key of each of our fields."""
+    """The foreign key of each of our fields; `key` is the one that is being converted."""
 
     def put(self, path: str, value: Any) -> None:
         set_value(self.values, path.split("."), value, path)
@@ -243,8 +241,7 @@ def _vllm(result: Conversion, value: Any) -> str | None:
 
 def _rewards(result: Conversion, value: Any) -> str | None:
     names, weights = value if isinstance(value, list) else [value], result.foreign.get("reward_weights")
-    if not isinstance(weights, list) or len(weights) != len(names):
-        weights = [None] * len(names)
+    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
     entries: list[Any] = []
     for name, weight in zip(names, weights, strict=True):
         module, _, function = str(name).rpartition(".")

@@ -19,10 +19,9 @@ from torch import Tensor
 from mm_grpo.health.checks import LogprobGap, logp_gap
 from mm_grpo.types import Prompt
 
-MAX_COMPLETIONS = 4
+MAX_COMPLETIONS, MAX_COMPLETION_TOKENS = 4, 64
 MAX_TOKENS = 192
 """Tokens of all fixed completions together, at most: enough to average out rounding, and one short forward."""
-MAX_COMPLETION_TOKENS = 64
 TOKEN_ID_LIMIT = 256
 """Token ids are below this one; every vocabulary has them."""
 MIN_ROUNDING = {"float32": 2e-6, "bfloat16": 1e-4}

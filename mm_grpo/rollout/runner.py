@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from mm_grpo.rollout.engine import answer_all, requests_for, require_answers
 from mm_grpo.rollout.scored_groups import with_scores
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rewards.streaming_rewards import StreamedCalls
-    from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling
+    from mm_grpo.rollout.engine import Request, Sampling
     from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts
     from mm_grpo.rollout.turns import Sampler
 
@@ -111,7 +111,7 @@ class RolloutRunner:
         if streamed_calls is None:
             return self.sampler.generate(requests) if requests else []
         add = streamed_calls.add
-        with cast("RolloutEngine", self.sampler).stream() as stream:
+        with self.sampler.stream() as stream:
             return answer_all(
                 stream, requests, lambda at, completion: add(at, requests[at].prompt, completion)
             )

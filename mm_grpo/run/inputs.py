@@ -35,6 +35,7 @@ def inputs_of(config: GRPOConfig, **arguments: Any) -> list[tuple[str, AnyPath]]
         *((f"data.eval.{name}".rstrip("."), source) for name, source in by_name),
         ("data.image_dir", config.data.image_dir),
         ("run.expected_curve", config.run.expected_curve),
+        *(("algorithm.features", a.rpartition(":")[0]) for a in config.algorithm.features if ".py:" in a),
     ]
     for entry in arguments.get("rewards") or config.rewards:
         name = entry.get("name") if isinstance(entry, Mapping) else entry

@@ -103,15 +103,19 @@ def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dic
 
 
 def identity_of(
-    train: Rows, eval_sets: Mapping[str, Rows], specs: Sequence[RewardSpec], toolbox: Toolbox | None
+    train: Rows,
+    eval_sets: Mapping[str, Rows],
+    specs: Sequence[RewardSpec],
+    toolbox: Toolbox | None,
+    features: Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
-    """Return the identity of rows (by their field of `data`), rewards and tools, for `refuse_another_run`."""
+    """Return the identity of rows (by their field of `data`), rewards, tools and the user's loss features by name."""
     sets = {"train": train, **{f"eval.{name}": rows for name, rows in eval_sets.items()}}
     return {
         "rows": {field: rows.fingerprint() for field, rows in sets.items()},
         "rewards": rewards_of(specs),
         "tools": [] if toolbox is None else list(toolbox.schemas),
-        "tool_sources": [] if toolbox is None else tool_sources_of(toolbox.sources),
+        "tool_sources": tool_sources_of([*features, *([] if toolbox is None else toolbox.sources)]),
     }
 
 

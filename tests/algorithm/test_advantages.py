@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from mm_grpo.algorithm.advantages import ESTIMATORS, Objective, advantages, gdpo, grpo
+from mm_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, Objective, advantages, gdpo, grpo
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.errors import RewardError
 
@@ -42,7 +42,9 @@ def estimated(name: str, rewards: list[list[float | None]]) -> list[tuple[float,
 
 
 def test_every_estimator_of_the_config_is_there() -> None:
-    assert set(ESTIMATORS) == set(get_args(AlgorithmConfig.model_fields["advantage_estimator"].annotation))
+    assert set(ADVANTAGE_ESTIMATORS) == set(
+        get_args(AlgorithmConfig.model_fields["advantage_estimator"].annotation)
+    )
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -119,7 +121,7 @@ def test_maxrl_takes_no_reward_below_0() -> None:
         estimated("maxrl", [[1.0, -0.5]])
 
 
-@pytest.mark.parametrize("name", list(ESTIMATORS))
+@pytest.mark.parametrize("name", list(ADVANTAGE_ESTIMATORS))
 def test_no_estimator_takes_what_is_not_finite(name: str) -> None:
     with pytest.raises(ValueError, match="reward of generation 0 in group 1 is -inf"):
         estimated(name, [[0.0, 1.0], [-math.inf, 0.0]])

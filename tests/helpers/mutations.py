@@ -35,13 +35,13 @@ TABLE = r"""
 algorithm/advantages.py < algorithm/test_advantages.py algorithm/test_advantage_laws.py
     wrong normaliser | "batch": step_std + EPSILON ==> "batch": std(row) + EPSILON
     dropped weight | objective.weight * d / divisor ==> d / divisor
-    skipped check | if not known or max(known) == min(known): ==> if not known:
+    skipped check | if not numbers or max(numbers) == min(numbers): ==> if not numbers:
 algorithm/turn_advantages.py < algorithm/test_turn_advantages.py
     dropped factor | reward if later is None else reward + gamma * later ==> reward if later is None else reward + later
 algorithm/correction.py < algorithm/test_surrogate.py algorithm/test_against_trl.py algorithm/test_losses.py
     sign | gap = (old_logp - sampling_logp) ==> gap = (sampling_logp - old_logp)
 algorithm/losses.py < algorithm/test_losses.py algorithm/test_surrogate.py algorithm/test_against_trl.py
-    * bound of dppo_tv | moved < -config.epsilon) ==> moved < -_upper(config))
+    * bound of dppo_tv | change < -config.epsilon) ==> change < -_upper(config))
     * bound of dppo_kl | (divergence > config.epsilon) & ==> (divergence > _upper(config)) &
     * bound of gmpo | log_ratio.clamp(min=-config.epsilon)) ==> log_ratio.clamp(min=-_upper(config)))
     * denominator | 1.0 / max(int(lengths.sum()), 1) ==> 1.0 / max(len(lengths), 1)
@@ -49,7 +49,7 @@ algorithm/losses.py < algorithm/test_losses.py algorithm/test_surrogate.py algor
     missing detach | ratio = torch.exp(weight).detach() ==> ratio = torch.exp(weight)
 algorithm/credit.py < algorithm/test_credit_rules.py learner/test_credit.py
     denominator | return raw * len(raw) / raw.sum() ==> return raw / raw.sum()
-    off by one | [: math.ceil(kept * len(s) - 1e-9)] ==> [: math.floor(kept * len(s) + 1e-9)]
+    off by one | [: math.ceil(share * len(s) - 1e-9)] ==> [: math.floor(share * len(s) + 1e-9)]
     swapped | w * (before / after) if after ==> w * (after / before) if after
     * dtype of sums | perception_kl(logp.double(), control_logp.double()) ==> perception_kl(logp, control_logp)
 algorithm/masks.py < algorithm/test_masks.py

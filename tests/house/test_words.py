@@ -42,15 +42,13 @@ PUBLIC = {
     "learner/learner": ("adapter",),
 }
 """Names of the public API, and the word of the engine's interface, that a file of the spine may hold."""
-ANNEXES = words(
-    """environments run trained pages preflight cli testing migrate user_code hub terminal health import_path files"""
-)
+ANNEXES = words("""environments run trained pages preflight cli testing migrate user_code hub terminal""")
 """Parts of the package that the spine does not import."""
 
 
 def spine() -> list[str]:
     docstring = ast.get_docstring(ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))) or ""
-    block = docstring.split("in reading order::")[1].split("\n\n")[1]
+    block = docstring.split("reading order::")[1].split("\n\n")[1]
     return [line.split()[0] for line in block.splitlines()]
 
 

@@ -442,8 +442,12 @@ def test_a_run_learns_from_what_was_sampled(models: dict[str, Path], tmp_path: P
         seen.extend(zip(completions, turns, kwargs["environments"], strict=True))
         return [float(len(c) + i % 2) for i, c in enumerate(completions)]
 
+    async def early(completion: str) -> float:
+        return float(len(completion))
+
     changes: dict[str, Any] = {**SMALL, "algorithm": {"beta": 0.1}, "run": {"max_steps": 2, "save_every": 1}}
-    trainer: Any = run(path, tmp_path / "run", rewards=(length, batch), **changes)
+    rewards = (length, batch, {"name": early, "weight": 0})
+    trainer: Any = run(path, tmp_path / "run", rewards=rewards, **changes)
     for row in rows_of(tmp_path / "run")[1:]:
         assert row["sampling/sampling_logp_difference/max"] <= 1e-5
         assert row["turns/max"] == 3 and 1 < row["turns/mean"] < 3 and row["grad_norm"] > 0
@@ -464,4 +468,4 @@ def test_a_run_learns_from_what_was_sampled(models: dict[str, Path], tmp_path: P
     assert messages[0]["content"] == turns[0]["text"] and environment is None
     config = config_for(path, tmp_path / "run", **{**changes, "run": {"max_steps": 3, "save_every": 1}})
     with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
-        GRPOTrainer(config, train=ROWS, rewards=[length, batch], resume=True).train()
+        GRPOTrainer(config, train=ROWS, rewards=list(rewards), resume=True).train()
