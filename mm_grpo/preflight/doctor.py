@@ -151,7 +151,7 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
 
     update, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
     rate = max(rate, FIRST_RATE)
-    # `not >=`: a NaN too goes on
+    # `not >=`: a NaN does not end the loop
     while not update.logp_moved >= CLEAR_MOVE_FACTOR * limit and (
         rate <= LAST_RATE or update.learner_steps == 0
     ):

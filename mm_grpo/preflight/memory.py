@@ -4,7 +4,7 @@ In the formulas b is the bytes of a weight and n the count of trained weights. W
 keeps its input, and one layer at a time keeps all activations.
 
 Not counted: the projector of the vision tower, prompts that are kept for several packs, dense masks of sliding
-windows, buffers of attention kernels, and memory lost by the allocator. Layers are taken for Llama's.
+windows, buffers of attention kernels, and memory lost by the allocator. All layers are counted as Llama's.
 Measured on a CPU, autograd keeps 2 to 10 % more than the estimate of activations, with checkpointing a quarter more.
 """
 

@@ -52,12 +52,8 @@ def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -
             try:
                 yield
             except OSError as error:
-                checkpoints = [*checkpoints_in(folder).values()]
-                last = (
-                    f"the last good one is {checkpoints[-1].name}"
-                    if checkpoints
-                    else "there is none before it"
-                )
+                saved = [*checkpoints_in(folder).values()]
+                last = f"the last good one is {saved[-1].name}" if saved else "there is none before it"
                 raise ConfigError(
                     f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
                     f"{last}. Make room, or lower run.keep_checkpoints, and resume"

@@ -105,15 +105,8 @@ def report(tmp_path: Path, site: Site) -> Path:
     folder.paths.environment.write_text(json.dumps(environment))
     folder.paths.config.write_text(f"run:\n  eval_blind: removed\n# {json.dumps(evil)}\n")
     for step, text in ((0, "before it"), (3, evil)):
-        same = {
-            "step": step,
-            "completion": text,
-            "reward": step / 3,
-            "set": "a",
-            "images": [],
-            "messages": [],
-            "columns": {},
-        }
+        same = {"step": step, "completion": text, "reward": step / 3, "set": "a"}
+        same |= {"images": [], "messages": [], "columns": {}}
         rows = [{**same, "uid": f"e:{i}", "blind": blind} for i in range(4) for blind in (None, "shuffled")]
         folder.paths.evaluation_file(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return Report([folder.paths]).write(tmp_path / "report.html")

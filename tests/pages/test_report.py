@@ -29,11 +29,8 @@ def controlled(path: Path, source: str = "seed 0") -> RunFolder:
     folder.start("model:\n  path: m\nrun:\n  eval_blind: removed\n")
     for step, right, gap in ((0, 0.25, 0.05), (10, 0.5, 0.25), (20, 0.75, 0.5)):
         row: dict[str, Any] = {"eval/a/accuracy": right, "eval/a/score": right, "eval/a/reward": right}
-        row |= {
-            "eval/a/score_low": right - 0.125,
-            "eval/a/score_high": right + 0.125,
-            "sight/nats": 2 * right,
-        }
+        row |= {"eval/a/score_low": right - 0.125, "eval/a/score_high": right + 0.125}
+        row |= {"sight/nats": 2 * right}
         row |= {"eval/blind/accuracy": right - gap, "eval/blind/score": right - gap, "eval/blind/gap": gap}
         row |= {"eval/blind/reward": right - gap, "eval/blind/gap_low": gap - 0.1, "kl": 0.0, "reward": right}
         row |= {"eval/blind/gap_high": gap + 0.1, "step_time": 1.0, "time/learner": 0.5, "grad_norm": "inf"}

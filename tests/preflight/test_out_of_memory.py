@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +99,6 @@ def test_a_full_card_ends_in_the_settings_that_help(
 def test_a_model_that_the_estimate_cannot_read_is_let_through(
     models: dict[str, Path], tmp_path: Path, card: Any
 ) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((models["internvl"] / "config.json").read_text()))
-    )
+    shutil.copy(models["internvl"] / "config.json", tmp_path)
     card(1000)
     refuse_too_large(config_for(tmp_path, "unused"))
