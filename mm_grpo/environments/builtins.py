@@ -1,4 +1,4 @@
-"""The environment that ships: pictures to look closer at."""
+"""The built-in environment `Zoom`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 class Zoom:
-    """The row's images at full resolution, of which the model asks for parts."""
+    """Environment that shows parts of the row's images at full resolution."""
 
     def reset(self, images: Sequence[Image.Image]) -> None:
         self._images = list(images)
@@ -29,7 +29,7 @@ class Zoom:
 
 
 def _box(bbox: Any, size: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Thousandths of an image to pixels, at least one of each side."""
+    """Convert thousandths of an image to pixels, at least one per side."""
     if not isinstance(bbox, list) or len(bbox) != 4 or not all(isinstance(x, int | float) for x in bbox):
         raise ValueError(f"bbox is {bbox!r}; it must be [left, top, right, bottom]")
     if not (0 <= bbox[0] < bbox[2] <= 1000 and 0 <= bbox[1] < bbox[3] <= 1000):

@@ -1,4 +1,4 @@
-"""What makes environments: a class of this package, of another one or at an address, or an OpenEnv server."""
+"""Factories of environments: classes of this package or at an address, and OpenEnv servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from mm_grpo.background import BackgroundThreads
-from mm_grpo.environments.observation import described
+from mm_grpo.environments.observation import describe_error
 from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.environments.session import methods
 from mm_grpo.errors import ConfigError, UserError
@@ -15,11 +15,11 @@ from mm_grpo.import_path import address_in_module, in_this_process_alone, load_n
 from mm_grpo.user_code.watchdog import call_within
 
 BUILTINS = {"zoom": "Zoom"}
-"""Environments of this package by the name that `rollout.environment` gives them."""
+"""Classes of this package by their name in `rollout.environment`."""
 
 
 class OpenEnvFactory:
-    """Makes the environments of `openenv:URL`, the name by which other processes find them too."""
+    """Factory of the environments of `openenv:URL`, an address for other processes too."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -32,41 +32,41 @@ class OpenEnvFactory:
 
 
 def source_of(factory: Callable[[], Any]) -> Callable[..., Any] | None:
-    """The user's code that makes environments; None where it is on a server."""
+    """Return the user's code that makes environments; None if it is on a server."""
     return None if isinstance(factory, OpenEnvFactory) else factory
 
 
-def address_of(what: Any) -> str | None:
-    """The address at which another process finds a function or class; None where only this one has it."""
-    if isinstance(what, OpenEnvFactory):
-        return what.address
-    address = address_in_module(what)
+def address_of(code: Any) -> str | None:
+    """Return the address at which other processes find a function or class; None if only this one has it."""
+    if isinstance(code, OpenEnvFactory):
+        return code.address
+    address = address_in_module(code)
     return None if address is None or in_this_process_alone(address) else address
 
 
-def found_at(address: str, field: str, error: type[UserError]) -> Any:
-    """What an address leads to. `error`, naming the `field`, where that is not there."""
+def load_code(address: str, field: str, error: type[UserError]) -> Any:
+    """Import the function, class or factory of an address. Raise `error`, naming the `field`, if there is none."""
     kind, _, url = address.partition(":")
     return OpenEnvFactory(url) if kind == "openenv" else load_named(address, field, error)
 
 
 def factory_named(name: str) -> Callable[[], Any]:
     """Resolve `rollout.environment`: a class of this package, a server, or an address."""
-    found: Callable[[], Any]
+    factory: Callable[[], Any]
     if name in BUILTINS:
-        found = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
-        return found
+        factory = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
+        return factory
     if ":" not in name:
         raise ConfigError(
             f"rollout.environment = {name!r}: must be {', '.join(BUILTINS)}, openenv:http://HOST:PORT, "
             f"path/to/file.py:Class or package.module:Class"
         )
-    found = found_at(name, "rollout.environment", ConfigError)
-    return found
+    factory = load_code(name, "rollout.environment", ConfigError)
+    return factory
 
 
-def made(factory: Callable[[], Any], seconds: float) -> Any:
-    """Make an environment. ConfigError when none can be made, or none in so many seconds."""
+def make_environment(factory: Callable[[], Any], seconds: float) -> Any:
+    """Make an environment. Raise ConfigError if that fails or takes longer than `seconds`."""
     if not callable(factory):
         raise _refused(f"{factory!r} cannot be called without arguments; name a class")
     name = getattr(factory, "__qualname__", repr(factory))
@@ -75,30 +75,30 @@ def made(factory: Callable[[], Any], seconds: float) -> Any:
         return call_within(seconds, thread, factory)
     except TimeoutError:
         late = f"{name}() had not ended after rollout.tool_timeout = {seconds:g} s"
-        raise _refused(f"{late}; mend its __init__, or set a longer one") from None
+        raise _refused(f"{late}; fix its __init__, or set a longer one") from None
     except Exception as error:
-        why = f"{name}() raised {described(error)}; it gets no arguments, but the row in reset"
+        why = f"{name}() raised {describe_error(error)}; it gets no arguments, but the row in reset"
         raise _refused(str(error) if isinstance(error, UserError) else why) from error
     finally:
         thread.close()
 
 
 def tools_of(environment: Any) -> Mapping[str, Callable[..., Any]]:
-    """The tools of an environment by name. ConfigError where it cannot be begun, or cannot say them."""
+    """Return the tools of an environment by name. Raise ConfigError without `reset` or tools, or if listing fails."""
     name = type(environment).__name__
     if not callable(getattr(environment, "reset", None)):
         raise _refused(f"{name} has no method `reset`")
-    paid = getattr(type(environment), "step_reward", None)
-    if isinstance(paid, property) and paid.fset is None:
+    step_reward = getattr(type(environment), "step_reward", None)
+    if isinstance(step_reward, property) and step_reward.fset is None:
         raise _refused(f"{name}.step_reward is a property without a setter; give it one")
     try:
-        found = methods(environment)
+        tools = methods(environment)
     except Exception as error:
-        ours = isinstance(error, UserError | EnvironmentGone)
-        raise _refused(str(error) if ours else f"{name}.tools raised {described(error)}") from error
-    if not found:
+        plain = isinstance(error, UserError | EnvironmentGone)
+        raise _refused(str(error) if plain else f"{name}.tools raised {describe_error(error)}") from error
+    if not tools:
         raise _refused(f"{name} has no tools, that is no public method besides reset, get_reward and close")
-    return found
+    return tools
 
 
 def _refused(why: str) -> ConfigError:

@@ -1,8 +1,8 @@
 """Hosts that call the tools and environments of a run: many conversations, a deadline for each call.
 
-`Host` says what becomes of a conversation whose call failed, by the policies of the config, and keeps the environments
-that are open. Where calls are made is its subclasses' affair: `LocalHost` makes them in the trainer's process, one
-after the other; `WorkerHost` (workers.py) in processes that can be killed.
+`Host` keeps the open environments, and applies the config's policies to a conversation whose call failed. Its subclass
+`LocalHost` makes calls in the trainer's process, one after the other; `WorkerHost` (workers.py) in processes that can
+be killed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.background import BackgroundThreads
 from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
-from mm_grpo.environments.observation import Limits, Observation, failed
-from mm_grpo.environments.session import CallResult, Factory, Session, What
+from mm_grpo.environments.observation import ImageLimits, Observation, failed
+from mm_grpo.environments.session import CallResult, Factory, Operation, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.watchdog import call_within
@@ -35,82 +35,90 @@ REMEDY = "rollout.environment_workers > 0 runs it in a process that can be kille
 
 @dataclass(eq=False)
 class Episode:
-    """One conversation's tools. `opening` is what its environment showed at the reset, `done` whether it says that the
-    conversation is over. `masked` is why the conversation is kept out of the loss, `lost` why its environment is gone.
-    `environment` is None where it is in another process. `step_reward` is the sum of its calls' since it was taken.
-    `place` is what its host keeps of it, `number` its name in a worker."""
+    """One conversation with an environment, tools or both."""
 
     uid: str
     host: Host
     opening: Observation | None = None
+    """What `reset` of the environment showed."""
     done: bool = False
+    """The environment says that the conversation is over."""
     masked: str | None = None
+    """Why the conversation stays out of the loss."""
     lost: str | None = None
+    """Why the environment is gone."""
     environment: Any = None
+    """None if it is in another process."""
     step_reward: float | None = None
+    """Sum of the rewards of calls since `take_step_reward`."""
     place: Any = None
+    """The host's state of it: a `Session`, or the slot of a worker."""
     number: int = field(default_factory=count().__next__)
+    """Its id in a worker."""
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """The tool's answer, or a fault that the model is told; ToolError where the config says stop."""
+        """Return the tool's answer, or a fault for the model. Raise ToolError if the config says stop."""
         return self.host.call_all([(self, name, arguments)])[0]
 
     def reward(self) -> float | None:
-        """Call `get_reward` of the environment; None where there is none, and for a conversation that is masked,
-        as this one is where the answer is late or the environment is gone."""
+        """Call `get_reward` of the environment. None without one, after a time-out, or if the environment died."""
         return self.host.rewards([self])[0]
 
     def take_step_reward(self) -> float | None:
-        """Sum the rewards of the calls since the last time."""
-        paid, self.step_reward = self.step_reward, None
-        return paid
+        """Return the sum of the rewards of calls since the last time."""
+        reward, self.step_reward = self.step_reward, None
+        return reward
 
 
 @dataclass(eq=False)
 class Task:
-    """One call of the user's code. `result` is what came of it, an empty one when it was skipped."""
+    """One call of the user's code."""
 
     episode: Episode
-    what: What
+    operation: Operation
     name: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     result: CallResult | None = None
+    """None until the call is finished; an empty result if it was skipped."""
 
     @property
     def finished(self) -> bool:
-        """True when it was made or skipped."""
         return self.result is not None
 
     @property
     def answer(self) -> Observation:
-        """Return the observation of a call that is finished."""
-        seen = None if self.result is None else self.result.observation
-        return seen or failed("died", self.episode.masked or "")
+        """Observation of a finished call."""
+        observation = None if self.result is None else self.result.observation
+        return observation or failed("died", self.episode.masked or "")
 
     def __str__(self) -> str:
-        return self.name if self.what == "call" else f"{self.what} of the environment"
+        return self.name if self.operation == "call" else f"{self.operation} of the environment"
 
 
 class Host(ABC):
-    """Opens conversations and makes their calls. `scores` are the arguments that `get_reward` of the environments asks
-    for, None where none has it. It is used by one thread."""
+    """Opens conversations and makes their calls, for one thread.
+
+    `reward_arguments` are the parameters of the environment's `get_reward`, None if it has none.
+    """
 
     def __init__(
         self,
         config: GRPOConfig,
         functions: Functions,
         factory: Factory | None,
-        scores: Collection[str] | None,
+        reward_arguments: Collection[str] | None,
     ) -> None:
-        self.config, self.functions, self.factory, self.scores = config, functions, factory, scores
-        self.limits = Limits(MAX_PIXELS, MAX_BYTES)
+        self.config, self.functions, self.factory = config, functions, factory
+        self.reward_arguments = reward_arguments
+        self.limits = ImageLimits(MAX_PIXELS, MAX_BYTES)
         self.policy, self.timeout = config.rollout.on_tool_error, config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
     def open(self, rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> list[Episode]:
-        """A conversation for each row, with the arguments of `reset`.
+        """Start a conversation for each row and its arguments of `reset`.
 
-        ToolError for a reset that raised; where it is late or its process died the environment is lost."""
+        Raise ToolError if a reset raised. If it is late or its process died, the environment is lost.
+        """
         episodes = [Episode(sample.uid, self) for sample, _ in rows]
         self.opened += episodes
         tasks = [Task(e, "reset", arguments=row) for e, (_, row) in zip(episodes, rows, strict=True)]
@@ -121,14 +129,17 @@ class Host(ABC):
         return episodes
 
     def call_all(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Observation]:
-        """The answers to calls of many conversations, in order. A conversation that is masked by one of its calls has a
-        fault for its later ones, which are not made. ToolError where the config says that a failure stops the run."""
+        """Make calls of many conversations, and return the answers in order.
+
+        If a call masks its conversation, later ones are skipped and return a fault. Raise ToolError if the config says
+        that a failure stops the run.
+        """
         tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
         self.run(tasks)
         return [task.answer for task in tasks]
 
     def start(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Task]:
-        """Begin calls as `call_all` makes them, and return before they are made; `work` goes on with them."""
+        """Start calls as `call_all` does, without waiting; `work` continues them."""
         tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
         self.begin(tasks)
         return tasks
@@ -136,17 +147,17 @@ class Host(ABC):
     def rewards(
         self, episodes: Sequence[Episode], turns: Sequence[Sequence[Turn]] | None = None
     ) -> list[float | None]:
-        """Call `get_reward` of each conversation, which may ask for the `turns`; None where it is masked."""
+        """Call `get_reward` of each conversation, with its `turns` if asked for. None for a masked one."""
         tasks = [Task(episode, "get_reward") for episode in episodes]
-        if self.scores is not None:
-            if "turns" in self.scores:
-                for task, own in zip(tasks, turns or [()] * len(tasks), strict=True):
-                    task.arguments = {"turns": [turn.shown() for turn in own]}
+        if self.reward_arguments is not None:
+            if "turns" in self.reward_arguments:
+                for task, messages in zip(tasks, turns or [()] * len(tasks), strict=True):
+                    task.arguments = {"turns": [turn.shown() for turn in messages]}
             self.run(tasks)
         return [None if t.episode.masked or t.result is None else t.result.reward for t in tasks]
 
     def close_episodes(self, episodes: Iterable[Episode] | None = None) -> None:
-        """Close the environments of some conversations, by default of all."""
+        """Close the environments of these conversations, by default of all. Raise ToolError if a `close` raised."""
         closing = list(self.opened if episodes is None else episodes)
         self.opened = [episode for episode in self.opened if episode not in closing]
         tasks = [Task(episode, "close") for episode in closing if episode.lost is None]
@@ -162,31 +173,31 @@ class Host(ABC):
                 raise self._stop(task, f"{task} {task.result.raised}")
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Make calls, and return when all are finished."""
+        """Make calls, and wait until all are finished."""
         self.begin(tasks)
         while not all(task.finished for task in tasks):
             self.work(wait=True)
 
     @abstractmethod
     def begin(self, tasks: Sequence[Task]) -> None:
-        """Take calls to make, those that `due` allows, and `settle` each; here, or in `work`."""
+        """Start the calls that `due` allows. Each is settled here or in `work`."""
 
     @abstractmethod
     def end(self) -> None:
-        """End what calls tools; another call starts anew."""
+        """End the thread or processes; the next call starts new ones."""
 
     def work(self, wait: bool) -> None:  # noqa: B027
-        """Take answers to calls that were begun; with `wait`, wait for one, a deadline or the end of a worker."""
+        """Settle calls that have answers; with `wait`, wait for an answer, a deadline or the end of a worker."""
 
     def abandon(self) -> None:  # noqa: B027
-        """Give up the calls that were begun and are not finished, with the environments that they are made in."""
+        """Give up the calls that run, with their environments."""
 
     def forget(self, episode: Episode) -> None:
         """Forget a conversation that was closed."""
         episode.place = None
 
     def close(self) -> None:
-        """Close the environments, whatever they do, and end what calls them."""
+        """Close the environments, and end the thread or processes. A failing `close` is only logged."""
         try:
             self.close_episodes()
         except ToolError as error:
@@ -195,29 +206,29 @@ class Host(ABC):
             self.end()
 
     def due(self, task: Task) -> bool:
-        """True when a call is to be made; if its environment is gone, the conversation is masked, or the run stops."""
+        """Return True if a call is to be made. If its environment is gone, mask the conversation or stop the run."""
         episode = task.episode
-        if episode.masked is None and episode.lost is not None and task.what in ("call", "get_reward"):
+        if episode.masked is None and episode.lost is not None and task.operation in ("call", "get_reward"):
             why = f"{task}: the conversation's environment is gone: {episode.lost}"
             if self.policy == "stop":
                 raise self._stop(task, why)
             episode.masked = why
-        if episode.lost is None and (episode.masked is None or task.what == "close"):
+        if episode.lost is None and (episode.masked is None or task.operation == "close"):
             return True
         task.result = CallResult()
         return False
 
     def settle(self, task: Task, answer: CallResult) -> None:
-        """Note what came of a call. Raises ToolError where a failure stops the run."""
-        episode, seen = task.episode, answer.observation
+        """Store the result of a call. Raise ToolError if a failure stops the run."""
+        episode, operation, observation = task.episode, task.operation, answer.observation
         task.result = answer
         episode.done = episode.done or answer.done
-        if task.what == "call" and answer.reward is not None:
+        if operation == "call" and answer.reward is not None:
             episode.step_reward = (episode.step_reward or 0.0) + answer.reward
-        if answer.raised is not None and task.what != "close":  # there the others are closed first
-            if task.what == "call" and self.policy != "stop" and seen is None:
+        if answer.raised is not None and operation != "close":  # a failed close waits for the others
+            if operation == "call" and self.policy != "stop" and observation is None:
                 self._fail(task, failed("raised", answer.raised.removeprefix("raised ")), self.policy)
-            else:  # a bad step_reward, which comes with an observation, is no affair of the model's
+            else:  # with an observation it is a bad step_reward, which is not the model's fault
                 raise self._stop(task, f"{task} {answer.raised}")
         elif answer.gone is not None or answer.late or answer.died is not None:
             policy = "mask" if answer.late and self.policy != "stop" else self.policy
@@ -226,30 +237,32 @@ class Host(ABC):
                 why, episode.lost = answer.gone, episode.lost or answer.gone
             elif answer.late:
                 why = f"{task} had not answered after {self.timeout:g} s (rollout.tool_timeout)"
-            if policy == "stop" and task.what != "close":
+            if policy == "stop" and operation != "close":
                 raise self._stop(task, why if answer.gone is None else f"{task}: {why}")
             self._fail(task, failed("timed_out" if answer.late else "died", why), policy)
-        elif task.what == "reset" and seen is not None and seen.fault:
-            raise self._stop(task, f"{task}: {seen.text}")
+        elif operation == "reset" and observation is not None and observation.fault:
+            raise self._stop(task, f"{task}: {observation.text}")
 
-    def _fail(self, task: Task, seen: Observation, policy: str) -> None:
-        """Tell the model, or mask the conversation; it is masked too where its environment is gone."""
-        episode, why = task.episode, f"{task}: {seen.text}"
-        task.result = CallResult(seen if task.what == "call" else None)
-        if task.what == "close":
-            log.warning("%s: %s", episode.uid, seen.text)
-        elif task.what != "reset" and (policy == "mask" or task.what == "get_reward" or episode.lost):
-            episode.masked = why
+    def _fail(self, task: Task, observation: Observation, policy: str) -> None:
+        """Show the failure to the model, or mask the conversation, also if its environment is gone."""
+        episode, operation = task.episode, task.operation
+        task.result = CallResult(observation if operation == "call" else None)
+        if operation == "close":
+            log.warning("%s: %s", episode.uid, observation.text)
+        elif operation != "reset" and (policy == "mask" or operation == "get_reward" or episode.lost):
+            episode.masked = f"{task}: {observation.text}"
 
     def _stop(self, task: Task, why: str) -> ToolError:
         return ToolError(
-            f"{task.episode.uid}: {why}; mend it, or for a tool set rollout.on_tool_error to reply or mask"
+            f"{task.episode.uid}: {why}; fix it, or for a tool set rollout.on_tool_error to reply or mask"
         )
 
 
 class LocalHost(Host):
-    """Calls tools and environments in this process, one after the other, in a thread of their own. A thread cannot be
-    ended, so a call that is late stops the run; where it lets nothing else run, a watchdog ends the process."""
+    """Host that makes calls in a thread of this process, one after the other.
+
+    A thread cannot be killed, so a late call stops the run. If it blocks all threads, a watchdog ends the process.
+    """
 
     _thread: BackgroundThreads | None = None
 
@@ -267,13 +280,13 @@ class LocalHost(Host):
         if episode.place is None:
             episode.place = Session(self.functions, self.factory, self.limits)
         self._thread = self._thread or BackgroundThreads(1, "tools")
-        call = partial(episode.place.answer, task.what, task.name, own_copy(task.arguments))
+        call = partial(episode.place.answer, task.operation, task.name, own_copy(task.arguments))
         try:
             answer: CallResult = call_within(self.timeout, self._thread, call)
-        except BaseException as error:  # late, or Ctrl-C: the thread is not ours any more, nor what it holds
+        except BaseException as error:  # late, or Ctrl-C: the thread may still use every environment
             self._thread = None
-            for one in self.opened:
-                one.lost = one.lost or f"a call was given up ({type(error).__name__})"
+            for conversation in self.opened:
+                conversation.lost = conversation.lost or f"a call was given up ({type(error).__name__})"
             if isinstance(error, TimeoutError):
                 raise ToolError(f"{episode.uid}: {task} {late}; {REMEDY}") from None
             raise

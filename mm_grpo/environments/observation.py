@@ -1,8 +1,8 @@
-"""Observations: a tool's answer in the one form that a conversation takes, texts and images in order.
+"""Observations: a tool's answer as texts and images in order.
 
 A tool may return text, a PIL image, None, a list of these or of the chat format's parts ({"type": "text", "text": ...},
-{"type": "image", "image": ...}), or any other value, of which the model sees the JSON. What cannot be shown is a fault,
-which the model is told in place of an answer.
+{"type": "image", "image": ...}), or any other value, which the model sees as JSON. If it cannot be shown, the model
+sees a fault instead.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from mm_grpo.data.images import open_images
 from mm_grpo.errors import DataError
 
 Part = str | Image.Image
-Fault = Literal[
+FaultKind = Literal[
     "unknown_tool", "bad_arguments", "raised", "bad_result", "too_many_images", "malformed_call", "timed_out", "died"
 ]  # fmt: skip
 LONGEST_FAULT = 500
-"""Characters of an exception's message that the model is told."""
+"""Characters of an exception's message that the model sees."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of an image in an answer: pixels once it is open, bytes while it is encoded."""
+class ImageLimits:
+    """Limits of an image in an answer: pixels when opened, bytes when encoded."""
 
     max_pixels: int
     max_bytes: int
@@ -35,10 +35,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Observation:
-    """Texts and images that a tool answered with; `fault` says what kind of failure the text describes."""
+    """Texts and images of a tool's answer; with a `fault` the text describes a failure of that kind."""
 
     parts: tuple[Part, ...]
-    fault: Fault | None = None
+    fault: FaultKind | None = None
 
     @property
     def text(self) -> str:
@@ -49,34 +49,34 @@ class Observation:
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
-def failed(fault: Fault, why: str) -> Observation:
-    """The observation that tells the model what went wrong."""
+def failed(fault: FaultKind, why: str) -> Observation:
+    """Return an observation that shows the model what went wrong."""
     return Observation((f"error: {_encodable(why)[:LONGEST_FAULT]}",), fault)
 
 
-def described(error: BaseException) -> str:
-    """The type and message of an exception."""
+def describe_error(error: BaseException) -> str:
+    """Return the type and message of an exception."""
     return f"{type(error).__name__}: {_encodable(str(error)[:2000])}"
 
 
-def observation_of(result: Any, limits: Limits) -> Observation:
-    """Convert a tool's answer; a fault where it cannot be shown, or an image cannot be opened within limits."""
+def observation_of(result: Any, limits: ImageLimits) -> Observation:
+    """Convert a tool's answer. Return a fault if it cannot be shown, or an image exceeds the limits."""
     try:
-        given = _parts(result)
-        sources = [part.source for part in given if isinstance(part, _Image)]
+        unopened = _parts(result)
+        sources = [part.source for part in unopened if isinstance(part, _Image)]
         options = {"max_bytes": limits.max_bytes, "max_pixels": limits.max_pixels}
         images = iter(open_images(sources, row="the tool's answer", **options))
-        parts = tuple(next(images) if isinstance(part, _Image) else part for part in given)
+        parts = tuple(next(images) if isinstance(part, _Image) else part for part in unopened)
     except DataError as error:
         return failed("bad_result", str(error))
     except Exception as error:  # out of the user's object: __str__, __iter__, get
-        return failed("bad_result", f"the answer cannot be shown ({described(error)})")
+        return failed("bad_result", f"the answer cannot be shown ({describe_error(error)})")
     return Observation(parts)
 
 
 @dataclass(frozen=True)
 class _Image:
-    """An answer's image, not opened yet."""
+    """Image of an answer, not opened yet."""
 
     source: Any
 
@@ -107,5 +107,5 @@ def _is_part(item: Any) -> bool:
 
 
 def _encodable(text: str) -> str:
-    """A text as UTF-8 has it: half a character, which no tokenizer takes, becomes a question mark."""
+    """Replace lone surrogates, which no tokenizer takes, by question marks."""
     return str.encode(text, "utf-8", "replace").decode()

@@ -1,10 +1,10 @@
 """Environments on an OpenEnv server: the action's schema is the tool's, observations may hold images.
 
-`rollout.environment: openenv:http://HOST:PORT`, or a subclass of `OpenEnv` with a `base_url`, which may say how an
-observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv-core, 0.2 on: a WebSocket (`/ws`) for
-each conversation, and the schema of an action over HTTP. A server that is not there, hangs or answers nonsense is
-`EnvironmentGone`, with its address in one line; an action that it refuses is a ValueError, and an exception of its
-environment a RuntimeError.
+`rollout.environment` is openenv:http://HOST:PORT, or a subclass of `OpenEnv` with a `base_url`, which may override how
+an observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv-core, 0.2 on: a WebSocket (`/ws`)
+for each conversation, and the schema of an action over HTTP. A server that is missing, hangs or sends an invalid answer
+raises `EnvironmentGone` with its address; an action that it refuses a ValueError, an exception of its environment a
+RuntimeError.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
 
 MOST_BYTES = 100 * 2**20
-"""Bytes of one answer, as openenv-core's own client bounds it."""
+"""Largest answer in bytes, as in openenv-core's own client."""
 SHOWN = 200
-"""Characters of a server's answer that a message holds."""
+"""Characters of a server's answer in a message."""
 ENCODED = ("iVBORw0KGgo", "/9j/")
 """First characters of PNG and JPEG in base64."""
 
 
 class OpenEnv(OwnTools):
-    """A conversation with an OpenEnv server. Its tool takes the fields of the server's action.
+    """Conversation with an OpenEnv server, whose tool takes the fields of the server's action.
 
-    A subclass sets what differs: `base_url`, http://HOST:PORT of the server; `timeout`, seconds that each request may
-    take, below rollout.tool_timeout, or that one ends the call; `show`, what the model sees of an observation;
-    `get_reward`, what the steps' `rewards` make of the conversation.
+    A subclass may set `base_url` and `timeout`, and override `show` (what the model sees of an observation) and
+    `get_reward` (from the steps' `rewards` to the conversation's).
     """
 
     base_url: str = ""
+    """http://HOST:PORT of the server."""
     timeout: float = 20.0
+    """Seconds of each request; below rollout.tool_timeout, which would otherwise end the call first."""
 
     def __init__(self, base_url: str | None = None) -> None:
         self.base_url = base_url or self.base_url
@@ -51,7 +52,7 @@ class OpenEnv(OwnTools):
         self._conversation = _Conversation(self.base_url, self.timeout)
 
     def tools(self) -> Mapping[str, Tool]:
-        """The tool that takes an action. EnvironmentGone where the server cannot be asked."""
+        """Return the tool that takes an action. Raise EnvironmentGone if the server does not answer."""
         schema = _action_schema(self.base_url, self.timeout)
         if "tool_name" in schema.get("properties", {}):
             raise ValueError(
@@ -61,36 +62,37 @@ class OpenEnv(OwnTools):
         name = _snake(title.removesuffix("Action")) or "step"
         properties = dict(schema.get("properties", {}))
         if "metadata" not in schema.get("required", ()):
-            properties.pop("metadata", None)  # of every action; the server's own affair
+            properties.pop("metadata", None)  # every action has it, for the server's own use
         description = str(schema.get("description") or f"Act in the environment: {title or 'one step'}.")
         return {name: Tool(name, description, {**schema, "properties": properties}, self._act)}
 
     def reset(self, **row: Any) -> Any:
-        """Begin a conversation: the server gets the row's columns that are JSON, and a `seed` that depends on the row
-        alone where it has none."""
+        """Begin a conversation: send the row's columns that are JSON.
+
+        If the row has no `seed`, derive one from its contents.
+        """
         self.close()
         self.rewards = []
         columns = row.keys() - {"prompt", "images"}
-        sent = {key: value for key, value in row.items() if key in columns and _is_json(value)}
-        if "seed" not in sent:
+        data = {key: value for key, value in row.items() if key in columns and _is_json(value)}
+        if "seed" not in data:
             texts = [str(m.get("content")) for m in row.get("prompt") or () if isinstance(m, Mapping)]
-            digest = sha256(json.dumps([sent, texts], sort_keys=True).encode()).digest()
-            sent["seed"] = int.from_bytes(digest[:4], "big") >> 1
+            digest = sha256(json.dumps([data, texts], sort_keys=True).encode()).digest()
+            data["seed"] = int.from_bytes(digest[:4], "big") >> 1
         self._conversation.open()
-        observation, _, self.done = self._conversation.ask("reset", sent)
+        observation, _, self.done = self._conversation.ask("reset", data)
         return self.show(observation) or None
 
     def show(self, observation: Mapping[str, Any]) -> Any:
-        """Show an observation to the model: by default a single text as it is, else the fields as JSON, and behind it
-        the images."""
+        """Return what the model sees: by default a single text as it is, else the fields as JSON; then the images."""
         return shown(observation)
 
     def get_reward(self) -> float | None:
-        """The sum of the steps' rewards; None where no step had one."""
+        """Return the sum of the steps' rewards; None if no step had one."""
         return sum(self.rewards) if self.rewards else None
 
     def close(self) -> None:
-        """End the conversation; the server lets go of its environment."""
+        """End the conversation; the server closes its environment."""
         self._conversation.close()
 
     def _act(self, **action: Any) -> Any:
@@ -103,7 +105,7 @@ class OpenEnv(OwnTools):
 
 @cache
 def _action_schema(base_url: str, timeout: float) -> Mapping[str, Any]:
-    """The schema of a server's action; a server is asked once."""
+    """Return the schema of a server's action. Each server is asked once."""
     conversation = _Conversation(base_url, timeout)
     schema = conversation.schema()
     try:
@@ -114,8 +116,7 @@ def _action_schema(base_url: str, timeout: float) -> Mapping[str, Any]:
 
 
 class _Conversation:
-    """A server's address, and a WebSocket, for which it keeps an environment from `open` to `close`. Each request
-    has `timeout` seconds."""
+    """WebSocket to a server, which keeps an environment from `open` to `close`; requests take `timeout` seconds."""
 
     def __init__(self, base_url: str, timeout: float) -> None:
         parts = urlsplit(base_url)
@@ -129,13 +130,13 @@ class _Conversation:
         self._socket: Any = None
 
     def schema(self) -> Mapping[str, Any]:
-        """The JSON schema of an action."""
+        """Return the JSON schema of an action."""
         import httpx
 
         try:
             answer = httpx.get(f"{self.http}/schema", timeout=self.timeout, trust_env=not self.local)
-            found: Mapping[str, Any] = parse_json(answer.raise_for_status().text, dict)["action"]
-            return found
+            schema: Mapping[str, Any] = parse_json(answer.raise_for_status().text, dict)["action"]
+            return schema
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError) as error:
             raise self._gone("/schema", error) from None
 
@@ -154,32 +155,32 @@ class _Conversation:
         except (WebSocketException, OSError) as error:
             raise self._gone("/ws", error) from None
 
-    def ask(self, what: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
-        """The answer to a `reset` or a `step`: its observation's fields, the reward, and whether it is over."""
+    def ask(self, request: str, data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
+        """Send a `reset` or `step`, and return the observation's fields, the reward, and whether it is over."""
         from websockets.exceptions import ConnectionClosed, WebSocketException
 
         try:
             with suppress(ConnectionClosed):  # a server that is full says so before it closes
-                self._socket.send(json.dumps({"type": what, "data": dict(data)}))
+                self._socket.send(json.dumps({"type": request, "data": dict(data)}))
             text = self._socket.recv(timeout=self.timeout)
         except (WebSocketException, OSError) as error:
-            raise self._gone(what, error) from None
+            raise self._gone(request, error) from None
         try:
-            found = parse_json(text, dict)
-            given = dict(found["data"])
-            if found.get("type") != "error":
-                return _step(given)
+            answer = parse_json(text, dict)
+            fields = dict(answer["data"])
+            if answer.get("type") != "error":
+                return _step(fields)
         except (LookupError, TypeError, ValueError) as wrong:
-            answer = f"answered {what} with {repr(text)[:SHOWN]}, which is no answer to it ({wrong!r})"
-            raise self._gone(what, answer) from None
-        code, message = given.get("code"), str(given.get("errors") or given.get("message", ""))[:SHOWN]
+            why = f"answered {request} with {repr(text)[:SHOWN]}, which is no answer to it ({wrong!r})"
+            raise self._gone(request, why) from None
+        code, message = fields.get("code"), str(fields.get("errors") or fields.get("message", ""))[:SHOWN]
         if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise (ValueError if code == "VALIDATION_ERROR" else RuntimeError)(message)
-        gone = self._gone(what, f"refused {what} ({code}: {message})")
-        raise RuntimeError(str(gone)) if what == "reset" else gone  # a reset that raises stops the run
+        gone = self._gone(request, f"refused {request} ({code}: {message})")
+        raise RuntimeError(str(gone)) if request == "reset" else gone  # a reset that raises stops the run
 
     def close(self) -> None:
-        """Say that the conversation is over, and close it; a server that is gone is not waited for."""
+        """Tell the server that the conversation is over, and close the socket. Do not wait for a dead server."""
         from websockets.exceptions import WebSocketException
 
         socket, self._socket = self._socket, None
@@ -188,15 +189,15 @@ class _Conversation:
                 socket.send(json.dumps({"type": "close"}))
         self._opened.close()
 
-    def _gone(self, what: str, why: BaseException | str) -> EnvironmentGone:
-        """The error of a request `what` that was not answered; of a TimeoutError it is late."""
+    def _gone(self, request: str, why: BaseException | str) -> EnvironmentGone:
+        """Close the socket, and return the error for a request without an answer; a TimeoutError makes it late."""
         self.close()
         late = isinstance(why, TimeoutError)
         if late:
-            why = f"had not answered {what} after {self.timeout:g} s"
+            why = f"had not answered {request} after {self.timeout:g} s"
         elif isinstance(why, BaseException):
-            named = f"{type(why).__name__}: {why}".rstrip(": ")
-            why = f"cannot be asked for {what} ({redact(named)}); start it, or correct its address"
+            error = f"{type(why).__name__}: {why}".rstrip(": ")
+            why = f"cannot be asked for {request} ({redact(error)}); start it, or correct its address"
         return EnvironmentGone(f"the OpenEnv server at {redact(self.http)} {why}", late=late)
 
 
@@ -210,31 +211,34 @@ def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, boo
 
 
 def shown(observation: Any) -> list[Any]:
-    """The texts and images of an observation, as a tool returns them. Images are data URLs, base64 of PNG or JPEG, and
-    arrays [height][width][3 or 4] of 0 to 255."""
+    """Return the texts and images of an observation, as a tool returns them.
+
+    Images are data URLs, base64 of PNG or JPEG, and arrays [height][width][3 or 4] of 0 to 255.
+    """
     images: list[Any] = []
-    rest = _without_images(observation, images)
-    if isinstance(rest, Mapping) and len(rest) == 1:
-        (only,) = rest.values()
-        rest = only if isinstance(only, str) else rest
-    text = rest if isinstance(rest, str) else json.dumps(rest, ensure_ascii=False) if rest else ""
+    fields = _without_images(observation, images)
+    if isinstance(fields, Mapping) and len(fields) == 1:
+        (field,) = fields.values()
+        fields = field if isinstance(field, str) else fields
+    text = fields if isinstance(fields, str) else json.dumps(fields, ensure_ascii=False) if fields else ""
     parts: list[Any] = [{"type": "text", "text": text}] if text else []
     return parts + [{"type": "image", "image": image} for image in images]
 
 
 def _without_images(value: Any, images: list[Any]) -> Any:
-    """A value of JSON without what is an image, which is added to `images`, and without empty fields."""
+    """Return a JSON value without images and empty fields; append the images to `images`."""
     if (image := _image(value)) is not None:
         images.append(image)
         return None
-    before = len(images)
+    count = len(images)
     if isinstance(value, Mapping):
-        found = {key: _without_images(each, images) for key, each in value.items()}
-        if len(images) > before and found.get("type") in ("image", "image_url"):
-            return None  # what stands beside it is its type and encoding
-        return {key: each for key, each in found.items() if each is not None and each not in ({}, [])}
+        fields = {key: _without_images(field, images) for key, field in value.items()}
+        if len(images) > count and fields.get("type") in ("image", "image_url"):
+            return None  # the other fields are the image's type and encoding
+        return {key: field for key, field in fields.items() if field is not None and field not in ({}, [])}
     if isinstance(value, list):
-        return [left for each in value if (left := _without_images(each, images)) is not None]
+        elements = [_without_images(element, images) for element in value]
+        return [element for element in elements if element is not None]
     return value
 
 

@@ -1,7 +1,7 @@
-"""The user's side of one conversation: its environment and its tools, and each call of them as an `CallResult`.
+"""Environment and tools of one conversation; each call returns a `CallResult`.
 
-The same code runs in the trainer's process and in workers, so both answer alike. Whatever a tool raises or returns, an
-answer is plain: text and upright RGB images within the limits, or what went wrong in one line.
+The same code runs in the trainer's process and in workers, so both answer alike. A result is plain, whatever a tool
+raises or returns: text and upright RGB images within the limits, or one line about the failure.
 """
 
 from __future__ import annotations
@@ -12,77 +12,84 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mm_grpo.environments.observation import Limits, Observation, described, failed, observation_of
+from mm_grpo.environments.observation import ImageLimits, Observation, describe_error, failed, observation_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.rewards.scores import LEGAL, score_of, shown
 
 NOT_TOOLS = ("reset", "get_reward", "close")
-What = Literal["reset", "call", "get_reward", "close"]
+Operation = Literal["reset", "call", "get_reward", "close"]
 Factory = Callable[[], Any]
-"""Makes an environment."""
+"""Function without arguments that returns a new environment."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of one call. `observation` is what `reset` (None: nothing) or a tool answered, `reward` that of
-    `get_reward`, or the `step_reward` after a call, `done` whether the conversation is over. Else the call `raised`
-    (with an observation: about its reward), was `late`, or its process `died`. `gone` says why the environment alone
-    is lost with the call, which is then `late` or not."""
+    """Outcome of one call; the last four fields tell how it failed."""
 
     observation: Observation | None = None
+    """Answer of a tool, or of `reset` (None if it shows nothing)."""
     reward: float | None = None
+    """Result of `get_reward`, or `step_reward` after a tool's call."""
     done: bool = False
+    """The conversation is over."""
     raised: str | None = None
+    """The exception; with an observation, what is wrong with its reward."""
     late: bool = False
     died: str | None = None
+    """How the worker process ended."""
     gone: str | None = None
+    """Why the environment is lost although its process lives; the call may be `late` too."""
 
 
 class Session:
-    """The environment of one conversation, made by `factory`, and the tools: its own and plain `functions`."""
+    """Environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`."""
 
     def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None, limits: Limits
+        self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None, limits: ImageLimits
     ) -> None:
         self.functions, self.factory, self.limits = functions, factory, limits
         self.environment: Any = None
         self.tools = dict(functions)
 
-    def answer(self, what: What, name: str, arguments: Mapping[str, Any]) -> CallResult:
+    def answer(self, operation: Operation, name: str, arguments: Mapping[str, Any]) -> CallResult:
         """Make one call; `name` is the tool's for `call`."""
         try:
-            if what == "reset":
+            if operation == "reset":
                 if self.factory is None:
                     return CallResult()
-                self.environment = _called(self.factory, {})
+                self.environment = _call(self.factory, {})
                 self.tools = {**self.functions, **methods(self.environment)}
-                opening = _called(self.environment.reset, arguments)
+                opening = _call(self.environment.reset, arguments)
                 return CallResult(None if opening is None else observation_of(opening, self.limits))
-            if what == "call":
+            if operation == "call":
                 if pays := pays_steps(self.environment):
-                    self.environment.step_reward = None  # what a call does not set is not paid twice
-                seen = self._call(name, arguments)
-                done = bool(getattr(self.environment, "done", False))
+                    self.environment.step_reward = (
+                        None  # a call that sets none must not be paid for the last one
+                    )
+                observation = self._call_tool(name, arguments)
+                over = bool(getattr(self.environment, "done", False))
                 try:
-                    return CallResult(seen, score_of(self.environment.step_reward) if pays else None, done)
+                    reward = score_of(self.environment.step_reward) if pays else None
                 except Exception as error:  # a property may raise
-                    return CallResult(seen, raised=f"left a bad step_reward: {described(error)}; {LEGAL}")
-            method = getattr(self.environment, what, None)
-            found = None if method is None else _called(method, _asked_for(method, arguments))
-            if what == "close":
+                    wrong = f"left a bad step_reward: {describe_error(error)}; {LEGAL}"
+                    return CallResult(observation, raised=wrong)
+                return CallResult(observation, reward, over)
+            method = getattr(self.environment, operation, None)
+            answer = None if method is None else _call(method, _parameters_of(method, arguments))
+            if operation == "close":
                 return CallResult()
             try:
-                return CallResult(reward=score_of(found))
+                return CallResult(reward=score_of(answer))
             except ValueError as error:
-                return CallResult(raised=f"answered {shown(found)}, {error}; {LEGAL}")
+                return CallResult(raised=f"answered {shown(answer)}, {error}; {LEGAL}")
         except KeyboardInterrupt:
             raise
         except EnvironmentGone as error:
             return CallResult(late=error.late, gone=str(error))
         except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
-            return CallResult(raised=f"raised {described(error)}")
+            return CallResult(raised=f"raised {describe_error(error)}")
 
-    def _call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
+    def _call_tool(self, name: str, arguments: Mapping[str, Any]) -> Observation:
         tool = self.tools.get(name)
         if tool is None:
             return failed("unknown_tool", f"there is no tool {name!r}; there are {', '.join(self.tools)}")
@@ -90,30 +97,28 @@ class Session:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             return failed("bad_arguments", f"{name}: {error}")
-        return observation_of(_called(tool, arguments), self.limits)
+        return observation_of(_call(tool, arguments), self.limits)
 
 
 def pays_steps(environment: Any) -> bool:
-    """True when the class of an environment says that its methods leave a reward in `step_reward`."""
+    """Return True if the environment's class has `step_reward`, which its methods set."""
     return hasattr(type(environment), "step_reward")
 
 
 def methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment by name: its public methods, unless it names them itself.
-
-    Methods are looked for on the class: asking the object would evaluate properties.
-    """
+    """Return the tools of an environment by name: its public methods, unless it names them itself."""
     if isinstance(environment, OwnTools):
         return dict(environment.tools())
-    found = inspect.getmembers(type(environment), predicate=inspect.isfunction)
-    names = (name for name, _ in found if not name.startswith("_") and name not in NOT_TOOLS)
+    # the class's members: getmembers of the object would evaluate properties
+    functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = (name for name, _ in functions if not name.startswith("_") and name not in NOT_TOOLS)
     return {name: getattr(environment, name) for name in names}
 
 
-def _asked_for(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in inspect.signature(method).parameters}
 
 
-def _called(function: Any, arguments: Mapping[str, Any]) -> Any:
+def _call(function: Any, arguments: Mapping[str, Any]) -> Any:
     result = function(**arguments)
     return asyncio.run(result) if inspect.iscoroutine(result) else result

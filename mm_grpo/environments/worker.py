@@ -1,6 +1,6 @@
-"""What runs in the worker processes of tools and environments: conversations by number, and their calls one by one.
+"""Worker process of tools and environments: conversations by number, and their calls one by one.
 
-What goes out is a `CallResult` as JSON and the pixels of its images, so that nothing that a tool makes reaches pickle.
+Results are JSON and pixels, so that nothing that a tool makes reaches pickle.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from PIL import Image
 
-from mm_grpo.environments.factories import found_at
-from mm_grpo.environments.observation import Limits, Observation, described
+from mm_grpo.environments.factories import load_code
+from mm_grpo.environments.observation import ImageLimits, Observation, describe_error
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.worker import require_unchanged
@@ -25,56 +25,56 @@ HEADER = struct.Struct("!I")
 
 @dataclass(frozen=True)
 class ToolSources:
-    """Imports of a worker: functions by name and the factory, each an address and the SHA-256 of its file as the
-    trainer imported it; and the limits on what they answer."""
+    """Imports of a worker, each as an address and the SHA-256 of its file as the trainer imported it."""
 
     functions: Mapping[str, tuple[str, str | None]]
     factory: tuple[str, str | None] | None
-    limits: Limits
+    limits: ImageLimits
 
 
 class ToolWorker:
-    """The conversations of this process: from a pickled call to its answer."""
+    """Handler of pickled calls for the conversations of this process."""
 
     def __init__(self, sources: ToolSources) -> None:
-        self.functions = {name: _loaded(*at) for name, at in sources.functions.items()}
-        self.factory = None if sources.factory is None else _loaded(*sources.factory)
+        self.functions = {name: _load(*source) for name, source in sources.functions.items()}
+        self.factory = None if sources.factory is None else _load(*sources.factory)
         self.limits = sources.limits
         self.sessions: dict[int, Session] = {}
 
     def __call__(self, body: bytes) -> bytes:
         try:
-            number, what, name, packed = pickle.loads(body)
+            number, operation, name, packed = pickle.loads(body)
             arguments = pickle.loads(packed)
         except Exception as error:
-            result = CallResult(raised=f"cannot be made in a worker process: {described(error)}")
+            result = CallResult(raised=f"cannot be made in a worker process: {describe_error(error)}")
         else:
             if number not in self.sessions:
                 self.sessions[number] = Session(self.functions, self.factory, self.limits)
-            result = self.sessions[number].answer(what, name, arguments)
-            if what == "close" or result.gone is not None:
+            result = self.sessions[number].answer(operation, name, arguments)
+            if operation == "close" or result.gone is not None:
                 del self.sessions[number]
-        return packed_answer(result)
+        return pack_result(result)
 
 
-def packed_answer(answer: CallResult) -> bytes:
-    """An answer as a worker sends it."""
-    seen = answer.observation
-    shown = None
-    if seen is not None:
-        shown = {"parts": [p if isinstance(p, str) else p.size for p in seen.parts], "fault": seen.fault}
-    text = json.dumps({**vars(answer), "observation": shown}, ensure_ascii=False).encode()
-    images = () if seen is None else seen.images
+def pack_result(result: CallResult) -> bytes:
+    """Return a result as JSON, in which images are sizes, followed by the pixels."""
+    observation = result.observation
+    fields = None
+    if observation is not None:
+        parts = [part if isinstance(part, str) else part.size for part in observation.parts]
+        fields = {"parts": parts, "fault": observation.fault}
+    text = json.dumps({**vars(result), "observation": fields}, ensure_ascii=False).encode()
+    images = () if observation is None else observation.images
     return b"".join([HEADER.pack(len(text)), text, *(image.tobytes() for image in images)])
 
 
-def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
-    """The answer that a worker sent. Any exception for what is none."""
+def unpack_result(body: bytes, limits: ImageLimits) -> CallResult:
+    """Read a result of `pack_result`. Raise any exception for other bytes, which user code may have sent."""
     (size,) = HEADER.unpack_from(body)
     at = HEADER.size + size
-    given = json.loads(body[HEADER.size : at])
-    shown, parts = given.pop("observation"), list[str | Image.Image]()
-    for part in [] if shown is None else shown["parts"]:
+    result = json.loads(body[HEADER.size : at])
+    observation, parts = result.pop("observation"), list[str | Image.Image]()
+    for part in [] if observation is None else observation["parts"]:
         if not isinstance(part, str):
             width, height = map(int, part)
             if not 0 < width * height <= limits.max_pixels:
@@ -84,10 +84,11 @@ def unpacked_answer(body: bytes, limits: Limits) -> CallResult:
         parts.append(part)
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes too many")
-    return CallResult(None if shown is None else Observation(tuple(parts), shown["fault"]), **given)
+    fault = None if observation is None else observation["fault"]
+    return CallResult(None if observation is None else Observation(tuple(parts), fault), **result)
 
 
-def _loaded(address: str, digest: str | None) -> Callable[..., Any]:
-    found: Callable[..., Any] = found_at(address, "a tool", ToolError)
+def _load(address: str, digest: str | None) -> Callable[..., Any]:
+    code: Callable[..., Any] = load_code(address, "a tool", ToolError)
     require_unchanged(address, digest)
-    return found
+    return code

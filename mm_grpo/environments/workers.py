@@ -1,8 +1,7 @@
-"""Tools and environments in worker processes: a deadline for each call, and an end for what hangs or crashes.
+"""Tools and environments in worker processes: each call has a deadline, and a worker that hangs is killed.
 
-A conversation stays in one worker; the workers work side by side. A worker whose call is late or that dies is ended,
-and another one takes its place. With it go the environments that it held: `Host` says what becomes of their
-conversations. Plain functions hold nothing, so that conversations without an environment go on.
+A conversation stays in one worker; workers run in parallel. A worker that is late or dies is replaced. Its environments
+are lost with it: `Host` masks their conversations or stops. Conversations without an environment go on.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mm_grpo.environments.factories import address_of
 from mm_grpo.environments.host import Episode, Functions, Host, Task
 from mm_grpo.environments.session import CallResult, Factory
-from mm_grpo.environments.worker import ToolSources, unpacked_answer
+from mm_grpo.environments.worker import ToolSources, unpack_result
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of
 from mm_grpo.user_code.workers import LONGEST_ANSWER, Outcome, Unsendable, Worker, Workers, packed
@@ -28,46 +27,48 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Slot:
-    """A place for one worker after the other, with its conversations. `queue` are the calls that wait, `task` is the
-    next or current one."""
+    """Place of one worker and its replacements, with its conversations."""
 
     worker: Worker | None = None
     conversations: int = 0
     environments: set[Episode] = field(default_factory=set)
     queue: deque[Task] = field(default_factory=deque)
     task: Task | None = None
+    """The call that runs, or waits for the worker to start."""
 
 
 class WorkerHost(Host):
-    """Calls tools and environments in `count` processes, which start when they are first needed and end with this one.
-    ConfigError where another process cannot import one of them."""
+    """Host that makes calls in `count` processes, which start when first needed and end with this one.
+
+    Raise ConfigError if other processes cannot import a tool or the environment.
+    """
 
     def __init__(
         self,
         config: GRPOConfig,
         functions: Functions,
         factory: Factory | None,
-        scores: Collection[str] | None,
+        reward_arguments: Collection[str] | None,
         count: int,
     ) -> None:
-        super().__init__(config, functions, factory, scores)
+        super().__init__(config, functions, factory, reward_arguments)
         self.slots = [_Slot() for _ in range(count)]
         sources = ToolSources(
-            {name: _located(function) for name, function in functions.items()},
-            None if factory is None else _located(factory),
+            {name: _source_of(function) for name, function in functions.items()},
+            None if factory is None else _source_of(factory),
             self.limits,
         )
-        target, most = "mm_grpo.environments.worker:ToolWorker", LONGEST_ANSWER
-        self.workers = Workers(target, sources, "the tools of the run", _start_failed, most)
+        target = "mm_grpo.environments.worker:ToolWorker"
+        self.workers = Workers(target, sources, "the tools of the run", _start_error, LONGEST_ANSWER)
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
             self._slot_of(task.episode).queue.append(task)
-        self._go_on(0.0)
+        self._poll(0.0)
 
     def work(self, wait: bool) -> None:
         if any(slot.task for slot in self.slots):
-            self._go_on(None if wait else 0.0)
+            self._poll(None if wait else 0.0)
 
     def abandon(self) -> None:
         for slot in self.slots:
@@ -86,14 +87,14 @@ class WorkerHost(Host):
         for slot in self.slots:
             self._lose(slot, "the run was stopping")
 
-    def _go_on(self, seconds: float | None) -> None:
-        """Take the answers that come within so many seconds, and hand out calls."""
+    def _poll(self, seconds: float | None) -> None:
+        """Receive answers for up to `seconds`, and hand out calls."""
         try:
             for outcome in self.workers.wait(seconds):
-                self._take(outcome)
+                self._receive(outcome)
             for slot in self.slots:
-                self._give(slot)
-        except BaseException:  # a call that goes on would answer into the next one
+                self._dispatch(slot)
+        except BaseException:  # a call that goes on would answer in place of the next one
             self.abandon()
             raise
 
@@ -101,11 +102,11 @@ class WorkerHost(Host):
         if episode.place is None:
             episode.place = min(self.slots, key=lambda slot: slot.conversations)
             episode.place.conversations += 1
-        found: _Slot = episode.place
-        return found
+        slot: _Slot = episode.place
+        return slot
 
-    def _give(self, slot: _Slot) -> None:
-        """Hand a worker without a call the next one that is to be made."""
+    def _dispatch(self, slot: _Slot) -> None:
+        """Send the slot's worker its next call, if it has none."""
         while slot.task is None and slot.queue:
             task = slot.queue.popleft()
             if self.due(task):
@@ -114,13 +115,13 @@ class WorkerHost(Host):
             slot.worker = slot.worker or self.workers.start()
             if slot.worker.idle:
                 task = slot.task
-                if task.what == "reset":
+                if task.operation == "reset":
                     slot.environments.add(task.episode)
-                call = pickle.dumps((task.episode.number, task.what, task.name, _packed(task)))
+                call = pickle.dumps((task.episode.number, task.operation, task.name, _pack(task)))
                 slot.worker.call(call, time.monotonic() + self.timeout)
 
-    def _take(self, outcome: Outcome) -> None:
-        """Note what came of a call, or that a worker without one has ended."""
+    def _receive(self, outcome: Outcome) -> None:
+        """Settle a call, or replace a worker that died without one."""
         slot = next(slot for slot in self.slots if slot.worker is outcome.worker)
         task, slot.task = slot.task, None
         if task is None:
@@ -129,20 +130,20 @@ class WorkerHost(Host):
         result = CallResult(died=outcome.died, late=outcome.late)
         if outcome.answer is not None:
             try:
-                result = unpacked_answer(outcome.answer, self.limits)
-            except Exception as error:  # the user's code has written it
+                result = unpack_result(outcome.answer, self.limits)
+            except Exception as error:  # user code may have written it
                 result = CallResult(died=f"sent what is no answer ({error})")
         if result.died is not None:
             self._lose(slot, f"its worker process {result.died} in {task} of {task.episode.uid}")
         elif outcome.late:
             late = f"had no answer after {self.timeout:g} s"
             self._lose(slot, f"its worker process was ended, for {task} of {task.episode.uid} {late}")
-        elif task.what == "close" or result.gone is not None:
+        elif task.operation == "close" or result.gone is not None:
             slot.environments.discard(task.episode)
         self.settle(task, result)
 
     def _lose(self, slot: _Slot, why: str) -> None:
-        """End a worker; the environments that it held are gone."""
+        """End a worker; its environments are gone."""
         if slot.worker is not None:
             self.workers.end(slot.worker)
         slot.worker = None
@@ -151,14 +152,15 @@ class WorkerHost(Host):
         slot.environments.clear()
 
 
-def _start_failed(how: str) -> ToolError:
+def _start_error(how: str) -> ToolError:
     return ToolError(f"a worker process {how}; or set rollout.environment_workers=0")
 
 
-def _located(what: Any) -> tuple[str, str | None]:
-    address = address_of(what)
+def _source_of(code: Any) -> tuple[str, str | None]:
+    """Return address and digest. Raise ConfigError if other processes cannot import it."""
+    address = address_of(code)
     if address is None:
-        name = getattr(what, "__qualname__", repr(what))
+        name = getattr(code, "__qualname__", repr(code))
         raise ConfigError(
             f"rollout.environment_workers > 0: {name} cannot be imported by a worker process; put it into a file of "
             "its own, or set rollout.environment_workers=0"
@@ -166,7 +168,7 @@ def _located(what: Any) -> tuple[str, str | None]:
     return address, digest_of(address)
 
 
-def _packed(task: Task) -> bytes:
+def _pack(task: Task) -> bytes:
     try:
         return packed(task.arguments)
     except Unsendable as error:

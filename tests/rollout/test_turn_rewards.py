@@ -15,10 +15,10 @@ from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.environments.observation import Limits, Observation
+from mm_grpo.environments.observation import ImageLimits, Observation
 from mm_grpo.environments.session import CallResult
 from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.environments.worker import packed_answer, unpacked_answer
+from mm_grpo.environments.worker import pack_result, unpack_result
 from mm_grpo.errors import ConfigError, RewardError, ToolError
 from mm_grpo.rollout.scored_groups import advantage_fields, has_zero_std
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
@@ -150,9 +150,9 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
 
 
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
-    limits = Limits(100, 100)
+    limits = ImageLimits(100, 100)
     said = CallResult(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
-    assert unpacked_answer(packed_answer(said), limits) == said
+    assert unpack_result(pack_result(said), limits) == said
 
 
 def test_what_a_call_does_not_set_is_not_paid_again() -> None:
