@@ -3,15 +3,15 @@
 A dense mask over a row of N = L + G * T tokens costs N^2, most of it between completions that may not see
 each other. Two ways around it, and `Masks` chooses:
 
-    flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, where it was compared and is right
+    flex     FlexAttention with a block table (flex.py), on GPUs in bfloat16, after a comparison on this machine
     blocks   prompts attend to themselves, causally, and each completion to [its prompt, itself], in plain
              sdpa: L^2 / 2 + G * T * (L + T), in batches of like length
 
-A model whose layers see more or less than all tokens before (sliding windows, images whose tokens see each other) gets
-one dense mask for each kind of layer. What `Masks` makes reaches every text layer as keyword arguments of the model's
-forward; without any `prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention look at
-no mask: they are given the pack's completions (linear_attention.py). Where prompts are run apart (prompt_states.py)
-their keys and values come before those of the pack, whichever way is taken.
+A model whose layers see more or less than all earlier tokens (sliding windows, images whose tokens see each other) gets
+one dense mask for each kind of layer. `Masks` returns keyword arguments of the model's forward, which reach every text
+layer. Without them `prefix_attention` is transformers' sdpa over the dense mask. Layers of linear attention read no
+mask but the pack's completions (linear_attention.py). If prompts run apart (prompt_states.py), their keys and values
+precede the pack's in every way.
 """
 
 from __future__ import annotations
@@ -40,30 +40,28 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True)
 class PrefixLayout:
-    """The batches of a pack, and what each token of their completions may look at: its prompt and what is before it.
-
-    For each batch of c completions of up to T tokens, a mask [c or 1, 1, T, P + T], with P the longest of their
-    prompts, is True where a completion's query may look.
-    """
+    """Batches of a pack, and the tokens that each completion token may attend to: its prompt and its past."""
 
     batch: CompletionBatch
     masks: tuple[Tensor, ...]
+    """[c or 1, 1, T, P + T] for each batch of c completions of up to T tokens, P the longest of their prompts; True if
+    a query may attend to the key."""
 
 
 def prefix_layout(segments: Tensor, batch: CompletionBatch | None = None, before: int = 0) -> PrefixLayout:
-    """The layout of a pack's segments [B, K + N], K = `before` of prompts that are run apart, whose `batch` may be
-    known."""
+    """Return the layout of a pack's segments [B, K + N], of which K = `before` belong to prompts that run apart."""
     batch = batch or completion_batch(segments, before)
-    return PrefixLayout(batch, tuple(_mask(own) for own in batch.completions))
+    return PrefixLayout(batch, tuple(map(_mask, batch.completions)))
 
 
-def _mask(own: Sequences) -> Tensor:
-    (count, tokens), longest, device = own.index.shape, own.prompt_index.shape[1], own.index.device
+def _mask(sequences: Sequences) -> Tensor:
+    (count, tokens), longest = sequences.index.shape, sequences.prompt_index.shape[1]
+    device = sequences.index.device
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()[None, None]
-    seen = torch.arange(longest, device=device) < own.prompt_lengths[:, None]
-    if bool(seen.all()):  # one mask serves all
+    is_prompt = torch.arange(longest, device=device) < sequences.prompt_lengths[:, None]
+    if bool(is_prompt.all()):  # prompts of one length: one mask serves all
         return torch.cat([causal.new_ones(1, 1, tokens, longest), causal], -1)
-    parts = [seen[:, None, None].expand(-1, 1, tokens, -1), causal.expand(count, -1, -1, -1)]
+    parts = [is_prompt[:, None, None].expand(-1, 1, tokens, -1), causal.expand(count, -1, -1, -1)]
     return torch.cat(parts, -1)
 
 
@@ -82,54 +80,57 @@ def prefix_attention(
     prefixes: Prefixes | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Queries [B, H, N, d] over keys and values [B, K, N, d]; returns [B, N, H, d], as transformers asks."""
+    """Run attention of queries [B, H, N, d] over keys and values [B, K, N, d]; return [B, N, H, d] for transformers."""
     layer: Any = getattr(module, "layer_idx", None)
     if keep_prompt is not None:
         length = keep_prompt.length
         keep_prompt.keep(layer, lambda: (key[:, :, :length], value[:, :, :length]))
-    whole_key, whole_value = key, value
-    apart = [] if prefixes is None else prefixes.pairs(layer)
+    all_keys, all_values = key, value
+    prefix_pairs = [] if prefixes is None else prefixes.pairs(layer)
     if prefixes is not None:
-        whole_key = prefixes.before(layer, 0, key)
-        whole_value = prefixes.before(layer, 1, value)
+        all_keys = prefixes.before(layer, 0, key)
+        all_values = prefixes.before(layer, 1, value)
     if flex is not None:
-        before = whole_key.shape[2] - key.shape[2]
+        before = all_keys.shape[2] - key.shape[2]
         padded = pad(query, (0, 0, before, 0)) if before else query
-        out = attend(padded, whole_key, whole_value, flex, scaling)
+        out = attend(padded, all_keys, all_values, flex, scaling)
         return out[:, :, before:].transpose(1, 2), None
     if prefix is None:
         result: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, whole_key, whole_value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+            module, query, all_keys, all_values, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return result
     batch, shape = prefix.batch, (query.shape[0], query.shape[2])
     options: dict[str, Any] = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
 
     # [B, N, h, d] -> [r, P, h, d] and [c, T, h, d], batch by batch
-    (q, own_q), (k, own_k), (v, own_v) = (batch.split(x.transpose(1, 2)) for x in (query, key, value))
-    of_prompts = [_sdpa(*each, is_causal=True, **options) for each in zip(q, k, v, strict=True)]
-    k, v = ([*x, *(pair[side].transpose(1, 2) for pair in apart)] for side, x in enumerate((k, v)))
+    (q, completion_q), (k, completion_k), (v, completion_v) = (
+        batch.split(x.transpose(1, 2)) for x in (query, key, value)
+    )
+    of_prompts = [_sdpa(*qkv, is_causal=True, **options) for qkv in zip(q, k, v, strict=True)]
+    k, v = ([*x, *(pair[side].transpose(1, 2) for pair in prefix_pairs)] for side, x in enumerate((k, v)))
     of_completions = []
-    for number, (own, mask) in enumerate(zip(batch.completions, prefix.masks, strict=True)):
+    for number, (sequences, mask) in enumerate(zip(batch.completions, prefix.masks, strict=True)):
         k_all, v_all = (
-            torch.cat([batch.of_prompts(whole.transpose(1, 2), prompts, own), mine[number]], 1)
-            for whole, prompts, mine in ((whole_key, k, own_k), (whole_value, v, own_v))
+            torch.cat([batch.of_prompts(states.transpose(1, 2), prompts, sequences), completions[number]], 1)
+            for states, prompts, completions in ((all_keys, k, completion_k), (all_values, v, completion_v))
         )
-        of_completions.append(_sdpa(own_q[number], k_all, v_all, attn_mask=mask, **options))
+        of_completions.append(_sdpa(completion_q[number], k_all, v_all, attn_mask=mask, **options))
     return batch.merge(of_prompts, of_completions, shape), None
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Attention of [n, T, h, d] over [n, S, h, d]."""
+    """Run attention of [n, T, h, d] over [n, S, h, d]."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     return scaled_dot_product_attention(query, key, value, **options).transpose(1, 2)
 
 
 class Masks:
-    """The arguments that tell a model's text layers who sees whom in a pack. `attn` is the config's `model.attn`.
+    """Maker of the arguments that tell a model's text layers which tokens of a pack attend to which.
 
-    Where completions are not `shared` rows of a prompt, the model is told what is padding, and makes its masks itself.
-    Raises ConfigError when `flex_attention` is asked for and does not work here.
+    `attn` is the config's `model.attn`. If completions do not share the row of their prompt (not `shared`), the model
+    gets the padding alone and makes its masks itself. Raises ConfigError when `attn` is flex_attention, which does not
+    work here.
     """
 
     def __init__(
@@ -151,74 +152,74 @@ class Masks:
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
         self.blocks = plain
-        self.apart = shared  # whether prompts can be run apart from their completions
-        # whether packs get a `BlockMask` for FlexAttention
+        self.apart = shared
+        """True if prompts can run apart from their completions."""
         self.flex = self.blocks and _flex_works(model, attn)
+        """True if packs get a `BlockMask` for FlexAttention."""
         self.rule = prepare_linear_layers(model) if shared else None
 
     @property
     def multiple(self) -> int:
-        """Multiple that a pack's width is rounded up to: few different widths, and whole blocks, for the kernel."""
+        """Return the multiple that a pack's width is rounded up to; the kernel gets whole blocks, and few widths."""
         return BLOCK if self.flex else 1
 
     def plan(self, items: Sequence[Item], max_tokens: int, copies: int = 1) -> list[list[list[Item]]]:
-        """Packs of `items` as the model's layers run them best (see `pack.plan`)."""
-        how = {"shared": self.shared, "one_row": self.blocks, "apart": self.apart}
-        return plan(items, max_tokens, self.multiple, copies=copies, **how)
+        """Return packs of `items` as the model's layers run them best (see `pack.plan`)."""
+        layout = {"shared": self.shared, "one_row": self.blocks, "apart": self.apart}
+        return plan(items, max_tokens, self.multiple, copies=copies, **layout)
 
     def of_pack(
         self, pack: Pack, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
     ) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a pack.
+        """Return keyword arguments of the model's forward for a pack.
 
-        Of a prompt alone `keep_prompt` takes what its completions need; `prefixes` are what was kept of a pack's.
+        For a prompt that runs alone, `keep_prompt` receives the states that its completions need. `prefixes` are such
+        states of the prompts of a pack.
         """
         if not self.shared:
             return {"attention_mask": (pack.segments != PADDING).long()}
         states = {"keep_prompt": keep_prompt, "prefixes": prefixes}
-        given = {name: value for name, value in states.items() if value is not None}
+        states = {name: value for name, value in states.items() if value is not None}
         if not self.dense:
-            return self.of(pack.whole_segments, keep_prompt, prefixes) | given
+            return self.of(pack.whole_segments, keep_prompt, prefixes) | states
         before = 0 if prefixes is None else prefixes.width
         blocks = None
         if self.family is not None and self.looks_ahead:
             blocks = self.family.image_blocks(self.model, pack.input_ids)
             blocks = pad(blocks, (before, 0), value=-1)
         windows = {kind: self.window if kind == SLIDING else None for kind in self.kinds or (SLIDING,)}
-        made = {
+        masks = {
             kind: attention_mask(pack.whole_segments, blocks, window)[:, :, before:]
             for kind, window in windows.items()
         }
-        return {"attention_mask": made if self.kinds else made[SLIDING]} | given
+        return {"attention_mask": masks if self.kinds else masks[SLIDING]} | states
 
     def of(
         self, segments: Tensor, keep_prompt: PromptState | None = None, prefixes: Prefixes | None = None
     ) -> dict[str, Any]:
-        """Keyword arguments of the model's forward for a pack's segments [B, K + N], where these say all."""
+        """Return keyword arguments of the model's forward for a pack's segments [B, K + N], without windows."""
         before = 0 if prefixes is None else prefixes.width
-        made, batch = dict[str, Any](), None
+        linear, batch = dict[str, Any](), None
         if self.rule is not None:
             batch = completion_batch(segments, before)
-            made = {"shared_state": SharedState(batch, self.rule, keep_prompt, prefixes)}
+            linear = {"shared_state": SharedState(batch, self.rule, keep_prompt, prefixes)}
         unread = {"attention_mask": unread_mask(segments.device)}
         if self.flex:
-            return made | unread | {"flex": block_mask(segments, before)}
+            return linear | unread | {"flex": block_mask(segments, before)}
         if self.blocks:
-            return made | unread | {"prefix": prefix_layout(segments, batch, before)}
-        return made | {"attention_mask": attention_mask(segments)[:, :, before:]}
+            return linear | unread | {"prefix": prefix_layout(segments, batch, before)}
+        return linear | {"attention_mask": attention_mask(segments)[:, :, before:]}
 
 
 def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """True when FlexAttention is asked for, or to be expected: on a GPU, with numbers of 16 bits.
-
-    In float32 the compiler (Triton 3.7, for heads of 128 on compute capability 9.0) leaves the kernel 32 registers
-    and 29 kB of spilled stores, so that there plain attention is taken unless the config says otherwise.
-    """
+    """Return True when FlexAttention is asked for, or `attn` is auto on a GPU in 16 bits."""
+    # in float32 the compiler (Triton 3.7, heads of 128, compute capability 9.0) leaves the kernel 32 registers and
+    # 29 kB of spilled stores: plain attention is faster
     return attn == "flex_attention" or (attn == "auto" and device.type == "cuda" and dtype != torch.float32)
 
 
 def _flex_works(model: Any, attn: str) -> bool:
-    """True when FlexAttention is to be used: it is tried, and right for the model's shapes."""
+    """Return True if FlexAttention is tried, and right for the model's shapes. ConfigError if it is asked for and wrong."""
     device = torch.device(model.device)
     if not is_tried(attn, device, model.dtype):
         return False

@@ -1,16 +1,15 @@
-"""FlexAttention over shared-prefix rows: what a GPU runs, one kernel that skips the blocks that are masked whole.
+"""FlexAttention over shared-prefix rows: one GPU kernel that skips blocks which are masked as a whole.
 
-The kernel takes the mask in two forms. `mask_mod` decides each pair of places; the block table says which
-squares of 128 x 128 hold any legal pair, and which hold no other. The table is made from the smallest and largest
-segment of each block, of all its tokens and of those of prompts, without looking at pairs, so it costs (N / 128)^2 and
-not N^2; a square that it wrongly takes for mixed costs time, never correctness. Both go through checkpointed layers as
-arguments, so a recomputation has the mask of the first pass.
+The kernel takes the mask in two forms. `mask_mod` decides each pair of positions; the block table says which squares of
+128 x 128 hold any legal pair, and which hold only legal ones. The table is made from the smallest and largest segment
+of each block, of all its tokens and of its prompt tokens, so it costs (N / 128)^2 and not N^2. A square that it wrongly
+takes for mixed costs time, never correctness. Both go through checkpointed layers as arguments, so a recomputation has
+the mask of the first pass.
 
-The kernel is compiled four times for a model: for one row and for several, with gradients and without. All
-else is made alike before it is called (`attend`): whole blocks, two at least; all of query, key and value
-with gradients or none; one order in memory; one number of threads, which each thread has of its own (layers that
-are run again are so in autograd's). By itself torch compiles anew for each such difference, and after eight uses
-attention that holds all N x N scores. Here it may compile GRAPHS, and past that the run ends with torch's error.
+torch compiles again for each difference between calls, and after eight graphs it falls back to attention that holds all
+N x N scores. So `attend` makes calls equal: whole blocks, two at least; all of query, key and value with gradients or
+none; one order in memory; one number of threads (which each thread has, autograd's too). Four graphs are left for a
+model: one row or several, with gradients or without. Past GRAPHS the run ends with torch's error.
 
 `fault` compiles the four and compares them with torch's plain attention on this machine, before they are used.
 """
@@ -35,43 +34,44 @@ logger = logging.getLogger("mm_grpo")
 
 BLOCK = 128
 GRAPHS = 64
-"""Most graphs of a process: four for each shape of heads, and more where user code changes torch's global settings."""
+"""Limit of graphs in a process: four for each shape of heads, and more if user code changes torch's settings."""
 LIMITS = {torch.float32: 2e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Largest distance from plain attention, as a share of the norm, that counts as rounding (TF32 included)."""
 
 
 def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
-    """The mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks and two at least.
+    """Return the mask of a pack's segments [B, N] (see `pack.attention_mask`), padded to whole blocks, two at least.
 
-    The first `before`, whole blocks, are keys of prompts that are run apart; queries there are not looked at.
+    The first `before`, whole blocks, are keys of prompts that run apart; queries there are ignored.
     """
     width = segments.shape[1]
-    blocks = max(-(-width // BLOCK), 2)  # what is compiled for one block is compiled for no other number
+    blocks = max(-(-width // BLOCK), 2)  # a graph for one block would serve no other number
     padded = torch.nn.functional.pad(segments, (0, blocks * BLOCK - width), value=PADDING)
     tiles = padded.unflatten(1, (blocks, BLOCK))
-    most = torch.iinfo(tiles.dtype).max
+    infinity = torch.iinfo(tiles.dtype).max
     is_prompt, groups = tiles % GROUP == 0, prompt_of(tiles)
-    # smallest and largest of a block: its segments, the groups of its tokens, and the groups that its prompts are of;
-    # they never decrease along a row, so what two blocks share is where these overlap
-    low, high = tiles.masked_fill(tiles == PADDING, most).amin(-1), tiles.amax(-1)
+    # smallest and largest of a block: its segments, its tokens' groups, its prompts' groups; they never decrease along
+    # a row, so two blocks share something if these ranges overlap
+    low, high = tiles.masked_fill(tiles == PADDING, infinity).amin(-1), tiles.amax(-1)
     first, last = prompt_of(low), prompt_of(high)
-    prompt_low = groups.masked_fill(~is_prompt, most).amin(-1)
+    prompt_low = groups.masked_fill(~is_prompt, infinity).amin(-1)
     prompt_high = groups.masked_fill(~is_prompt, PADDING).amax(-1)
     shared = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
     sees = (first[:, :, None] <= prompt_high[:, None]) & (prompt_low[:, None] <= last[:, :, None])
-    place = torch.arange(blocks, device=segments.device)
-    earlier, own = place[:, None] > place, place[:, None] == place
-    asked = place[:, None] >= before // BLOCK
-    some = own | (earlier & (shared | sees) & asked)
-    # nothing to decide: keys of one prompt alone and queries of its group alone, or one completion in both
-    one = (tiles == high[:, :, None]).all(-1) & (high > PADDING)
+    number = torch.arange(blocks, device=segments.device)
+    earlier, diagonal = number[:, None] > number, number[:, None] == number
+    has_queries = number[:, None] >= before // BLOCK
+    partial = diagonal | (earlier & (shared | sees) & has_queries)
+    # nothing to decide: only keys of one prompt and only queries of its group, or one completion in both
+    uniform = (tiles == high[:, :, None]).all(-1) & (high > PADDING)
     of_group = (groups == last[:, :, None]).all(-1) & (high > PADDING)
     same = high[:, :, None] == high[:, None]
     from_prompt = is_prompt.all(-1)[:, None] & (last[:, :, None] == high[:, None])
-    every = earlier & asked & one[:, None] & ((one[:, :, None] & same) | (of_group[:, :, None] & from_prompt))
+    full = earlier & has_queries & uniform[:, None]
+    full &= (uniform[:, :, None] & same) | (of_group[:, :, None] & from_prompt)
     return BlockMask.from_kv_blocks(
-        *_table(some & ~every),
-        *_table(some & every),
+        *_table(partial & ~full),
+        *_table(partial & full),
         BLOCK_SIZE=BLOCK,
         mask_mod=_mask_mod(padded),
         seq_lengths=(blocks * BLOCK, blocks * BLOCK),
@@ -81,14 +81,14 @@ def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scaling: float | None = None
 ) -> Tensor:
-    """Queries [B, H, N, d] over keys and values [B, K, N, d], H a multiple of K; returns [B, H, N, d]."""
+    """Attend with queries [B, H, N, d] to keys and values [B, K, N, d], H a multiple of K; return [B, H, N, d]."""
     width, size = query.shape[2:]
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     inputs = [_uniform(x, mask.seq_lengths[0], learns) for x in (query, key, value)]
-    # a number that is given makes a variant of its own, so the usual one is left to the kernel
-    usual = scaling is None or math.isclose(scaling, size**-0.5)
+    # torch compiles one more graph for an explicit scale, so the default is left to the kernel
+    is_default = scaling is None or math.isclose(scaling, size**-0.5)
     options: dict[str, Any] = {
-        "scale": None if usual else scaling,
+        "scale": None if is_default else scaling,
         "enable_gqa": query.shape[1] != key.shape[1],
     }
     with torch.set_grad_enabled(learns), _for_all_sizes():
@@ -98,18 +98,20 @@ def attend(
 
 @cache
 def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> str | None:
-    """Test FlexAttention here: None when it agrees with plain attention, else a message. A small random pack with every
-    kind of place and of square is compared, and its first row alone: all variants that a model needs are compiled.
+    """Compare FlexAttention with plain attention on this machine; return None if they agree, else a message.
+
+    A small random pack with every kind of square is compared, and its first row alone, so that all graphs that a model
+    needs are compiled.
     """
     width = 430
     segments = torch.full((2, width), PADDING)
     # squares decided by the prompt, by two completions that meet in one, by one completion over three blocks, and by
     # two groups in a row
     for row, groups in enumerate([((150, 40, 1), (20, 50, 9)), ((100, 28, 300),)]):
-        known = [
+        values = [
             g * GROUP + k for g, lengths in enumerate(groups) for k, n in enumerate(lengths) for _ in range(n)
         ]
-        segments[row, : len(known)] = torch.tensor(known)
+        segments[row, : len(values)] = torch.tensor(values)
     segments = segments.to(device)
     generator = torch.Generator().manual_seed(0)
     inputs = [
@@ -118,7 +120,9 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     ]
 
     def compare() -> list[dict[str, float]]:
-        with _for_all_sizes():  # the kernels of the backward pass are compiled when it is first run
+        with (
+            _for_all_sizes()
+        ):  # the backward pass is compiled when it first runs, so it needs the settings too
             return [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
 
     return fault_of(compare, LIMITS[dtype])
@@ -126,24 +130,24 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
 
 @cache
 def warn_once(message: str) -> None:
-    """Warn of what every wrapped model would warn of: each scoring of a canary wraps one."""
+    """Log a warning once: each scoring of a canary wraps a model, which would warn again."""
     logger.warning(message)
 
 
 def fault_of(compare: Callable[[], Iterable[Mapping[str, float]]], limit: float) -> str | None:
-    """Message on the first result of a kernel that is more than `limit` of the norm away from what it should be."""
+    """Return a message on the first result of a kernel that is off by more than `limit` of the norm, else None."""
     try:
         distances = list(compare())
-    except Exception as error:  # whatever a compiler may raise: there is another way
+    except Exception as error:  # a compiler may raise anything, and plain attention is the alternative
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
-    for what, distance in (pair for some in distances for pair in some.items()):
+    for result, distance in (pair for results in distances for pair in results.items()):
         if not distance <= limit:
-            return f"its {what} is {distance:.1e} of the norm away from torch's"
+            return f"its {result} is {distance:.1e} of the norm away from torch's"
     return None
 
 
 def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
-    """Distance of outputs and gradients from plain attention's, as shares of the norm.
+    """Return the distances of outputs and gradients from plain attention's, as shares of the norm.
 
     Segments are [B, N]; inputs are query, key, value and the weight of each output, all [B, N, h, d].
     """
@@ -164,8 +168,8 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
         out = run(*leaves)
         gradients = torch.autograd.grad((out * weight).sum(), leaves)
         with torch.no_grad():
-            alone = run(*leaves)
-        results.append([out.detach() * (weight != 0), *gradients, alone * (weight != 0)])
+            inference = run(*leaves)
+        results.append([out.detach() * (weight != 0), *gradients, inference * (weight != 0)])
     names = (
         "output",
         *(f"gradient of the {x}" for x in ("query", "key", "value")),
@@ -183,23 +187,20 @@ def _mask_mod(segments: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Te
     def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         key = segments[b, k]
         legal = (k <= q) & (key != PADDING) & ((key == prompts[b, q]) | (key == segments[b, q]))
-        return legal | (k == q)  # padding attends to itself, for a softmax over nothing is NaN
+        return legal | (k == q)  # padding attends to itself, because a softmax over nothing is NaN
 
     return allowed
 
 
-def _table(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks the count of wanted ones [B, 1, n], and all numbers, the wanted first [B, 1, n, n]."""
-    order = wanted.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return wanted.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+def _table(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of each row are True [B, 1, n], and all numbers, True ones first [B, 1, n, n]."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 def _uniform(x: Tensor, width: int, learns: bool) -> Tensor:
-    """`x` [B, h, N, d] padded to [B, h, width, d], as [B, width, h, d] in memory, with a gradient or without.
-
-    It is no view, for torch compiles anew for what a view is a view of; and a single row has the strides that it
-    would have among several.
-    """
+    """Return `x` [B, h, N, d] padded to [B, h, width, d], as [B, width, h, d] in memory, with a gradient or without."""
+    # no view: torch compiles again for what a view is a view of; and a single row gets the strides of one among several
     x = x.transpose(1, 2)
     x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, width - x.shape[1])) if x.shape[1] < width else x
     x = x.contiguous().flatten(0, 1).unflatten(0, (len(x), width)).transpose(1, 2)
@@ -210,7 +211,7 @@ def _uniform(x: Tensor, width: int, learns: bool) -> Tensor:
 
 
 class _Plain(torch.autograd.Function):
-    """The same numbers in the same memory, as a tensor of their own."""
+    """Identity whose result is no view: the same memory as a new tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -223,15 +224,13 @@ class _Plain(torch.autograd.Function):
 
 @contextmanager
 def _for_all_sizes() -> Iterator[None]:
-    """Compile for any sizes, not for those alone that happen to be equal, and for many models in a process.
-
-    torch keeps these settings for each thread, so each call makes them: the limit, and the number of threads.
-    """
+    """Compile for any sizes, also if some happen to be equal now, and for many models in a process."""
+    # torch keeps the limit and the number of threads for each thread, so each call sets them
     import torch._dynamo.config as dynamo
     import torch.fx.experimental._config as shapes
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # of what the CPU computes, which the kernel does not
+    torch.set_num_threads(1)  # threads of CPU kernels, which the graph counts and does not use
     try:
         with dynamo.patch(recompile_limit=GRAPHS), shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             yield
@@ -240,7 +239,7 @@ def _for_all_sizes() -> Iterator[None]:
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """A function of our own: torch counts what it compiles by function, and others compile flex_attention too."""
+    """Call flex_attention. torch counts graphs by function, and other libraries compile flex_attention too."""
     result: Tensor = flex_attention(query, key, value, **options)
     return result
 
