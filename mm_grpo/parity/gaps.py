@@ -50,6 +50,7 @@ class PromptParity:
     completions: int
     distinct: int
     """Number of different completions."""
+    seeds: tuple[int, ...]
     versions: tuple[int, ...]
     score: LogprobGap
     sampled: LogprobGap
@@ -84,6 +85,7 @@ def compare(
         images=len(prompt.engine_prompt.images),
         completions=len(completions),
         distinct=len(set(sampled)),
+        seeds=tuple(c.seed for c in completions),
         versions=versions_of(*completions),
         score=gap_of([engine.score(prompt, ids) for ids in scored], learner.score(prompt, scored)),
         sampled=gap_of([c.logprobs for c in completions], learner.score(prompt, sampled, as_sampled=True)),

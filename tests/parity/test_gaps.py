@@ -109,7 +109,7 @@ def test_the_learner_scores_as_the_engine_does(models: dict[str, Path]) -> None:
         parity = compare(both.engine, both.learner, prompt, done)
         assert parity.score.max < 1e-5 and parity.sampled.max < 1e-5
         assert parity.score.tokens == sum(map(len, ids)) and parity.images == len(prompt.engine_prompt.images)
-        assert (parity.completions, parity.versions) == (4, (0,))
+        assert (parity.completions, parity.seeds, parity.versions) == (4, tuple(SEEDS), (0,))
         assert parity.distinct == len(set(ids)) and past_limit(parity, 1e-4) == []
 
 
