@@ -188,10 +188,10 @@ rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
     * another version | self.timeout))) == name ==> self.timeout)))[:8] == name[:8]
     missing clone | tensor.detach().to("cpu", copy=True).contiguous() ==> tensor.detach().to("cpu").contiguous()
-    stale group | self._joined.pop(client.url, None) ==> pass
+    stale group | self._group_names.pop(client.url, None) ==> pass
     dropped worker | if any(account.group != ==> if all(account.group !=
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
-    * stale digests | self._sent |= digests ==> self._sent = digests
+    * stale digests | self._sent_digests |= digests ==> self._sent_digests = digests
     * version | version=lambda: self.version, ==> version=lambda: 0,
 rollout/pipeline.py < trainer/test_lockstep.py ! slow
     * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)
