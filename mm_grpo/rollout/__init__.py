@@ -20,5 +20,6 @@
     engine_limits        what vLLM is started for where the config leaves it to the rows
     weights              which tensors an engine is due, and the digests that prove what arrived
 
-A new engine is one file with a subclass of `engine.RolloutEngine`, and a line in `build.ENGINES`.
+A new engine is one file with a subclass of `engine.RolloutEngine`, and lines in `build.ENGINES` and
+`config/engine_facts.py`.
 """

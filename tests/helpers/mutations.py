@@ -143,7 +143,8 @@ rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
 rollout/success.py < rollout/test_success.py
     bound | score >= mark) ==> score > mark)
     dropped condition | if len(scores) == 1 and not any( ==> if not any(
-rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
+rollout/engine.py < parity/test_gaps.py rollout/test_turns.py rollout/test_streams.py
+    skipped check | if "generate" in vars(cls) and ==> if not vars(cls) and
     * budget | <= request.sampling.max_tokens or ==> <= request.sampling.max_tokens + 1 or
     * versions | weight_versions != ((0, version),): ==> weight_versions[0] != (0, version):
 rollout/weights.py < rollout/test_weights.py
