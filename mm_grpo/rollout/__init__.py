@@ -27,5 +27,6 @@ Numbers, and the file that computes them:
 
 `run/evaluations.py` keeps these over a run, `trained/evaluate.py` computes them for a finished model.
 
-A new engine is one file with a subclass of `engine.RolloutEngine`, and a line in `build.ENGINES`.
+A new engine is one file with a subclass of `engine.RolloutEngine`, and lines in `build.ENGINES` and
+`config/engine_facts.py`.
 """

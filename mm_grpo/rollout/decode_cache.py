@@ -158,7 +158,7 @@ class DecodeCache:
             tail.append((keys, values))
         return tail
 
-    def joined(self, pairs: Sequence[tuple[CachedPrompt, RowKeyValues]]) -> tuple[DynamicCache, Tensor]:
+    def padded_cache(self, pairs: Sequence[tuple[CachedPrompt, RowKeyValues]]) -> tuple[DynamicCache, Tensor]:
         """Return prompts with tails as a cache of rows that are padded on the left, with its mask [B, N]."""
         lengths = torch.tensor([prompt.length + tail[0][0].shape[1] for prompt, tail in pairs])
         width = int(lengths.max())

@@ -277,7 +277,7 @@ class TransformersStream(RequestStream):
         size = 1 if self.windows else max(1, PREFILL_TOKENS // longest)
         for batch in (pairs[i : i + size] for i in range(0, len(pairs), size)):
             past: Any
-            past, past_mask = self.cache.joined([(origin.prompt, origin.tail) for _, origin in batch])
+            past, past_mask = self.cache.padded_cache([(origin.prompt, origin.tail) for _, origin in batch])
             new = [
                 (prompt.token_ids[count:], prompt.position_ids[..., count:])
                 for prompt, count in ((row.request.prompt, len(origin.token_ids)) for row, origin in batch)

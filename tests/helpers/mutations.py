@@ -143,7 +143,8 @@ rollout/seeds.py < rollout/test_seeds.py rollout/test_turns.py
 rollout/success.py < rollout/test_success.py
     bound | score >= mark) ==> score > mark)
     dropped condition | if len(scores) == 1 and not any( ==> if not any(
-rollout/engine.py < parity/test_gaps.py rollout/test_turns.py
+rollout/engine.py < parity/test_gaps.py rollout/test_turns.py rollout/test_streams.py
+    skipped check | if "generate" in vars(cls) and ==> if not vars(cls) and
     * budget | <= request.sampling.max_tokens or ==> <= request.sampling.max_tokens + 1 or
     * versions | weight_versions != ((0, version),): ==> weight_versions[0] != (0, version):
 rollout/weights.py < rollout/test_weights.py
@@ -188,10 +189,10 @@ rollout/served/transfer.py < rollout/test_served_transfer.py rollout/test_served
     * missing clone | {name: tensor.detach().to("cpu", copy=True) for ==> {name: tensor.detach().to("cpu") for
     * another version | self.timeout))) == name ==> self.timeout)))[:8] == name[:8]
     missing clone | tensor.detach().to("cpu", copy=True).contiguous() ==> tensor.detach().to("cpu").contiguous()
-    stale group | self._joined.pop(client.url, None) ==> pass
+    stale group | self._group_names.pop(client.url, None) ==> pass
     dropped worker | if any(account.group != ==> if all(account.group !=
 rollout/served/engine.py < rollout/test_served_engine.py rollout/test_served_faults.py ! slow
-    * stale digests | self._sent |= digests ==> self._sent = digests
+    * stale digests | self._sent_digests |= digests ==> self._sent_digests = digests
     * version | version=lambda: self.version, ==> version=lambda: 0,
 rollout/pipeline.py < trainer/test_lockstep.py ! slow
     * staleness | step + self.staleness, self.collector.max_steps) ==> step, self.collector.max_steps)

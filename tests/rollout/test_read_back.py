@@ -82,7 +82,7 @@ class Model(torch.nn.Module):
 
 def update(back: ReadBack, sent: Mapping[str, Tensor], model: torch.nn.Module) -> dict[str, str]:
     back.begin()
-    for _ in back.noted((name, tensor.clone()) for name, tensor in sent.items()):
+    for _ in back.note_all((name, tensor.clone()) for name, tensor in sent.items()):
         pass
     return back.digests(model)
 
@@ -152,11 +152,11 @@ def test_a_packed_layer_is_read_back_by_the_identity(
     reader = ReadBack()
     for _ in range(2):  # the first update confirms the places
         reader.begin()
-        list(reader.noted(weights.items()))
+        list(reader.note_all(weights.items()))
         assert reader.digests(model) == {name: digest(tensor) for name, tensor in weights.items()}
     assert reader.parts(model) == {}  # nothing to lend
     layers["gate_up_proj"].packed = torch.cat([gate, up.roll(1, 0)])  # type: ignore[assignment]
     reader.begin()
-    list(reader.noted(weights.items()))
+    list(reader.note_all(weights.items()))
     stale = [name for name, value in reader.digests(model).items() if value != digest(weights[name])]
     assert stale == ["layers.0.up_proj.weight"]

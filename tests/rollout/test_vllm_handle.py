@@ -72,7 +72,7 @@ def test_what_a_model_holds_is_read_back() -> None:
     sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for _ in range(2):  # the first finds the places
         back.begin()
-        assert len([*back.noted(sent.items())]) == 2
+        assert len([*back.note_all(sent.items())]) == 2
         assert back.digests(model) == dict(zip(sent, digests([*sent.values()]), strict=True))
     with torch.no_grad():
         model[0].weight.add_(1)
@@ -179,7 +179,7 @@ def test_an_engine_beside_a_learner_asks_for_little(monkeypatch: pytest.MonkeyPa
     assert found["enable_sleep_mode"] is True
     own = EngineSettings("unused", "bfloat16", 1024, engine_kwargs=(("max_num_seqs", 512),))
     assert engine_arguments(own)["max_num_seqs"] == 512
-    assert not launch.BESIDE_A_LEARNER.keys() & engine_arguments(SETTINGS, alone=True).keys()
+    assert not launch.BESIDE_A_LEARNER.keys() & engine_arguments(SETTINGS, dedicated=True).keys()
 
 
 def test_the_embedded_engine_says_on_a_gpu_what_vllm_brings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ class ServedEngine(RolloutEngine):
         self.transfer, self.ranks = transfer, ranks or Ranks()
         self.version = 0
         self._current = False  # True once the servers have this run's weights
-        self._lock = threading.RLock()  # of `transfer` and `_sent`
-        self._sent: dict[str, str] = {}
+        self._lock = threading.RLock()  # of `transfer` and `_sent_digests`
+        self._sent_digests: dict[str, str] = {}
         self._reported_losses = 0
         self.requests = RequestFormat(
             processor,
@@ -172,7 +172,7 @@ class ServedEngine(RolloutEngine):
             except BaseException:
                 self._current = False
                 raise
-            self._sent |= digests
+            self._sent_digests |= digests
             self.version, self._current = version, True
             urls: list[str] = []
             for server in targets:
@@ -207,11 +207,11 @@ class ServedEngine(RolloutEngine):
             received = transfer.catch_up(server.client)
             if isinstance(received, Exception):
                 raise received
-            self._admit(server, self._sent, received)
+            self._admit(server, self._sent_digests, received)
 
-    def _admit(self, server: Server, sent: Digest, received: Digest) -> None:
+    def _admit(self, server: Server, sent_digests: Digest, received: Digest) -> None:
         """Send requests to a server that has new weights. GuardStop if it received others than were sent."""
-        if (message := missing_tensors(sent, received)) is not None:
+        if (message := missing_tensors(sent_digests, received)) is not None:
             raise GuardStop(f"weight sync with {server.url}: {message}")
         self.pool.admit(server)
 

@@ -90,7 +90,7 @@ def require_vllm() -> None:
 def server_command(settings: ServerSettings) -> list[str]:
     """Return the command of a server, without its key, because everybody on this machine can read it."""
     require_vllm()
-    arguments = engine_arguments(settings.engine, alone=True)
+    arguments = engine_arguments(settings.engine, dedicated=True)
     arguments = {k: v for k, v in arguments.items() if k not in NOT_FOR_SERVERS}
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,
@@ -184,7 +184,7 @@ class ServerProcess:
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _lifeline: Lifeline | None = None
-    _started: float = 0.0
+    _start_time: float = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -200,7 +200,7 @@ class ServerProcess:
             self.url = f"unix://{settings.socket}"
         else:
             require_key(settings.host)
-            if not self._started:  # at a restart its own worker may hold the port a moment longer
+            if not self._start_time:  # at a restart its own worker may hold the port a moment longer
                 require_free(settings.host, settings.port)
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             self.url = f"http://{host}:{settings.port}"
@@ -213,14 +213,14 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._started = time.monotonic()
+        self._start_time = time.monotonic()
         self._lifeline = Lifeline(pid=self._process.pid)
 
     def wait_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Wait until it answers. Raises EngineError if it ends, or takes more than `timeout` seconds from its start."""
         while not self.ready:
             code = self.poll()
-            if code is not None or time.monotonic() - self._started > timeout:
+            if code is not None or time.monotonic() - self._start_time > timeout:
                 late = f"was not ready within {timeout:g} s"
                 event = late if code is None else f"{ended(code)} before it was ready"
                 raise EngineError(f"the vLLM server at {self.url} {event}; {self.tail()}")

@@ -123,7 +123,7 @@ class Receiver:
         if (update_info.path is None) == (update_info.tensors is None):
             raise ValueError("an update has either a path or tensors")
         tensors = self._from_file(update_info) if update_info.path else self._from_group(update_info)
-        self.model.load_weights(self._noted(tensors))
+        self.model.load_weights(self._weights(tensors))
 
     def finish_weight_update(self) -> None:
         self._finalize()
@@ -131,7 +131,8 @@ class Receiver:
 
     def shutdown(self) -> None: ...
 
-    def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _weights(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Note all tensors, and yield those that are no factors."""
         for name, tensor in tensors:
             self.account.note(name, tensor)
             if not adapters.is_factor(name):

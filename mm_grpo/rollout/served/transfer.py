@@ -41,14 +41,17 @@ JOIN_TIMEOUT = 60.0
 
 
 class ServedTransfer(ABC):
-    """Base of every kind, which keeps the newest tensors for servers that join late. Calls must not overlap."""
+    """Base of every kind. It keeps the newest tensors for servers that join late.
+
+    Each call to a server ends within `timeout` seconds. The methods must not run at the same time.
+    """
 
     kind = ""
 
     def __init__(self, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.run = secrets.token_hex(4)
         self._names: dict[str, str] = {}  # of the weights that were sent whole, by url
-        self._joined: dict[str, str] = {}  # names of the workers' groups, by url
+        self._group_names: dict[str, str] = {}  # names of the workers' groups, by url
         self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
         # a server has at most three calls at once, and one of them waits for the others
         self._threads = BackgroundThreads(256, "mm_grpo-transfer")
@@ -129,10 +132,10 @@ class ServedTransfer(ABC):
                 "it does not hold the weights that it was sent last (it was restarted, or another run sent it weights) "
                 "and needs all of them",
             )
-        if any(account.group != self._joined.get(client.url) for account in workers):
+        if any(account.group != self._group_names.get(client.url) for account in workers):
             name = secrets.token_hex(8)
             self.join(client, name)
-            self._joined[client.url] = name
+            self._group_names[client.url] = name
         if not finished:
             # vLLM starts no update before an unfinished one has ended, which a failing call does
             with suppress(ServerError):
@@ -237,7 +240,7 @@ class GlooTransfer(ServedTransfer):
         super().__init__(timeout, chunk_bytes)
         self.host = host
         self._groups: dict[str, BroadcastGroup] = {}
-        self._kept: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def join(self, client: ServerClient, name: str) -> None:
         self._leave(client)
@@ -259,11 +262,11 @@ class GlooTransfer(ServedTransfer):
         self._groups[client.url] = group
 
     def keep(self, chunk: Chunk) -> Chunk:
-        self._kept |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
+        self._tensors |= {name: tensor.detach().to("cpu", copy=True) for name, tensor in chunk}
         return chunk
 
     def all_parts(self) -> Iterable[Chunk]:
-        return chunks(self._kept.items(), self.chunk_bytes)
+        return chunks(self._tensors.items(), self.chunk_bytes)
 
     def transmit(self, client: ServerClient, part: Chunk) -> None:
         group = self._groups[client.url]
@@ -284,7 +287,7 @@ class GlooTransfer(ServedTransfer):
         super().close()
 
     def _leave(self, client: ServerClient) -> None:
-        self._joined.pop(client.url, None)
+        self._group_names.pop(client.url, None)
         if (group := self._groups.pop(client.url, None)) is not None:
             group.abort()
 

@@ -107,7 +107,7 @@ class VLLMEngine(RolloutEngine):
         first = next(weights, None)
         try:
             if first is not None:
-                internals.reload(handle, handle.read_back.noted(chain([first], weights)))
+                internals.reload(handle, handle.read_back.note_all(chain([first], weights)))
                 received |= internals.read_back(handle)
             self._factors |= factors
             if self._factors:  # vLLM forgets its adapter when it loads weights

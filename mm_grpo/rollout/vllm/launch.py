@@ -153,10 +153,10 @@ def can_free_cache_alone() -> bool:
     return "def release_kv_cache_memory(" in source.read_text(encoding="utf-8")
 
 
-def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[str, Any]:
+def engine_arguments(settings: EngineSettings, *, dedicated: bool = False) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`: defaults by device, then the user's, then what mm_grpo has to set.
 
-    A server, which is `alone` on its GPUs, keeps vLLM's own limits.
+    A `dedicated` engine, alone on its GPUs as a server is, keeps vLLM's own limits.
     """
     for name, value in settings.engine_kwargs:
         if name in OURS:
@@ -169,7 +169,7 @@ def engine_arguments(settings: EngineSettings, *, alone: bool = False) -> dict[s
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enable_sleep_mode": settings.sleep_level > 0,
-            **({} if alone else BESIDE_A_LEARNER),
+            **({} if dedicated else BESIDE_A_LEARNER),
         }
     else:
         # a seeded request that is prefilled in pieces stops the CPU sampler, so a prompt must fit in one step

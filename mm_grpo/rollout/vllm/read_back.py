@@ -33,7 +33,7 @@ PADDED_TO = 64
 
 
 @dataclass(frozen=True)
-class Noted:
+class TensorRecord:
     """A tensor as it came: digests of the whole and of parts by shape; empty if a view is digested later."""
 
     dtype: torch.dtype
@@ -50,11 +50,11 @@ class ReadBack:
         # by name the shape in the model if the place is confirmed; None before the first update
         self._views: dict[str, torch.Size] | None = None
         self._packed: Set[str] = frozenset()  # names that no parameter of the model holds as they came
-        self._noted: dict[str, Noted] = {}
+        self._records: dict[str, TensorRecord] = {}
 
     def begin(self) -> None:
         """Forget what came before, because a new update begins."""
-        self._noted = {}
+        self._records = {}
 
     def note(self, name: str, tensor: Tensor) -> None:
         """Remember a tensor that the model is about to be given."""
@@ -64,10 +64,10 @@ class ReadBack:
         elif (shape := self._views.get(name)) is not None:
             shapes = set() if shape == tensor.shape else shapes | {shape}
         parts = {shape: digest(part_of(tensor, shape, self.rank, self.size)) for shape in shapes}
-        self._noted[name] = Noted(tensor.dtype, tensor.shape, parts)
+        self._records[name] = TensorRecord(tensor.dtype, tensor.shape, parts)
 
-    def noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """`tensors`, each noted as it passes."""
+    def note_all(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Pass `tensors` on, and note each."""
         for name, tensor in tensors:
             self.note(name, tensor)
             yield name, tensor
@@ -79,14 +79,14 @@ class ReadBack:
         """
         if self._views is None:
             by_view = self._confirmed(model)
-            self._packed = self._noted.keys() - by_view.keys()
+            self._packed = self._records.keys() - by_view.keys()
             self._views = by_view | self._confirmed(model)
         views = self._digests(self._places(model))
         result = {}
-        for name, noted in self._noted.items():
+        for name, record in self._records.items():
             shape, view = self._views.get(name), views.get(name, "")
-            as_it_came = shape is None or view == noted.digests.get(shape)
-            result[name] = noted.digests[noted.shape] if as_it_came else view
+            as_it_came = shape is None or view == record.digests.get(shape)
+            result[name] = record.digests[record.shape] if as_it_came else view
         return result
 
     def _confirmed(self, model: torch.nn.Module) -> dict[str, torch.Size]:
@@ -96,17 +96,17 @@ class ReadBack:
         return {
             name: shape
             for name, (part, shape) in places.items()
-            if values[name] == self._noted[name].digests.get(shape)
+            if values[name] == self._records[name].digests.get(shape)
             # a part with equal numbers would fit anywhere
-            and (shape == self._noted[name].shape or (part.numel() and part.min() != part.max()))
+            and (shape == self._records[name].shape or (part.numel() and part.min() != part.max()))
         }
 
     def _digests(self, places: Mapping[str, tuple[Tensor, torch.Size]]) -> dict[str, str]:
-        parts = {name: part.to(self._noted[name].dtype) for name, (part, _) in places.items()}
+        parts = {name: part.to(self._records[name].dtype) for name, (part, _) in places.items()}
         return dict(zip(parts, digests([*parts.values()]), strict=True)) if parts else {}
 
     def parts(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Views of the model's parameters that hold the noted tensors, as far as their places are confirmed."""
+        """Return views of the model's parameters that hold noted tensors, if their places are confirmed."""
         places = self._places(model)
         return {name: part for name, (part, _) in places.items() if name not in self._packed}
 
@@ -121,28 +121,28 @@ class ReadBack:
         layers = dict(model.named_modules())
         copies: dict[str, Tensor | None] = {}
         places: dict[str, tuple[Tensor, torch.Size]] = {}
-        for name, noted in self._noted.items():
+        for name, record in self._records.items():
             layer, siblings = name, [name]
             for target, sources in fused.items():
                 source = next((s for s in sources if f".{s}." in name and s != target), None)
                 if source is not None:
                     layer = name.replace(f".{source}.", f".{target}.")
                     names = [name.replace(f".{source}.", f".{s}.") for s in sources]
-                    siblings = [sibling for sibling in names if sibling in self._noted]
+                    siblings = [sibling for sibling in names if sibling in self._records]
             mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
             owner, _, leaf = mapped[0].rpartition(".") if mapped else ("", "", "")
             # in a LoRA layer a level deeper
             parameter: Tensor | None = parameters.get(
                 f"{owner}.{leaf}", parameters.get(f"{owner}.base_layer.{leaf}")
             )
-            if name in self._packed and leaf == "weight" and len(noted.shape) == 2:  # no convolution
+            if name in self._packed and leaf == "weight" and len(record.shape) == 2:  # no convolution
                 if owner not in copies and (self._views is None or name in self._views):
                     copies[owner] = weight_by_identity(layers.get(owner))
                 parameter = copies.get(owner)
-            if parameter is None or parameter.ndim != len(noted.shape):
+            if parameter is None or parameter.ndim != len(record.shape):
                 continue
             rows, number = parameter.shape[:1].numel(), siblings.index(name)
-            counts = [self._noted[sibling].shape[:1].numel() for sibling in siblings]
+            counts = [self._records[sibling].shape[:1].numel() for sibling in siblings]
             if sum(counts) > rows:
                 # there may be fewer heads of keys and values than workers: they fill the rows after the queries
                 first = rows if len(counts) == 1 else counts[0] // self.size
@@ -150,7 +150,7 @@ class ReadBack:
             shape = torch.Size([counts[number], *parameter.shape[1:]][: parameter.ndim])
             part = parameter.detach()
             if shape:
-                start, on_meta = sum(counts[:number]), torch.empty(noted.shape, device="meta")
+                start, on_meta = sum(counts[:number]), torch.empty(record.shape, device="meta")
                 part = part[start : start + len(part_of(on_meta, shape, self.rank, self.size))]
             if self._views is None or self._views.get(name) == shape:
                 places[name] = part, shape
