@@ -219,7 +219,7 @@ def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _flex_works(model: Any, attn: str) -> bool:
-    """Return True if FlexAttention is tried, and right for the model's shapes. ConfigError if it is asked for and wrong."""
+    """Return True if FlexAttention is tried and right for the model's shapes; ConfigError if asked for and wrong."""
     device = torch.device(model.device)
     if not is_tried(attn, device, model.dtype):
         return False

@@ -2,8 +2,8 @@
 
 Layers that run a prompt once need both: attention (attention.py) lets each completion attend to its prompt, layers
 with a recurrent state (linear_attention.py) start each completion from it. Sequences of similar length share a batch,
-so that little of it is padding. Tensors here are [B, N, ...], as in a model's layers, and [B, K + N, ...] with the prompts that
-run apart (`Pack.prefixes`).
+so that little of it is padding. Tensors here are [B, N, ...], as in a model's layers, and [B, K + N, ...] with the
+prompts that run apart (`Pack.prefixes`).
 """
 
 from __future__ import annotations
