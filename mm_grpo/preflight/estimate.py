@@ -244,7 +244,7 @@ def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
         return image_of(processor_of(config))
     if not isinstance(family, QwenVLFamily):
         raise ConfigError(
-            f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; copy it to config.json's folder"
+            f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; add it to the folder"
         )
     vision = model.config.vision_config
     area = (vision.patch_size * vision.spatial_merge_size) ** 2
