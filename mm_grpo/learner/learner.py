@@ -29,7 +29,8 @@ from torch import Tensor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.features import FeaturePack, LossFeature, feature_classes
+from mm_grpo.learner.features.base import FeaturePack, LossFeature
+from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures

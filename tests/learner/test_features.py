@@ -49,7 +49,9 @@ def test_the_example_adds_its_gradient_in_any_packs(packs: int, models: dict[str
         if want is not None:
             assert float((ours[name] - want).norm()) <= 1e-5 * float(want.norm()) or is_rounding(name), name
     imitated = sum(len(g.completions[0].token_ids) for g in groups)
-    assert report.metrics["imitate/logp"] == pytest.approx(float(sum(logp.detach() for logp in logps)) / imitated, rel=1e-5)
+    assert report.metrics["imitate/logp"] == pytest.approx(
+        float(sum(logp.detach() for logp in logps)) / imitated, rel=1e-5
+    )
 
 
 def test_it_goes_with_other_features_in_a_run_that_is_resumed_with_the_same_code(
