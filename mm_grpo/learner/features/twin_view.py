@@ -29,7 +29,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import DataError
 from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
-from mm_grpo.learner.features.base import FeaturePack, LossFeature
+from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeature
 from mm_grpo.learner.forward_pass import states_on_host
 from mm_grpo.learner.minibatch import Minibatch
 from mm_grpo.learner.step_report import LossStatistics
@@ -40,8 +40,6 @@ from mm_grpo.types import Group, Prompt, Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mm_grpo.learner.learner import Learner
-
 log = logging.getLogger(__name__)
 BOX = "box"
 """Column of the gold box: [x0, y0, x1, y1] in pixels of the first image's file."""
@@ -50,7 +48,7 @@ BOX = "box"
 class TwinView(LossFeature):
     """KL from the same weights with a better view of the image."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: FeatureLearner) -> None:
         super().__init__(learner)
         self.twins = TwinPrompts(learner.processor, learner.config)
 
