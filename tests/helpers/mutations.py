@@ -60,15 +60,15 @@ learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
     * live tokens | live = active & ~no_gradient & (advantages != 0) ==> live = active & (advantages != 0)
 learner/alternate_prompts.py < learner/test_twin_view.py learner/test_sight.py
-    off by one | len(prompt.token_ids) + longest <= self.max_tokens ==> len(prompt.token_ids) + longest < self.max_tokens
+    off by one | longest <= self.max_tokens ==> longest < self.max_tokens
     stale cache | self._prompts: dict[int, Prompt | None] = {} ==> self._prompts = require_images.__dict__
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/features/twin_view.py < learner/test_twin_view.py
     sign | return self.algorithm.twin_view.coef ==> return -self.algorithm.twin_view.coef
     dropped mask | taught = (weights > 0) & pack.mask( ==> taught = (weights > 0) | pack.mask(
     wrong space | max(math.floor(y0) - ==> max(math.ceil(y1) -
-    skipped check | == [i.size for i in seen] else twin ==> == [] else twin
-    wrong axis | seen[0].width * seen[0].height ==> seen[0].width * seen[0].width
+    skipped check | == [i.size for i in images] else twin ==> == [] else twin
+    wrong axis | images[0].width * images[0].height ==> images[0].width * images[0].width
     bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
     dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
 learner/features/perception.py < learner/test_perception.py
@@ -77,11 +77,11 @@ learner/features/perception.py < learner/test_perception.py
     wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
 learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
-    swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
-    * means by process | [m for share in means for m in share], algorithm.credit) ==> means[ranks.rank], algorithm.credit)
+    swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
+    * means by process | [m for share in means for m in share], ==> means[ranks.rank],
     of one process | torch.cat(ranks.all_gather(torch.cat([*weights]), "credit")) ==> torch.cat([*weights])
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
-    * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
+    * denominator | return weights, int(lengths.sum()) ==> return weights, len(lengths)
     * denominator | len(i.token_ids) if i.counts else 0) for ==> len(i.token_ids)) for
     stale policy | old_logp=to_pack_order(self.old, order, present) if self.old else present ==> old_logp=present
     dropped mask | return completion.masked is None and not truncated ==> return not truncated
@@ -90,9 +90,9 @@ learner/learner.py < learner/test_learner.py ! slow
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
     skipped step | self.factored) if as_sent ==> self.factored) if False
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
-    * merged twice | yield from merged_tensors(self.model, self.factored) ==> yield from merged_tensors(self.model)
+    * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if frozen or not self.factored or ==> if not self.factored or
-    not merged | dict(merged_tensors(self.model))} if ==> dict(merged_tensors(self.model, self.factored))} if
+    not merged | dict(lora.merged_tensors(self.model))} if ==> dict(lora.merged_tensors(self.model, self.factored))} if
 learner/lora.py < learner/test_lora.py
     * merges beside factors | leaf == "weight" and owner not in factored ==> leaf == "weight" and not factored
     * merged twice | if name in factored: ==> if factored:
