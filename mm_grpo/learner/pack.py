@@ -154,10 +154,10 @@ def plan(
     groups = by_group(items) if shared else [[item] for item in items]
     split = [list(_split(group, max_tokens, copies)) for group in groups]
     first = [part for parts in split for part in parts if apart and len(parts) > 1]
-    others = [part for parts in split for part in parts if not apart or len(parts) == 1]
-    others.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
+    single = [part for parts in split for part in parts if not apart or len(parts) == 1]
+    single.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
     packs: list[_Filling] = []
-    for number, part in enumerate([*first, *others]):
+    for number, part in enumerate([*first, *single]):
         if number >= len(first) and any(pack.takes(part) for pack in packs):
             continue
         width, limit = _rounded(_length(part), multiple), max_tokens // copies

@@ -81,7 +81,7 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
 
 
 def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]:
-    """Return the text that each token adds [T], "" for a special token; a character of several tokens is at its last."""
+    """Return the text that each token adds [T], "" for a special one; a character of several tokens is at its last."""
     # the tokens from `start` to `end` are decoded before a token, because the first token of a text may lose a space
     pieces, start, end = list[str](), 0, 0
     for place in range(len(token_ids)):

@@ -14,7 +14,8 @@ from helpers.configs import merged, small_config
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import Optimizer
-from mm_grpo.learner.pack import PADDING, SEGMENTS_PER_GROUP
+from mm_grpo.learner.pack import PADDING
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group
@@ -89,12 +90,7 @@ def segments_of(rows: Sequence[Sequence[Any]]) -> Tensor:
     """Segments [B, N] of rows given by the lengths of prompt and completions, or by a list of such lists."""
     several = [row if isinstance(row[0], list) else [row] for row in rows]
     known = [
-        [
-            g * SEGMENTS_PER_GROUP + k
-            for g, lengths in enumerate(row)
-            for k, n in enumerate(lengths)
-            for _ in range(n)
-        ]
+        [g * GROUP + k for g, lengths in enumerate(row) for k, n in enumerate(lengths) for _ in range(n)]
         for row in several
     ]
     width = max(map(len, known))

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.attention import Masks, prefix_attention, prefix_layout
-from mm_grpo.learner.pack import PADDING, SEGMENTS_PER_GROUP, attention_mask
+from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 
 ROWS = {
@@ -64,7 +65,7 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(name: str, dense: b
     """Outputs and gradients of all else in the row, and those of the prompts' keys and values."""
     rows, numbers = APART[name]
     segments = segments_of(rows)
-    chosen = torch.tensor([n * SEGMENTS_PER_GROUP for n in numbers])
+    chosen = torch.tensor([n * GROUP for n in numbers])
     apart = torch.isin(segments, chosen)
     torch.manual_seed(0)
     q, k, v = (torch.randn(len(segments), h, segments.shape[1], 8, dtype=torch.float64) for h in (4, 2, 2))

@@ -29,7 +29,8 @@ from mm_grpo.learner import flex
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
-from mm_grpo.learner.pack import PADDING, SEGMENTS_PER_GROUP, attention_mask
+from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 
@@ -79,14 +80,14 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
     before, own = [], []
     for row in rows:
         kept = [n for n in range(len(row)) if chosen >> n & 1]
-        before.append([n * SEGMENTS_PER_GROUP for n in kept for _ in range(row[n][0])])
+        before.append([n * GROUP for n in kept for _ in range(row[n][0])])
         whole = [
-            n * SEGMENTS_PER_GROUP + k
+            n * GROUP + k
             for n, group in enumerate(row)
             for k, count in enumerate(group)
             for _ in range(count)
         ]
-        own.append([s for s in whole if s % SEGMENTS_PER_GROUP or s // SEGMENTS_PER_GROUP not in kept])
+        own.append([s for s in whole if s % GROUP or s // GROUP not in kept])
     width = -(-max(map(len, before)) // flex.BLOCK) * flex.BLOCK
     rest = max(map(len, own))
     segments = torch.tensor(

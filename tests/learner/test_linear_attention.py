@@ -23,7 +23,8 @@ from mm_grpo.learner.completion_batch import completion_batch
 from mm_grpo.learner.flex import warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers, shared_state_forward
 from mm_grpo.learner.minibatch import make_items
-from mm_grpo.learner.pack import SEGMENTS_PER_GROUP, by_group, layout, plan
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
+from mm_grpo.learner.pack import by_group, layout, plan
 from mm_grpo.learner.transformers_patches import DELTA_NETS, torch_rule
 from mm_grpo.processors.base import load_processor
 
@@ -92,7 +93,7 @@ def test_a_layer_over_a_pack_is_the_layer_over_each_sequence(
     other = hidden.clone().requires_grad_()
     several = [row if isinstance(row[0], list) else [row] for row in ROWS[rows]]
     for b, group, lengths in (
-        (b, g * SEGMENTS_PER_GROUP, own) for b, row in enumerate(several) for g, own in enumerate(row)
+        (b, g * GROUP, own) for b, row in enumerate(several) for g, own in enumerate(row)
     ):
         for k in range(1, len(lengths)):
             places = ((segments[b] == group) | (segments[b] == group + k)).nonzero()[:, 0]

@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from mm_grpo.errors import ConfigError, GuardStop
-from mm_grpo.learner.pack import (
-    PADDING,
-    SEGMENTS_PER_GROUP,
-    Item,
-    attention_mask,
-    by_group,
-    layout,
-    plan,
-    prompt_pack,
-)
+from mm_grpo.learner.pack import PADDING, Item, attention_mask, by_group, layout, plan, prompt_pack
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 
@@ -48,9 +40,7 @@ def test_mask_by_hand() -> None:
 
 def test_mask_of_two_groups_by_hand() -> None:
     # a prompt of 1 with completions of 1 and 1; a prompt of 2 with one of 2, of which a window of 2 hides the first
-    segments = torch.tensor(
-        [[0, 1, 2, SEGMENTS_PER_GROUP, SEGMENTS_PER_GROUP, SEGMENTS_PER_GROUP + 1, SEGMENTS_PER_GROUP + 1]]
-    )
+    segments = torch.tensor([[0, 1, 2, GROUP, GROUP, GROUP + 1, GROUP + 1]])
     assert attention_mask(segments)[0, 0].int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0, 0],
@@ -93,9 +83,7 @@ def test_groups_lie_behind_one_another_in_a_row() -> None:
     row = [Item(4, 0, one, (50, 51)), Item(5, 0, one, (60,)), Item(9, 3, two, (70, 71))]
     pack = layout([row], frozenset())
     assert pack.input_ids.tolist() == [[10, 11, 50, 51, 60, 10, 70, 71]]
-    assert pack.segments.tolist() == [
-        [0, 0, 1, 1, 2, SEGMENTS_PER_GROUP, SEGMENTS_PER_GROUP + 1, SEGMENTS_PER_GROUP + 1]
-    ]
+    assert pack.segments.tolist() == [[0, 0, 1, 1, 2, GROUP, GROUP + 1, GROUP + 1]]
     assert pack.position_ids[0].tolist() == [[0, 7, 8, 9, 8, 0, 1, 2]]
     assert pack.sources.tolist() == [1, 2, 1, 5, 6]
     assert pack.targets.tolist() == [50, 51, 60, 70, 71]
@@ -109,7 +97,7 @@ def test_prompts_that_are_run_apart_are_left_out_and_named() -> None:
     pack = layout(rows, frozenset(), multiple=4, apart={id(one), id(three)})
     assert pack.input_ids.tolist() == [[50, 51, 60, 10, 70, 71, 0, 0], [80, *[0] * 7]]
     assert pack.segments.tolist() == [
-        [1, 1, 2, SEGMENTS_PER_GROUP, SEGMENTS_PER_GROUP + 1, SEGMENTS_PER_GROUP + 1, PADDING, PADDING],
+        [1, 1, 2, GROUP, GROUP + 1, GROUP + 1, PADDING, PADDING],
         [1, *[PADDING] * 7],
     ]
     assert pack.position_ids[0].tolist() == [[8, 9, 8, 0, 1, 2, 0, 0], [5, *[0] * 7]]
