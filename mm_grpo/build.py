@@ -134,7 +134,7 @@ class Parts:
 
 def check_features(config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
     """Raise ConfigError if a loss feature cannot be imported, or the rows do not have what it needs."""
-    from mm_grpo.learner.features import feature_classes
+    from mm_grpo.learner.features.table import feature_classes
 
     for feature in feature_classes(config.algorithm):
         feature.check_rows(config, train, several_turns=several_turns)

@@ -5,9 +5,8 @@ One step
 - `minibatch.py`: the completions of one update, with their weights and log-probs.
 - `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
 - `step_report.py`: the metrics of a step.
-- `perception.py`: packs with the masked images of PAPO's term.
-- `credit.py`: the pass of credit by sight, and the advantages that come of it.
-- `twin_view.py`: prompts with a better view of the image, after which the same weights are a teacher.
+- `features/`: what may be added to the updates of a run, a file each.
+- `alternate_prompts.py`: the same rows with other images, in the place of a group's prompts.
 - `sight.py`: how much completions depend on their images: log-probs with their own and with another row's.
 
 Forward

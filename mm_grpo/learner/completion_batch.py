@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mm_grpo.learner.pack import GROUP
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP
 
 WASTE = 0.2
 """Largest share of a batch's attention that may be spent on padding."""
@@ -98,8 +98,8 @@ def completion_batch(segments: Tensor, before: int = 0) -> CompletionBatch:
     starts = changes.flatten().nonzero()[:, 0]
     lengths = torch.cat([starts[1:], starts.new_tensor([rows * width])]) - starts
     kinds = segments.flatten()[starts]
-    is_prompt, is_completion = kinds % GROUP == 0, (kinds > 0) & (kinds % GROUP > 0)
-    groups = starts // width * GROUP + kinds // GROUP
+    is_prompt, is_completion = kinds % SEGMENTS_PER_GROUP == 0, (kinds > 0) & (kinds % SEGMENTS_PER_GROUP > 0)
+    groups = starts // width * SEGMENTS_PER_GROUP + kinds // SEGMENTS_PER_GROUP
     prompt_numbers = {group: number for number, group in enumerate(groups[is_prompt].tolist())}
     prompt_of = [prompt_numbers[group] for group in groups[is_completion].tolist()]
     starts_of, lengths_of = starts[is_prompt], lengths[is_prompt]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from mm_grpo.learner.pack import GROUP, PADDING, attention_mask, prompt_of
+from mm_grpo.learner.pack import PADDING, SEGMENTS_PER_GROUP, attention_mask, prompt_of
 
 logger = logging.getLogger("mm_grpo")
 
@@ -49,7 +49,7 @@ def block_mask(segments: Tensor, before: int = 0) -> BlockMask:
     padded = torch.nn.functional.pad(segments, (0, blocks * BLOCK - width), value=PADDING)
     tiles = padded.unflatten(1, (blocks, BLOCK))
     infinity = torch.iinfo(tiles.dtype).max
-    is_prompt, groups = tiles % GROUP == 0, prompt_of(tiles)
+    is_prompt, groups = tiles % SEGMENTS_PER_GROUP == 0, prompt_of(tiles)
     # smallest and largest of a block: its segments, its tokens' groups, its prompts' groups; they never decrease along
     # a row, so two blocks share something if these ranges overlap
     low, high = tiles.masked_fill(tiles == PADDING, infinity).amin(-1), tiles.amax(-1)
@@ -109,7 +109,10 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     # two groups in a row
     for row, groups in enumerate([((150, 40, 1), (20, 50, 9)), ((100, 28, 300),)]):
         values = [
-            g * GROUP + k for g, lengths in enumerate(groups) for k, n in enumerate(lengths) for _ in range(n)
+            g * SEGMENTS_PER_GROUP + k
+            for g, lengths in enumerate(groups)
+            for k, n in enumerate(lengths)
+            for _ in range(n)
         ]
         segments[row, : len(values)] = torch.tensor(values)
     segments = segments.to(device)

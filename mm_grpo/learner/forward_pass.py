@@ -84,8 +84,8 @@ def score(
     """
     module = wrap_model(model, processor, config, as_sampled=as_sampled)
     items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
-    planned = module.masks.plan(items, config.optim.max_tokens_per_pack)
-    with ForwardPass(module, planned, processor.media_token_ids, PackStatistics()) as forward_pass:
+    packs = module.masks.plan(items, config.optim.max_tokens_per_pack)
+    with ForwardPass(module, packs, processor.media_token_ids, PackStatistics()) as forward_pass:
         logprobs = logprobs_and_entropies(module, forward_pass.packs())[0]
     return [logprobs[i].tolist() for i in range(len(items))]
 

@@ -6,12 +6,9 @@ once, and the sums add up to the loss of the whole minibatch. Work that cannot c
 the old-policy pass if the policy has not moved yet, the reference pass at beta 0, completions without
 advantage if neither penalty nor bonus needs them.
 
-Each process runs the groups of its own slots. Everything that an update depends on is computed over all processes:
-denominators, whether there is anything to do, and the number of backward passes, of packs and of prompts that
-several packs share. A process with fewer backward passes runs packs of weight 0. So the number of processes changes
-the time of an update and not the update.
-
-Loss features (`features/`) add passes, rows of packs and terms of the loss at the hooks of their base class.
+Each process runs the groups of its own slots. Denominators, whether there is anything to do, and the number of
+backward passes are taken over all processes, and a process with fewer passes runs packs of weight 0. So the number of
+processes changes the time of an update and not the update. Loss features (`features/`) add passes, rows and terms.
 """
 
 from __future__ import annotations
@@ -29,28 +26,14 @@ from torch import Tensor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.features import FeaturePack, LossFeature, feature_classes
+from mm_grpo.learner import lora
+from mm_grpo.learner.features.base import FeaturePack, LossFeature
+from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
-from mm_grpo.learner.lora import (
-    adapted_layers,
-    has_adapters,
-    merge_lost,
-    merged_layers,
-    merged_tensors,
-    save_adapter,
-    sent_factors,
-    without_adapters,
-)
 from mm_grpo.learner.loss import pack_loss
-from mm_grpo.learner.minibatch import (
-    ByCompletion,
-    LogProbs,
-    Minibatch,
-    check_groups,
-    make_minibatches,
-)
+from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack, dummy_pack
@@ -90,7 +73,7 @@ class Learner:
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
         self.model, self.processor, self.config = model, processor, config.with_correction()
-        self.adapted_layers = adapted_layers(model)
+        self.adapted_layers = lora.adapted_layers(model)
         self.factored: frozenset[str] = frozenset()
         self.ranks = ranks or Ranks()
         # each process draws random adapters of its own
@@ -100,7 +83,7 @@ class Learner:
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
             self.reference = wrap(load_reference_model(config, model, processor))
-        elif config.algorithm.beta > 0 and has_adapters(model):
+        elif config.algorithm.beta > 0 and lora.has_adapters(model):
             self.reference = wrap(model)  # run without its adapters
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
@@ -127,9 +110,7 @@ class Learner:
         with self.ranks.fail_together("groups"):
             check_groups(groups, self.config.rollout.prompts_per_step)
 
-        def has_gradient(prompt: Prompt) -> bool:
-            return any(feature.has_gradient(prompt) for feature in self.features)
-
+        has_gradient = [feature.has_gradient for feature in self.features]
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device, has_gradient)
         # before image features are kept, because later passes do not run these prompts
         for feature in self.features:
@@ -145,8 +126,8 @@ class Learner:
         for feature in self.features:
             minibatches = feature.weigh(minibatches, logprobs)
 
-        counted = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
-        statistics = LossStatistics(algorithm.num_iterations * counted)
+        tokens = sum(len(i.token_ids) for m in minibatches for i in m.items if i.counts)
+        statistics = LossStatistics(algorithm.num_iterations * tokens)
         updates: list[UpdateRecord] = []
         for _ in range(algorithm.num_iterations):
             for minibatch in minibatches:
@@ -180,7 +161,7 @@ class Learner:
 
         With `as_sent` adapters are merged and rounded, as in `named_tensors`.
         """
-        with merged_layers(self.model, self.factored) if as_sent else nullcontext():
+        with lora.merged_layers(self.model, self.factored) if as_sent else nullcontext():
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
 
     def named_tensors(self, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -190,22 +171,24 @@ class Learner:
         out if all adapters are factors, because then nothing else learns.
         """
         if frozen or not self.factored or self.factored != set(self.adapted_layers):
-            yield from merged_tensors(self.model, self.factored)
-        yield from sent_factors(self.model, self.factored)
+            yield from lora.merged_tensors(self.model, self.factored)
+        yield from lora.sent_factors(self.model, self.factored)
 
     def save(self, path: str | Path) -> None:
         """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
-        merged = {"state_dict": dict(merged_tensors(self.model))} if has_adapters(self.model) else {}
+        merged = (
+            {"state_dict": dict(lora.merged_tensors(self.model))} if lora.has_adapters(self.model) else {}
+        )
         save_pretrained(self.model, path, **merged)
         self.processor.save(path)
 
     def save_adapter(self, path: str | Path) -> None:
         """Write the adapters alone, for peft. `model.lora` must be set."""
-        save_adapter(self.model, path, self.config.model.path)
+        lora.save_adapter(self.model, path, self.config.model.path)
 
     def merge_lost(self) -> float | None:
         """Return the share of the adapters' movement that merging loses (see `lora.merge_lost`)."""
-        return merge_lost(self.model)
+        return lora.merge_lost(self.model)
 
     # one update ------------------------------------------------------------------------------
 
@@ -217,16 +200,16 @@ class Learner:
             minibatch = feature.begin_update(minibatch)
         with self.ranks.fail_together("planning packs"):
             copies = 1 + sum(feature.extra_copies for feature in self.features)
-            planned = self.module.masks.plan(minibatch.live, self.config.optim.max_tokens_per_pack, copies)
-            added = [[feature.added_rows(rows) for feature in self.features] for rows in planned]
-            run = [[*rows, *map(list, chain(*more))] for rows, more in zip(planned, added, strict=True)]
-        forward_pass = ForwardPass(self.module, run, self.processor.media_token_ids, self._work)
+            packs = self.module.masks.plan(minibatch.live, self.config.optim.max_tokens_per_pack, copies)
+            added = [[feature.added_rows(rows) for feature in self.features] for rows in packs]
+            all_rows = [[*rows, *map(list, chain(*more))] for rows, more in zip(packs, added, strict=True)]
+        forward_pass = ForwardPass(self.module, all_rows, self.processor.media_token_ids, self._work)
         count = self.ranks.max(forward_pass.backwards, "packs")
         if count == 0:
             return self.optimizer.skip()
         number = 0
         with forward_pass:
-            for rows, more, pack in zip(planned, added, forward_pass.packs(), strict=True):
+            for rows, more, pack in zip(packs, added, forward_pass.packs(), strict=True):
                 result = self.optimizer.forward(pack, minibatch.kl_states)
                 main, *parts = result.split([_token_count(part) for part in (rows, *more)])
                 tokens = logprobs.pack_tokens(pack, main, minibatch)
@@ -276,10 +259,7 @@ class Learner:
     # passes without gradients ----------------------------------------------------------------
 
     def run(
-        self,
-        items: Sequence[Item],
-        module: PackForward | None = None,
-        work: PackStatistics | None = None,
+        self, items: Sequence[Item], module: PackForward | None = None, work: PackStatistics | None = None
     ) -> tuple[ByCompletion, ByCompletion]:
         """Return log-probs [T] and entropies [T] of each completion (see `run_pass`). Collective."""
         return self.run_pass(items, logprobs_and_entropies, module, work)
@@ -297,8 +277,8 @@ class Learner:
         """
         module, work = module or self.module, work or self._work
         with self.ranks.fail_together("a pass without gradients"):
-            planned = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
-            with ForwardPass(module, planned, self.processor.media_token_ids, work) as forward_pass:
+            packs = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
+            with ForwardPass(module, packs, self.processor.media_token_ids, work) as forward_pass:
                 return read(module, forward_pass.packs())
 
     def _by_prompt(
@@ -319,7 +299,7 @@ class Learner:
     def _reference_values(self, items: Sequence[Item]) -> ByCompletion:
         """Return log-probs [T] of each completion under the reference policy."""
         assert self.reference is not None
-        with without_adapters(self.reference.model):
+        with lora.without_adapters(self.reference.model):
             return self.run(items, self.reference)[0]
 
     def _keep_image_features(self, minibatches: int) -> None:

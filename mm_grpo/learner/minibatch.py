@@ -101,8 +101,8 @@ def check_groups(groups: Sequence[Group], slots: int) -> None:
                 f"{group.prompt.uid}: slot {group.slot} is in no update; a step has the slots 0 to {slots - 1} "
                 "(rollout.prompts_per_step)"
             )
-        whole = all(0 < len(c.token_ids) == len(c.logprobs) for c in group.completions)
-        if not whole or len(group.advantages) != len(group.completions):
+        complete = all(0 < len(c.token_ids) == len(c.logprobs) for c in group.completions)
+        if not complete or len(group.advantages) != len(group.completions):
             raise ValueError(
                 f"{group.prompt.uid}: each completion needs tokens, a log-prob for each of them, and an advantage"
             )
@@ -113,16 +113,31 @@ def make_minibatches(
     config: GRPOConfig,
     ranks: Ranks,
     device: torch.device,
-    has_gradient: Callable[[Prompt], bool] = lambda prompt: False,
+    has_gradient: Sequence[Callable[[Prompt], bool]] = (),
 ) -> list[Minibatch]:
     """Return one minibatch for each update of the step, without items if its slots are all empty. Collective.
 
-    `has_gradient` is true for a prompt after which tokens have a gradient at advantage 0 too.
+    If one of `has_gradient` is true for a prompt, tokens after it have a gradient at advantage 0 too.
     """
     items = make_items(groups, config.algorithm)
     updates, prompts = config.optim.updates_per_step, config.rollout.prompts_per_step
-    shares = [[i for i in items if groups[i.group].slot * updates // prompts == u] for u in range(updates)]
-    return [_minibatch(groups, share, config, ranks, device, has_gradient) for share in shares]
+    advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64).to(device)
+    has_advantage = [flag for g in groups for flag in g.has_advantage]
+    of_tokens = token_advantages(groups, device) if any(g.turn_advantages for g in groups) else None
+    dense = has_dense_objective(config.algorithm)
+    minibatches = []
+    for update in range(updates):
+        share = [i for i in items if groups[i.group].slot * updates // prompts == update]
+        weights, tokens = _weights(groups, share, config, ranks)
+        live = [
+            i
+            for i in share
+            if float(weights[i.index]) > 0
+            and (dense or has_advantage[i.index] or any(f(i.prompt) for f in has_gradient))
+        ]
+        inputs = LossInputs(advantages, weights.to(device), tokens)
+        minibatches.append(Minibatch(share, live, inputs, of_tokens))
+    return minibatches
 
 
 def make_items(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Item]:
@@ -158,15 +173,10 @@ def to_pack_order(values: Mapping[int, Tensor], completion_index: Sequence[int],
     return torch.cat([values.get(index, piece) for index, piece in pieces.items()])
 
 
-def _minibatch(
-    groups: Sequence[Group],
-    items: Sequence[Item],
-    config: GRPOConfig,
-    ranks: Ranks,
-    device: torch.device,
-    has_gradient: Callable[[Prompt], bool],
-) -> Minibatch:
-    """Return the minibatch of `items`; completions of other updates get weight 0.
+def _weights(
+    groups: Sequence[Group], items: Sequence[Item], config: GRPOConfig, ranks: Ranks
+) -> tuple[Tensor, int]:
+    """Return weights [R] of the tokens of completions, 0 in other updates, and the count of tokens of the update.
 
     The weights come from the lengths of the whole update, over all processes, in the order of its slots.
     """
@@ -180,17 +190,7 @@ def _minibatch(
     for (_, rank, index, _), weight in zip(rows, scale.tolist(), strict=True):
         if rank == ranks.rank:
             weights[index] = weight
-    advantages = torch.tensor([a for g in groups for a in g.advantages], dtype=torch.float64)
-    has_advantage = [flag for g in groups for flag in g.has_advantage]
-    dense = has_dense_objective(config.algorithm)
-    live = [
-        i
-        for i in items
-        if float(weights[i.index]) > 0 and (dense or has_advantage[i.index] or has_gradient(i.prompt))
-    ]
-    inputs = LossInputs(advantages.to(device), weights.to(device), int(lengths.sum()))
-    of_turns = any(g.turn_advantages for g in groups)
-    return Minibatch(items, live, inputs, token_advantages(groups, device) if of_turns else None)
+    return weights, int(lengths.sum())
 
 
 def token_advantages(groups: Sequence[Group], device: torch.device) -> ByCompletion:

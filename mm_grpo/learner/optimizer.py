@@ -173,9 +173,11 @@ class Optimizer(BaseOptimizer):
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
         self.adamw = adamw(self.masters, config)
         for master, param in zip(self.masters, self.params, strict=True):
-            left = getattr(param, HOOK, None)
-            if left is not None:  # an earlier optimizer's of the same model, which would take the gradients
-                left.remove()
+            old_hook = getattr(param, HOOK, None)
+            if (
+                old_hook is not None
+            ):  # of an earlier optimizer of the same model, which would take the gradients
+                old_hook.remove()
             if master is not param:  # as soon as it is complete, so that few bf16 gradients are held at once
                 hook = param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master))
                 setattr(param, HOOK, hook)
@@ -261,8 +263,7 @@ def adamw(params: list[Tensor], config: OptimConfig, **options: Any) -> torch.op
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by their names in the wrapped model."""
-    named = ((n.removeprefix("model."), p) for n, p in module.named_parameters() if p.requires_grad)
-    return dict(named)
+    return {n.removeprefix("model."): p for n, p in module.named_parameters() if p.requires_grad}
 
 
 def accumulate_into_master(master: Tensor, param: Tensor) -> None:

@@ -6,14 +6,14 @@ A row is groups behind one another, each a prompt followed by completions:
 
 Every completion attends to its prompt and itself, never to another completion or group, and starts at the position that
 follows the prompt's largest one (M-RoPE positions of an image do not grow token by token). So the
-prompt is run once and each image encoded once, whatever G is, and the result is that of running
-prompt + completion G times. Where a model cannot do that exactly, a row is one prompt and one completion (`unshared`),
-whose masks the model makes itself. The first token of each completion is predicted by the prompt's last state.
+prompt is run once and each image encoded once, whatever G is, and the result is the same as from running
+prompt + completion G times. If a model cannot do that exactly, a row is one prompt and one completion (`unshared`),
+and the model makes the masks. The first token of each completion is predicted by the prompt's last state.
 
 In a conversation of several turns a completion holds the observations too, with their images and positions; they are
-run, and only what was sampled is a target.
+run, and only sampled tokens are targets.
 
-A group that does not fit one pack is spread over several. Where the model's layers can go on from a prompt's states
+A group that does not fit one pack is spread over several. If the model's layers can go on from a prompt's states
 (prompt_states.py), its packs hold completions alone, and `Pack.prefixes` names the prompts that are run apart, once.
 """
 
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -33,24 +33,25 @@ from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.types import Pictured, Prompt, Tail
 
 PADDING = -1
-GROUP = 1 << 20
-"""From one group of a row to the next, in `Pack.segments`."""
+SEGMENTS_PER_GROUP = 1 << 20
+"""Distance from one group of a row to the next in `Pack.segments`."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to be run: its prompt, the tokens that were sampled, and `index`, its place in the step.
-
-    `tail` is that of a conversation of several turns, with its observations. `counts` is False for a completion that
-    the config masks: it keeps its place but no token of weight.
-    """
+    """One completion to be run."""
 
     index: int
+    """Its place in this process's step."""
     group: int
+    """The place of its group."""
     prompt: Prompt
     token_ids: tuple[int, ...]
+    """The tokens that were sampled."""
     counts: bool = True
+    """False for a completion that the config masks: it keeps its place but no token of weight."""
     tail: Tail | None = None
+    """The tail of a conversation of several turns, with its observations."""
 
     @property
     def run_length(self) -> int:
@@ -62,14 +63,14 @@ class Pack:
     """One forward and backward: B rows of N tokens, of which M were sampled.
 
     `input_ids` [B, N]; `position_ids` [*A, B, N], with the axes A of `Prompt.position_ids`; `segments` [B, N], where
-    n GROUP is the prompt of the row's group n = 0, 1, ..., n GROUP + k its k-th completion, k > 0, and -1 padding; they
-    never decrease up to the padding. `sources` [M] index the flattened rows at the
-    states that predict `targets` [M]; `completion_index` [M] names the completion (its `Item.index`) of each token.
-    `pictured` are the prompts and the observations that have images, in the order of their tokens.
+    n S is the prompt of the row's group n = 0, 1, ..., n S + k its k-th completion, k > 0, with S = SEGMENTS_PER_GROUP,
+    and -1 is padding; they never decrease up to the padding. `sources` [M] index the flattened rows at the states that
+    predict `targets` [M]; `completion_index` [M] names the completion (its `Item.index`) of each token. `pictured` are
+    the prompts and the observations that have images, in the order of their tokens.
 
-    `prefixes` are the prompts of each row that are not in it but run apart, none where it is empty; `prefix_segments`
-    [B, K] are the segments of their tokens, which come before those of the row. The last state of the i-th of them all
-    is at place B N + i of `sources`.
+    `prefixes` are the prompts of each row that are not in it but run apart, () if no row has any; `prefix_segments`
+    [B, K] are the segments of their tokens, which come before the row's. In `sources` the last state of the i-th prefix
+    of the pack is at place B N + i.
     """
 
     input_ids: Tensor
@@ -84,45 +85,45 @@ class Pack:
 
     @property
     def whole_segments(self) -> Tensor:
-        """Segments [B, K + N] of the row with what comes before it."""
+        """Segments [B, K + N] of the prefixes and the row."""
         if self.prefix_segments is None:
             return self.segments
         return torch.cat([self.prefix_segments, self.segments], 1)
 
     def to(self, device: torch.device | str) -> Pack:
-        moved: dict[str, Any] = {k: v.to(device) for k, v in self.__dict__.items() if isinstance(v, Tensor)}
-        return replace(self, **moved)
+        tensors: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **tensors)
 
 
 def attention_mask(segments: Tensor, image_blocks: Tensor | None = None, window: int | None = None) -> Tensor:
-    """Attention mask [B, 1, N, N], True where the query (third axis) may attend to the key (fourth).
+    """Return the attention mask [B, 1, N, N], True if the query (third axis) may attend to the key (fourth).
 
     With `image_blocks` [B, N] the tokens of one image, which have one number >= 0, attend to each other. With a
     `window` a query attends to keys that are less than `window` tokens before it in its prompt + completion.
     """
     n = segments.shape[1]
     query, key = segments[:, :, None], segments[:, None, :]
-    seen = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()[None]
+    visible = torch.ones(n, n, dtype=torch.bool, device=segments.device).tril()[None]
     if image_blocks is not None:
-        seen = seen | (
+        visible = visible | (
             (image_blocks[:, :, None] == image_blocks[:, None, :]) & (image_blocks >= 0)[:, None, :]
         )
     if window is not None:
         place = _places(segments)
-        seen = seen & ((place - window)[:, :, None] < place[:, None, :])
-    allowed = seen & (key != PADDING) & ((key == prompt_of(query)) | (key == query))
-    # padding attends to itself, for a softmax over nothing is NaN
+        visible = visible & ((place - window)[:, :, None] < place[:, None, :])
+    allowed = visible & (key != PADDING) & ((key == prompt_of(query)) | (key == query))
+    # padding attends to itself, because a softmax over nothing is NaN
     allowed |= torch.eye(n, dtype=torch.bool, device=segments.device)
     return allowed[:, None]
 
 
 def prompt_of(segments: Tensor) -> Tensor:
-    """The segment of each token's prompt; no token has that of padding."""
-    return segments - segments % GROUP
+    """Return the segment of each token's prompt; for padding a segment that no token has."""
+    return segments - segments % SEGMENTS_PER_GROUP
 
 
 def _places(segments: Tensor) -> Tensor:
-    """Of each token [B, N] its place in prompt + completion, from 0."""
+    """Return the place of each token [B, N] in its prompt + completion, from 0."""
     column = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     starts = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
     within = column - torch.where(starts, column, 0).cummax(1).values
@@ -140,52 +141,52 @@ def plan(
     one_row: bool = True,
     apart: bool = False,
 ) -> list[list[list[Item]]]:
-    """Packs of rows of items, each pack of several groups at most `max_tokens` once its rows are padded to a multiple,
-    with `copies` of each row.
+    """Return packs of rows of items. A pack of several groups has at most `max_tokens` once its rows are padded to a
+    multiple, with `copies` of each row.
 
-    Items of a group, which come one after the other, stay together while they fit, and stand alone where they are not
-    `shared`. Groups are placed from the longest to the shortest, each in the first row that has room, else in a new one
-    of the first pack that has (first-fit decreasing). A pack is `one_row` where attention costs what is seen and not
-    what is masked, else it has rows as wide as its first group. Where prompts can be run `apart` from their
-    completions, each part of a group that is larger than a pack begins one, one after the other, so that no two of
-    these groups are open at a time. Raises ConfigError when one prompt with one completion is larger than a pack.
+    Items of a group, which come one after the other, stay together while they fit, and stand alone if they are not
+    `shared`. Groups are placed from the longest to the shortest, each in the first row that has room, else in a new row
+    of the first pack that has room (first-fit decreasing). A pack is `one_row` if masked places cost attention nothing,
+    else it has rows as wide as its first group. If prompts can be run `apart` from their completions, each part of a
+    group that is larger than a pack begins a pack, one after the other, so that no two of these groups are open at a
+    time. Raise ConfigError if one prompt with one completion is larger than a pack.
     """
     groups = by_group(items) if shared else [[item] for item in items]
     split = [list(_split(group, max_tokens, copies)) for group in groups]
     first = [part for parts in split for part in parts if apart and len(parts) > 1]
-    rest = [part for parts in split for part in parts if not apart or len(parts) == 1]
-    rest.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
+    single = [part for parts in split for part in parts if not apart or len(parts) == 1]
+    single.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
     packs: list[_Filling] = []
-    for number, part in enumerate([*first, *rest]):
+    for number, part in enumerate([*first, *single]):
         if number >= len(first) and any(pack.takes(part) for pack in packs):
             continue
-        own, most = _rounded(_length(part), multiple), max_tokens // copies
+        width, limit = _rounded(_length(part), multiple), max_tokens // copies
         if shared and one_row:
-            packs.append(_Filling(max(own, most - most % multiple), 1, shared))
+            packs.append(_Filling(max(width, limit - limit % multiple), 1, shared))
         else:
-            packs.append(_Filling(own, max(1, most // own), shared))
+            packs.append(_Filling(width, max(1, limit // width), shared))
         packs[-1].takes(part)
     return [pack.rows for pack in packs]
 
 
 class _Filling:
-    """A pack that is being filled: up to `most` rows of `width` tokens."""
+    """Pack that is being filled: up to `max_rows` rows of `width` tokens, each with `several` groups or one."""
 
-    def __init__(self, width: int, most: int, several: bool) -> None:
-        self.width, self.most, self.several = width, most, several
+    def __init__(self, width: int, max_rows: int, several: bool) -> None:
+        self.width, self.max_rows, self.several = width, max_rows, several
         self.rows: list[list[Item]] = []
-        self._left: list[int] = []
+        self._room: list[int] = []
 
     def takes(self, part: list[Item]) -> bool:
-        """Put a group, or a part of one, in the first row that has room, where there is one."""
+        """Put a group, or a part of one, in the first row that has room; return False if none has."""
         length = _length(part)
-        places = [i for i, left in enumerate(self._left) if length <= left] if self.several else []
+        places = [i for i, room in enumerate(self._room) if length <= room] if self.several else []
         if places:
             self.rows[places[0]] += part
-            self._left[places[0]] -= length
-        elif len(self.rows) < self.most:
+            self._room[places[0]] -= length
+        elif len(self.rows) < self.max_rows:
             self.rows.append(list(part))
-            self._left.append(self.width - length)
+            self._room.append(self.width - length)
         else:
             return False
         return True
@@ -197,9 +198,10 @@ def layout(
     multiple: int = 1,
     apart: Collection[int] = (),
 ) -> Pack:
-    """Lay out the rows of one pack, its width rounded up to a multiple. GuardStop when a completion has a media token.
+    """Lay out the rows of one pack, its width rounded up to a multiple. Raise GuardStop if a completion has a media
+    token.
 
-    `apart` are the ids (Python's) of prompts that are run apart, whose tokens are left out.
+    `apart` are the ids (Python's) of prompts that are run apart. Their tokens are left out.
     """
     width = _rounded(max(_length(row, apart) for row in rows), multiple)
     input_ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -220,7 +222,7 @@ def layout(
             else:
                 start, at = at, at + len(prompt.token_ids)
                 input_ids[b, start:at] = torch.tensor(prompt.token_ids)
-                segments[b, start:at] = number * GROUP
+                segments[b, start:at] = number * SEGMENTS_PER_GROUP
                 positions[..., b, start:at] = prompt.position_ids
                 last = at - 1
             first = prompt.next_position
@@ -230,7 +232,7 @@ def layout(
                 input_ids[b, at : at + count] = torch.tensor(
                     item.token_ids if tail is None else tail.token_ids
                 )
-                segments[b, at : at + count] = number * GROUP + k
+                segments[b, at : at + count] = number * SEGMENTS_PER_GROUP + k
                 following = torch.arange(first, first + count) if tail is None else tail.position_ids
                 positions[..., b, at : at + count] = following
                 source = torch.arange(at - 1, at + count - 1)
@@ -246,21 +248,21 @@ def layout(
         sources=torch.cat(sources),
         targets=torch.tensor(targets),
         completion_index=torch.tensor(completion_index),
-        pictured=tuple(one for row in rows for one in pictured_of(row, apart)),
-        prefixes=tuple(tuple(p for _, p in own) for own in prefixes) if any(prefixes) else (),
+        pictured=tuple(chain.from_iterable(pictured_of(row, apart) for row in rows)),
+        prefixes=tuple(tuple(p for _, p in row) for row in prefixes) if any(prefixes) else (),
         prefix_segments=_prefix_segments(prefixes, multiple) if any(prefixes) else None,
     )
 
 
 def _prefix_segments(prefixes: Sequence[Sequence[tuple[int, Prompt]]], multiple: int) -> Tensor:
-    """Segments [B, K] of the prompts of each row, given with the number of their group there."""
-    rows = [[n * GROUP for n, prompt in row for _ in prompt.token_ids] for row in prefixes]
+    """Return segments [B, K] of the prompts of each row; a prompt comes with the number of its group in the row."""
+    rows = [[n * SEGMENTS_PER_GROUP for n, prompt in row for _ in prompt.token_ids] for row in prefixes]
     width = _rounded(max(map(len, rows)), multiple)
     return torch.tensor([row + [PADDING] * (width - len(row)) for row in rows])
 
 
 def prompt_pack(prompt: Prompt, multiple: int = 1) -> Pack:
-    """A prompt alone, without targets; its last state is the one that `sources` names."""
+    """Return a pack of a prompt alone, without targets; `sources` names its last state."""
     length = len(prompt.token_ids)
     behind = _rounded(length, multiple) - length
     return Pack(
@@ -275,7 +277,7 @@ def prompt_pack(prompt: Prompt, multiple: int = 1) -> Pack:
 
 
 def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
-    """The smallest pack, of two text tokens: what a process runs while others have packs and it has none."""
+    """Return a pack of two text tokens, for a process that has no pack left while others have."""
     return Pack(
         input_ids=torch.full((1, 2), token),
         position_ids=torch.arange(2).expand(*position_axes, 1, 2),
@@ -288,7 +290,7 @@ def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
 
 
 def pictured_of(row: Sequence[Item], apart: Collection[int] = ()) -> Iterator[Pictured]:
-    """List what has images in a row, in the order of its tokens, but for prompts that are run `apart`."""
+    """Yield the prompts and observations of a row that have images, in order, without prompts that run `apart`."""
     for group in by_group(row):
         if group[0].prompt.vision and id(group[0].prompt) not in apart:
             yield group[0].prompt
@@ -298,7 +300,7 @@ def pictured_of(row: Sequence[Item], apart: Collection[int] = ()) -> Iterator[Pi
 
 
 def spread_prompts(planned: Sequence[Sequence[Sequence[Item]]]) -> list[Prompt]:
-    """The prompts of groups in several places of a plan. Two groups may have one prompt, of a row in two slots."""
+    """Return the prompts of groups in several places of a plan. Two slots may hold one row, and share its prompt."""
     parts = [group[0] for rows in planned for row in rows for group in by_group(row)]
     counts = Counter((item.group, id(item.prompt)) for item in parts)
     spread = [item.prompt for item in parts if counts[item.group, id(item.prompt)] > 1]
@@ -306,7 +308,7 @@ def spread_prompts(planned: Sequence[Sequence[Sequence[Item]]]) -> list[Prompt]:
 
 
 def by_group(row: Sequence[Item]) -> list[list[Item]]:
-    """The items of a row by group, in order: those of one group stand together."""
+    """Return the items of a row by group, in order; the items of a group stand together."""
     return [list(items) for _, items in groupby(row, key=lambda item: item.group)]
 
 
@@ -320,7 +322,7 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _split(group: list[Item], max_tokens: int, copies: int = 1) -> Iterator[list[Item]]:
-    """Rows of one group, as many completions in each as fit beside the prompt, `copies` times."""
+    """Yield rows of one group, each with as many completions as fit with the prompt, `copies` times."""
     times = f", {copies} times with the terms of its loss" if copies > 1 else ""
     row: list[Item] = []
     for item in group:

@@ -60,27 +60,29 @@ class GroupSight:
 
 
 def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: Ranks) -> list[GroupSight]:
-    """Sight of some of this process's `groups`. Collective.
+    """Return the sight of some of this process's `groups`. Collective.
 
-    `max_tokens` are those that one prompt with one completion may have (`optim.max_tokens_per_pack`).
+    `max_tokens` bounds one prompt with one completion (`optim.max_tokens_per_pack`).
     """
     controls = _other_prompts(groups, learner.processor, max_tokens, ranks)
-    asked: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
-    for g, _, other in controls:
-        asked.append((other, [replace(c, tail=moved_tail(c.tail, g.prompt, other)) for c in g.completions]))
-    found = learner.current_logprobs(asked)
+    rows: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
+    for g, _, prompt in controls:
+        rows.append((prompt, [replace(c, tail=moved_tail(c.tail, g.prompt, prompt)) for c in g.completions]))
+    logprobs = learner.current_logprobs(rows)
     half = len(controls)
     sights = []
-    for (group, uid, _), seen, unseen in zip(controls, found[:half], found[half:], strict=True):
-        tokens = (tuple(a - b for a, b in zip(*both, strict=True)) for both in zip(seen, unseen, strict=True))
+    for (group, uid, _), image, control in zip(controls, logprobs[:half], logprobs[half:], strict=True):
+        tokens = (
+            tuple(a - b for a, b in zip(*pair, strict=True)) for pair in zip(image, control, strict=True)
+        )
         pieces = (pieces_of(learner.processor, c.token_ids) for c in group.completions)
         sights.append(GroupSight(group.slot, group.attempt, uid, tuple(tokens), tuple(pieces)))
     return sights
 
 
 def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]:
-    """The text that each token adds [T], "" for a special one; a character of several tokens stands at its last."""
-    # what stands between `start` and `end` is decoded before a token: a first one may lose a space
+    """Return the text that each token adds [T], "" for a special one; a character of several tokens is at its last."""
+    # the tokens from `start` to `end` are decoded before a token, because the first token of a text may lose a space
     pieces, start, end = list[str](), 0, 0
     for place in range(len(token_ids)):
         before = processor.decode(token_ids[start:end])
@@ -99,35 +101,34 @@ def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]
 def _other_prompts(
     groups: Sequence[Group], processor: Processor, max_tokens: int, ranks: Ranks
 ) -> list[tuple[Group, str, Prompt]]:
-    """Of some of this process's `groups`, in the order of slots: the group, the uid of the row that lends, and the
-    prompt with those images. Collective."""
-    what = "other images"
-    with ranks.fail_together(what):
+    """Return some of this process's `groups`, in the order of slots, with the uid of the row that lends its images and
+    the prompt with these images. Collective."""
+    with ranks.fail_together("other images"):
         rows = {g.slot: _row(g.prompt) for g in groups if g.prompt.vision}
     shares = ranks.all_gather(rows, "digests of images")
     pairs = pairs_of({slot: row for share in shares for slot, row in share.items()})
     rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
-    own = {g.slot: g for g in groups}
+    by_slot = {g.slot: g for g in groups}
     parcels: list[list[tuple[int, str, tuple[Image, ...]]]] = [[] for _ in shares]
-    for slot, other in pairs:
-        if other in own:
-            lender = own[other].prompt
+    for slot, lender_slot in pairs:
+        if lender_slot in by_slot:
+            lender = by_slot[lender_slot].prompt
             parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.images))
     parcels_received = ranks.all_to_all(parcels, "images")
     lent = {slot: (uid, images) for parcel in parcels_received for slot, uid, images in parcel}
-    ordered = [own[slot] for slot in sorted(lent)]
+    ordered = [by_slot[slot] for slot in sorted(lent)]
     alternates = AlternatePrompts(
         ordered, lambda group: with_images(processor, group.prompt, lent[group.slot][1]), max_tokens
     )
-    with ranks.fail_together(what):
+    with ranks.fail_together("other images"):
         prompts = [(group, alternates.of(number)) for number, group in enumerate(ordered)]
     return [(group, lent[group.slot][0], prompt) for group, prompt in prompts if prompt is not None]
 
 
 def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, int]]:
-    """Slots that are measured, `count` at most and spread evenly, each with the slot of the row that lends.
+    """Return slots to measure, at most `count` and spread evenly, each with the slot of the row that lends.
 
-    A slot without another row that differs in every image is passed over.
+    A slot is left out if no other row differs in every image.
 
     >>> pairs_of({0: (("a",), "x"), 2: (("b",), "x"), 3: (("c",), "y")})
     [(0, 3), (2, 3), (3, 0)]
@@ -137,23 +138,23 @@ def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, in
     for place, slot in enumerate(slots):
         images, answer = rows[slot]
         after = (*slots[place + 1 :], *slots[:place])
-        others = [o for o in after if _differs(images, rows[o][0])]
-        unlike = (o for o in others if None not in (answer, rows[o][1]) and answer != rows[o][1])
-        if others:
-            pairs.append((slot, next(unlike, others[0])))
+        candidates = [c for c in after if _differs(images, rows[c][0])]
+        unlike = (c for c in candidates if None not in (answer, rows[c][1]) and answer != rows[c][1])
+        if candidates:
+            pairs.append((slot, next(unlike, candidates[0])))
     few = min(count, len(pairs))
     return [pairs[i * len(pairs) // few] for i in range(few)]
 
 
 def replacing(images: Sequence[T], count: int) -> tuple[T, ...]:
-    """As many images as are to be replaced, in order and from the first again."""
+    """Return `count` of the images, in order and from the first again."""
     return tuple(images[k % len(images)] for k in range(count))
 
 
 def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -> Prompt:
-    """The prompt of the same row with other images, laid out anew."""
-    given = replacing(images, len(prompt.engine_prompt.images))
-    return processor.prompt(replace(prompt.sample, images=given))
+    """Return the prompt of the same row with other images."""
+    count = len(prompt.engine_prompt.images)
+    return processor.prompt(replace(prompt.sample, images=replacing(images, count)))
 
 
 def _differs(images: Sequence[str], others: Sequence[str]) -> bool:

@@ -68,8 +68,8 @@ class LossStatistics:
         """
         sums = self.read()
         tokens = sums.get("tokens", 0.0)
-        counted = max(sums.get("counted", tokens), 1.0)
-        low, high = sums.get("low", 0.0) / counted, sums.get("high", 0.0) / counted
+        all_tokens = max(sums.get("counted", tokens), 1.0)
+        low, high = sums.get("low", 0.0) / all_tokens, sums.get("high", 0.0) / all_tokens
         metrics = {
             "loss": sums.get("loss", 0.0) / updates,
             "clip_ratio/low_mean": low,

@@ -55,34 +55,33 @@ algorithm/credit.py < algorithm/test_credit_rules.py learner/test_credit.py
 algorithm/masks.py < algorithm/test_masks.py
     off by one | math.floor(share * (n - 1) + 1e-6) + 1 ==> math.floor(share * (n - 1) + 1e-6)
 learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
-    dropped mask | pack.entropy * active * pack.chosen ==> pack.entropy * active
+    dropped mask | pack.entropy * active * pack.mask ==> pack.entropy * active
     dropped factor | token_loss + config.beta * kl ==> token_loss + kl
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
     * live tokens | live = active & ~no_gradient & (advantages != 0) ==> live = active & (advantages != 0)
-learner/loss.py < learner/test_twin_view.py
-    sign | loss = loss + config.twin_view.coef ==> loss = loss - config.twin_view.coef
-    dropped mask | taught = active & pack.taught ==> taught = active
-learner/twin_view.py < learner/test_twin_view.py
-    off by one | len(twin.token_ids) + longest > self.max_tokens ==> len(twin.token_ids) + longest >= self.max_tokens
+learner/alternate_prompts.py < learner/test_twin_view.py learner/test_sight.py
+    off by one | longest <= self.max_tokens ==> longest < self.max_tokens
+    stale cache | self._prompts: dict[int, Prompt | None] = {} ==> self._prompts = require_images.__dict__
+    wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
+learner/features/twin_view.py < learner/test_twin_view.py
+    sign | return self.algorithm.twin_view.coef ==> return -self.algorithm.twin_view.coef
+    dropped mask | taught = (weights > 0) & pack.mask( ==> taught = (weights > 0) | pack.mask(
     wrong space | max(math.floor(y0) - ==> max(math.ceil(y1) -
-    skipped check | == [i.size for i in seen] else twin ==> == [] else twin
-    stale cache | = groups, dict[int, Prompt | None]() ==> = groups, getattr(self, "_made", {})
-    wrong axis | seen[0].width * seen[0].height ==> seen[0].width * seen[0].width
+    skipped check | == [i.size for i in images] else twin ==> == [] else twin
+    wrong axis | images[0].width * images[0].height ==> images[0].width * images[0].width
     bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
     dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
-learner/perception.py < learner/test_perception.py
-    dropped condition | for item in row if item.prompt.vision] ==> for item in row]
-    wrong mask | pictured = [bool(item.prompt.vision) for ==> pictured = [True for
+learner/features/perception.py < learner/test_perception.py
+    dropped condition | if group.prompt.vision ==> if True
+    wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
     wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
-learner/credit.py < learner/test_credit.py
+learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
-    swapped | list(map(dependency, seen, unseen)) ==> list(map(dependency, unseen, seen))
-    * means by process | [m for share in means for m in share], algorithm) ==> means[ranks.rank], algorithm)
+    swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
+    * means by process | [m for share in means for m in share], ==> means[ranks.rank],
     of one process | torch.cat(ranks.all_gather(torch.cat([*weights]), "credit")) ==> torch.cat([*weights])
-learner/sight.py < learner/test_sight.py
-    wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner/test_conversations.py
-    * denominator | weights.to(device), int(lengths.sum())) ==> weights.to(device), len(lengths))
+    * denominator | return weights, int(lengths.sum()) ==> return weights, len(lengths)
     * denominator | len(i.token_ids) if i.counts else 0) for ==> len(i.token_ids)) for
     stale policy | old_logp=to_pack_order(self.old, order, present) if self.old else present ==> old_logp=present
     dropped mask | return completion.masked is None and not truncated ==> return not truncated
@@ -91,9 +90,9 @@ learner/learner.py < learner/test_learner.py ! slow
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
     skipped step | self.factored) if as_sent ==> self.factored) if False
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
-    * merged twice | yield from merged_tensors(self.model, self.factored) ==> yield from merged_tensors(self.model)
+    * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if frozen or not self.factored or ==> if not self.factored or
-    not merged | dict(merged_tensors(self.model))} if ==> dict(merged_tensors(self.model, self.factored))} if
+    not merged | dict(lora.merged_tensors(self.model))} if ==> dict(lora.merged_tensors(self.model, self.factored))} if
 learner/lora.py < learner/test_lora.py
     * merges beside factors | leaf == "weight" and owner not in factored ==> leaf == "weight" and not factored
     * merged twice | if name in factored: ==> if factored:
@@ -118,8 +117,8 @@ learner/logprobs.py < learner/test_logprobs.py
     * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]
     * dtype of sums | torch.zeros(hidden.shape, device=hidden.device) if ==> torch.zeros_like(hidden) if
 learner/logprobs.py < learner/test_twin_view.py
-    sign | grad_logp - grad_kl  # what ==> grad_logp + grad_kl  # what
-    dropped factor | own_gap + own_mass * (move - shift) ==> own_gap
+    sign | grad_logp - grad_kl  # the ==> grad_logp + grad_kl  # the
+    dropped factor | part_gap + part_mass * (q_shift - shift) ==> part_gap
 learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py
     off by one | source[0] = last ==> source[0] = at - 1
     dropped mask | ((key == prompt_of(query)) | (key == query)) ==> (key <= query)
@@ -131,7 +130,7 @@ learner/attention.py < learner/test_attention.py
 learner/linear_attention.py < learner/test_linear_attention.py
     dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
 learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
-    * staleness | own.setdefault(min(versions[index]), []) ==> own.setdefault(max(versions[index]), [])
+    * staleness | local.setdefault(min(versions[index]), []) ==> local.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
     * budget | sampling.max_tokens - conversation.run_length ==> sampling.max_tokens - conversation.run_length + 1
     * seeds by turn | self.seeds.of_turn(request.seed, turn) ==> self.seeds.of_turn(request.seed, 1)

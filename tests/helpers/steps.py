@@ -14,7 +14,8 @@ from helpers.configs import merged, small_config
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import Optimizer
-from mm_grpo.learner.pack import GROUP, PADDING
+from mm_grpo.learner.pack import PADDING
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group

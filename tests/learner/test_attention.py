@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from mm_grpo.learner.attention import Masks, prefix_attention, prefix_layout
-from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
+from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 
 ROWS = {

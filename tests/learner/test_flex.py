@@ -29,7 +29,8 @@ from mm_grpo.learner import flex
 from mm_grpo.learner.attention import Masks
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
-from mm_grpo.learner.pack import GROUP, PADDING, attention_mask
+from mm_grpo.learner.pack import PADDING, attention_mask
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 

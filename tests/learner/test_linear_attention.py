@@ -23,7 +23,8 @@ from mm_grpo.learner.completion_batch import completion_batch
 from mm_grpo.learner.flex import warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers, shared_state_forward
 from mm_grpo.learner.minibatch import make_items
-from mm_grpo.learner.pack import GROUP, by_group, layout, plan
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
+from mm_grpo.learner.pack import by_group, layout, plan
 from mm_grpo.learner.transformers_patches import DELTA_NETS, torch_rule
 from mm_grpo.processors.base import load_processor
 

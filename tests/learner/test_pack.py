@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mm_grpo.errors import ConfigError, GuardStop
-from mm_grpo.learner.pack import GROUP, PADDING, Item, attention_mask, by_group, layout, plan, prompt_pack
+from mm_grpo.learner.pack import PADDING, Item, attention_mask, by_group, layout, plan, prompt_pack
+from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.types import EnginePrompt, Prompt, Sample
 
 

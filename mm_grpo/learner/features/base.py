@@ -5,26 +5,42 @@ Axes: [M], the tokens of a pack's own rows, in order; [K], the tokens of the row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.logprobs import PackResult
 from mm_grpo.learner.loss import LossInputs, PackTokens
-from mm_grpo.learner.minibatch import LogProbs, Minibatch
-from mm_grpo.learner.pack import Item
+from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch
+from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.step_report import LossStatistics
+from mm_grpo.processors.base import Processor
 from mm_grpo.types import Group, Prompt
 
-if TYPE_CHECKING:
-    from mm_grpo.learner.learner import Learner
-
 PackRows = Sequence[Sequence[Item]]
+R = TypeVar("R")
+
+
+class FeatureLearner(Protocol):
+    """The parts of the learner that a feature may use."""
+
+    model: Any
+    processor: Processor
+    config: GRPOConfig
+    ranks: Ranks
+
+    def run(self, items: Sequence[Item]) -> tuple[ByCompletion, ByCompletion]:
+        """Return log-probs [T] and entropies [T] of each completion, without gradients. Collective."""
+
+    def run_pass(self, items: Sequence[Item], read: Callable[[PackForward, Iterable[Pack]], R]) -> R:
+        """Return what `read` makes of the packs of `items`. Collective."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class LossFeature:
     extra_passes: ClassVar[int] = 0
     """Passes without gradients that `begin_update` makes over the prompts of the update."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: FeatureLearner) -> None:
         self.learner, self.algorithm = learner, learner.config.algorithm
 
     @classmethod

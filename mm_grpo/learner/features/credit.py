@@ -79,11 +79,11 @@ def weighed(
     assert algorithm.credit is not None and minibatch.advantages is not None
     items = [item for item in minibatch.live if item.index in control]
     engine = {i.index: torch.tensor(logprobs.engine[i.index], dtype=torch.float64) for i in items}
-    seen, unseen, advantages = (
+    logps, control_logps, advantages = (
         [values[i.index].cpu() for i in items]
         for values in ({**engine, **logprobs.old}, control, minibatch.advantages)
     )
-    dependencies = list(map(dependency, seen, unseen))
+    dependencies = list(map(dependency, logps, control_logps))
     means = ranks.all_gather([float(s.mean()) for s in dependencies], "dependencies on images")
     weights = rule_weights(dependencies, [m for share in means for m in share], algorithm.credit)
     for _, places in groupby(range(len(items)), key=lambda place: items[place].group):

@@ -29,7 +29,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.errors import DataError
 from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
-from mm_grpo.learner.features.base import FeaturePack, LossFeature
+from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeature
 from mm_grpo.learner.forward_pass import states_on_host
 from mm_grpo.learner.minibatch import Minibatch
 from mm_grpo.learner.step_report import LossStatistics
@@ -40,8 +40,6 @@ from mm_grpo.types import Group, Prompt, Sample
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mm_grpo.learner.learner import Learner
-
 log = logging.getLogger(__name__)
 BOX = "box"
 """Column of the gold box: [x0, y0, x1, y1] in pixels of the first image's file."""
@@ -50,7 +48,7 @@ BOX = "box"
 class TwinView(LossFeature):
     """KL from the same weights with a better view of the image."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: FeatureLearner) -> None:
         super().__init__(learner)
         self.twins = TwinPrompts(learner.processor, learner.config)
 
@@ -111,15 +109,15 @@ class TwinPrompts:
 
     def twin(self, prompt: Prompt) -> Prompt | None:
         """Return the twin of a prompt; None if it shows no more. Raise DataError if it cannot be made."""
-        sample, seen = prompt.sample, prompt.engine_prompt.images
-        if not seen or (self.crops and sample.columns.get(BOX) is None):
+        sample, images = prompt.sample, prompt.engine_prompt.images
+        if not images or (self.crops and sample.columns.get(BOX) is None):
             return None
         if not self.crops:
             twin = self.processor.prompt(sample)
-            return None if [i.size for i in twin.engine_prompt.images] == [i.size for i in seen] else twin
+            return None if [i.size for i in twin.engine_prompt.images] == [i.size for i in images] else twin
         wider = 0
         while True:  # until the box is wide enough for the model's resize rule
-            crop = gold_crop(sample, seen[0].width * seen[0].height, wider)
+            crop = gold_crop(sample, images[0].width * images[0].height, wider)
             try:
                 return self.processor.prompt(replace(sample, images=(crop, *sample.images[1:])))
             except DataError:
@@ -140,13 +138,13 @@ def gold_crop(sample: Sample, area: int, wider: int = 0) -> Image:
     except ValueError as error:
         raise DataError(f"{sample.uid}: {error}") from error
     dx, dy = (wider, 0) if x1 - x0 < y1 - y0 else (0, wider)
-    left, upper = max(math.floor(x0) - dx, 0), max(math.floor(y0) - dy, 0)
+    x_min, upper = max(math.floor(x0) - dx, 0), max(math.floor(y0) - dy, 0)
     right, lower = min(math.ceil(x1) + dx, image.width), min(math.ceil(y1) + dy, image.height)
-    if left >= right or upper >= lower:
+    if x_min >= right or upper >= lower:
         raise DataError(
             f"{sample.uid}: the gold box {(x0, y0, x1, y1)} lies beside its image of {image.size} pixels"
         )
-    cut = image.crop((left, upper, right, lower))
+    cut = image.crop((x_min, upper, right, lower))
     factor = math.sqrt(area / (cut.width * cut.height))
     # up, for rounding down could make a thin box thinner than the rule allows
     return cut if factor <= 1 else cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
