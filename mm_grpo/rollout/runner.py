@@ -57,8 +57,8 @@ class RolloutRunner:
     ) -> tuple[list[Group], StreamedCalls | None]:
         """Sample G completions of each of P prompts, each from its own seed of `seeds` [P][G]. Collective.
 
-        Returns the groups, and the reward calls that began meanwhile; `score` takes them. Raises GuardStop when the engine
-        used another seed, or weights of another number than `version`.
+        Returns the groups, and the reward calls that began meanwhile, which `score` takes. Raises GuardStop when the
+        engine used another seed, or weights of another number than `version`.
         """
         streamed_calls = self.begin_scoring(prompts.prompts, sum(map(len, seeds)), step)
         with self.ranks.fail_together(label):

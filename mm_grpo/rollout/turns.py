@@ -97,7 +97,7 @@ class TurnLoop:
         self.toolbox, self.seeds, self.version = toolbox, seeds, version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one conversation per request, in order. Environments stay open until the next call, because rewards may look at them.
+        """Return one conversation per request, in order. Environments stay open until the next call: rewards may look.
 
         Raises what the engine raises, ToolError for an environment that cannot be used, and GuardStop when a turn
         changed tokens of the turn before.
