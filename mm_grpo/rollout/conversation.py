@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Conversation:
-    """One conversation: `start`, the prompt that its group shares, and `prompt`, which is asked next."""
+    """Conversation with `start`, the prompt that its group shares, and `prompt`, which is asked next."""
 
     def __init__(self, start: Prompt, processor: ConversationProcessor) -> None:
         self.start, self.prompt, self.processor = start, start, processor

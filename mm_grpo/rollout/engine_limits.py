@@ -1,4 +1,4 @@
-"""Limits in tokens: of a prompt, and those of vLLM that the config leaves to the rows.
+"""Limits in tokens: of a prompt, and of vLLM if the config leaves them to the rows.
 
 vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least. The whole context of a model (128,000
 tokens of Qwen2.5-VL) is more than a run needs and often more than fits. So rows are read with their images closed; an

@@ -162,7 +162,7 @@ def summarise(
     blind: Sequence[RowScores] = (),
     blind_kind: str | None = None,
 ) -> Evaluation:
-    """Return the evaluation of a set from its rows, and from those of its blind control if there is a `blind_kind`."""
+    """Return the evaluation of a set from its rows, and from its `blind` rows if there is a `blind_kind`."""
     values, rewards = [row.values for row in rows], [row.rewards for row in rows]
     score, lengths = mean(values), [length for row in rows for length in row.lengths]
     names = dict.fromkeys(name for row in rows for name in row.parts)

@@ -8,7 +8,7 @@ schedule, not from the time that anything takes, so a run repeats, on any number
     engine  [1][2]       [3]          [4]                     job of a step: prompts, completions, rewards, advantages
     learner       learn 1      learn 2      learn 3           update 1 lands between the jobs of 2 and of 3
 
-The schedule is that of verl's one-step-off-policy recipe and of prime-rl, for any k. The threads:
+The schedule comes from verl's one-step-off-policy recipe and prime-rl; here k is any number. The threads:
 
 - main thread: the learner, weight sync, evaluation, guards, callbacks, checkpoints. Updates and evaluations come when
   no job runs.
@@ -67,7 +67,7 @@ class Synchronous:
 
 
 class Lockstep(Synchronous):
-    """Samples steps ahead under the version that the schedule says. `ranks` are those of the main thread."""
+    """Samples steps ahead under the version that the schedule says. `ranks` belong to the main thread."""
 
     def __init__(self, collector: Collector, engine: RolloutEngine, ranks: Ranks) -> None:
         super().__init__(collector, engine)

@@ -2,7 +2,7 @@
 
 While the engine samples and the learner works, the images of the next rows are decoded, resized and made into tensors.
 Which rows come next, their order and their seeds do not depend on it. What is wrong with a row is raised when its
-prompt is asked for, never earlier. Memory: the prompts of the step that runs, and those of the next one.
+prompt is asked for, never earlier. Memory: the prompts of the step that runs and of the next one.
 
 Threads, because decoding, resizing and tensors release Python's lock, and nothing has to be copied between processes.
 Rows are read by the thread that asks (a user's dataset may belong to it), images are opened in any thread.
@@ -114,8 +114,8 @@ class Prefetcher:
 def _use_one_thread(default: int) -> None:
     """Limit torch to this thread for what it computes; threads that are made later use `default` as before.
 
-    OpenMP keeps helpers for each thread that computes. More of them than cores would make those of the training thread
-    sleep between two operations.
+    OpenMP keeps helpers for each thread that computes. More helpers than cores would make the training
+    thread's sleep between two operations.
     """
     torch.get_num_threads()  # a thread's first look takes the default, whatever was set before
     torch.set_num_threads(1)  # of this thread, and the default of those to come

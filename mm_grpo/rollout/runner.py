@@ -4,7 +4,7 @@ Collector (collect.py) and evaluation (evaluate.py) bring their own prompts, see
 
     sample    completions of each prompt, as groups
     gather    the groups of all processes, on the first one
-    score     those groups with their rewards
+    score     the same groups with their rewards
 
 The engine hands each completion back when it is done (`RequestStream`), and rewards that can begin with it do
 (rewards/streaming_rewards.py). Without such rewards, and with several processes, whole batches are sampled first.
@@ -57,8 +57,8 @@ class RolloutRunner:
     ) -> tuple[list[Group], StreamedCalls | None]:
         """Sample G completions of each of P prompts, each from its own seed of `seeds` [P][G]. Collective.
 
-        Returns the groups, and the reward calls that began meanwhile, for `score`. Raises GuardStop when the engine
-        used another seed, or weights of another number than `version`.
+        Returns the groups, and the reward calls that began meanwhile, which `score` takes. Raises GuardStop when the
+        engine used another seed, or weights of another number than `version`.
         """
         streamed_calls = self.begin_scoring(prompts.prompts, sum(map(len, seeds)), step)
         with self.ranks.fail_together(label):
@@ -100,7 +100,7 @@ class RolloutRunner:
     def score(
         self, groups: Sequence[Group], step: int, streamed_calls: StreamedCalls | None = None
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups with their rewards, of which some calls may have begun, and the rewards' metrics."""
+        """Return the groups with their rewards, and the rewards' metrics. `streamed_calls` are not made again."""
         prompts = [group.prompt for group in groups for _ in group.completions]
         completions = [completion for group in groups for completion in group.completions]
         scores = self.scorer.score(prompts, completions, step, streamed_calls)

@@ -1,4 +1,4 @@
-"""What is computed of groups after sampling: KL, rewards and advantages, as fields of `Group`. Nothing is sampled here.
+"""KL, rewards and advantages of groups that were sampled, as fields of `Group`.
 
 The formulas are in algorithm/; here they meet the gates, weights and masks of a run's rewards.
 """
@@ -90,7 +90,7 @@ def has_zero_std(group: Group, specs: Sequence[RewardSpec], config: AlgorithmCon
 def objectives(groups: Sequence[Group], specs: Sequence[RewardSpec]) -> list[Objective]:
     """Return the rewards with a weight, each with its scores [P][G] as they enter a total.
 
-    A score is None where its gate is shut and where the completion is masked.
+    A score is None if its gate is shut or the completion is masked.
     """
     parts = [gated(specs, group.parts) for group in groups]
     return [

@@ -46,7 +46,7 @@ class Sampler(Protocol):
 
 @dataclass(eq=False)
 class _Talk:
-    """One conversation on its way, with what the engine, the tools and the learner need of it."""
+    """A conversation on its way, with what the engine, the tools and the learner need of it."""
 
     request: Request
     conversation: Conversation
@@ -97,7 +97,7 @@ class TurnLoop:
         self.toolbox, self.seeds, self.version = toolbox, seeds, version
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return one conversation per request, in order. Environments stay open until the next call, for rewards.
+        """Return one conversation per request, in order. Environments stay open until the next call: rewards may look.
 
         Raises what the engine raises, ToolError for an environment that cannot be used, and GuardStop when a turn
         changed tokens of the turn before.

@@ -1,7 +1,7 @@
 """The tensors that a rollout engine is due, and the digests that prove what arrived.
 
 `WeightLedger` is the one record of what an engine holds. It digests each of the learner's tensors once, sends the
-engine those layers in which something changed, and compares with the digests that the engine makes of what it
+engine the layers in which something changed, and compares with the digests that the engine makes of what it
 received. So frozen weights go once, nothing has to be declared trainable, and after the engine lost its weights
 everything goes again.
 
@@ -88,7 +88,7 @@ def _fold(tensor: Tensor) -> Tensor:
 
 @dataclass
 class Transfer:
-    """One update on its way. Iterating it yields the tensors to send, with their names, one by one."""
+    """Update on its way. Iterating it yields the tensors to send, with their names, one by one."""
 
     tensors: Iterator[tuple[str, Tensor, str]]
     """(name, tensor, digest) of what is to be sent, in order."""

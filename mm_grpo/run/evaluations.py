@@ -167,7 +167,7 @@ class Evaluations:
 
     @property
     def plan(self) -> str:
-        """Return one line that says what is evaluated and when, for the start of a run."""
+        """Return what is evaluated and when, in one line."""
         run, rows = self.config.run, sum(len(rows) for rows in self.sets.values())
         if not self.sets:
             return "evaluation: none (data.eval = null)"
@@ -192,7 +192,7 @@ class Evaluations:
 def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool = False) -> dict[str, Rows]:
     """Return the sets that have images, with their images `shuffled` or `removed`.
 
-    Raises ConfigError if no set has images, or if they are removed from conversations whose tools would look for them;
+    Raises ConfigError if no set has images, or if tools would look for images that are removed;
     DataError if images cannot be exchanged.
     """
     where = f"run.eval_blind = '{kind}'"
