@@ -1,4 +1,4 @@
-"""Rewards on right and on wrong answers, for `mm-grpo check`.
+"""Rewards on right and on wrong answers for `mm-grpo check`.
 
 A reward must score a row's right answer (gold_text.py) above the right answers of other rows and above garbage; a
 built-in must give it 1. Rewards that read no column have no right answer: they are called and their scores reported.

@@ -138,7 +138,7 @@ def learner_memory(
     gpu: bool = True,
     pixels: int = 0,
 ) -> Bytes:
-    """Estimate the learner's memory in one of `processes`, for packs of `tokens` tokens and `pixels` of images.
+    """Estimate the learner's memory in one of `processes` for packs of `tokens` tokens and `pixels` of images.
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """
