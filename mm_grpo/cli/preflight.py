@@ -1,5 +1,4 @@
-"""Checks before a run: `mm-grpo check` (rows, rewards), `mm-grpo doctor` (engine, learner), `mm-grpo estimate`
-(memory)."""
+"""`mm-grpo check` (rows, rewards), `mm-grpo doctor` (engine, learner) and `mm-grpo estimate` (memory)."""
 
 from __future__ import annotations
 

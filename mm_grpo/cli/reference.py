@@ -1,4 +1,4 @@
-"""`mm-grpo config` (fields of a config) and `mm-grpo env` (versions and devices, for bug reports)."""
+"""`mm-grpo config` (fields of a config) and `mm-grpo env` (versions and devices for bug reports)."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def pairs(option: str, arguments: list[str], texts: Collection[str] = ()) -> dic
 
 
 def text_parameters(spec: RewardSpec) -> list[str]:
-    """Return the parameters of a reward that are annotated as str, for which `answer=3` means the text "3"."""
+    """Return the parameters of a reward that are annotated as str; `answer=3` means the text "3" there."""
     parameters = inspect.signature(spec.fn).parameters.items()
     return [name for name, p in parameters if p.annotation in (str, "str", str | None, "str | None")]
 

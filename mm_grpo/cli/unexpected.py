@@ -18,8 +18,7 @@ from mm_grpo.run.lock import read_mark
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import printable, redact
 
-MAX_CHARACTERS = 900
-"""Characters of an error's own text that are shown."""
+MAX_CHARACTERS = 900  # characters of an error's own text that are shown
 LIBRARIES = (str(Path(__file__).parents[1]), "<", *sysconfig.get_paths().values())
 """Prefixes of the names of files that are not the user's."""
 

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 
 TITLE = "What the model sees – mm_grpo check"
 MAX_ROWS = 20
-MAX_BYTES = 24_000_000
-"""Bytes of images and texts; rows behind this limit are not shown."""
-MAX_PNG_BYTES = 600_000
-"""A larger image is shown as JPEG, not pixel by pixel."""
+MAX_BYTES = 24_000_000  # bytes of images and texts; rows behind this limit are not shown
+MAX_PNG_BYTES = 600_000  # a larger image is shown as JPEG, not pixel by pixel
 MAX_PROMPT = 20_000  # characters of a prompt
 MAX_VALUE = 400  # characters of an answer or a column's value
 MAX_REFUSED = 50  # refused rows of a set that are listed; the others are counted

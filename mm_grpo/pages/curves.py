@@ -25,10 +25,8 @@ from mm_grpo.files import read_regular_file
 Point = tuple[float, float | None]
 """(step, value); the value is None if nothing was measured."""
 MAX_STRETCHES = 320
-MAX_LINES = 12
-"""Lines of one chart; more could not be told apart."""
-LAST_ROWS = 10
-"""Rows at the end of a run that its numbers are means of."""
+MAX_LINES = 12  # lines of one chart; more could not be told apart
+LAST_ROWS = 10  # rows at the end of a run that its numbers are means of
 
 
 @dataclass(frozen=True)

@@ -29,16 +29,14 @@ BEFORE_AND_AFTER = ("before", "after")
 LOGGED_KEYS = ("reward", "parts", "advantage", "finish_reason", "tokens", "masked")
 COMPLETIONS_PER_GROUP = 16
 ANSWERS_PER_ROW = 4
-STEP_SHARES = 8
-"""Parts of the budget; a step gets at most one."""
+STEP_SHARES = 8  # parts of the budget; a step gets at most one
 MAX_SIDE = 512  # pixels of an image on the page
 MAX_PNG_BYTES = 200_000  # a larger image is shown as JPEG
 MAX_PROMPT = 4000
 MAX_TEXT = 6000  # characters of an answer, and of its thinking
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MAX_OVERLAYS = 200
-MIN_SHADED = 0.1
-"""Nats, above and below 0, from which page.js shades a token (SHADES there)."""
+MIN_SHADED = 0.1  # nats, above and below 0, from which page.js shades a token (SHADES there)
 
 Tokens = Sequence[tuple[str, float]]
 """(text, nats)"""

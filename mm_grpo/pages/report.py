@@ -33,8 +33,7 @@ from mm_grpo.run.metrics import iter_metrics, read_events, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
 
-PAGE_SIZE = 10
-"""Groups and evaluation rows that are shown at a time."""
+PAGE_SIZE = 10  # groups and evaluation rows that are shown at a time
 MAX_EVENTS = 200
 
 logger = logging.getLogger("mm_grpo")

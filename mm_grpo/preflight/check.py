@@ -50,12 +50,9 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.types import Prompt, Sample
 
-MAX_CAUSES = 20
-"""Causes of failing rows that are listed for a set and for a reward; the others are counted."""
-MIN_WIDTH = 120
-"""Least width of the tables, in characters."""
-NUMBER_COLUMNS = ("rows", "usable", "images", "weight")
-"""Columns of the tables that hold one number."""
+MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
+MIN_WIDTH = 120  # least width of the tables, in characters
+NUMBER_COLUMNS = ("rows", "usable", "images", "weight")  # columns of the tables that hold one number
 
 
 @dataclass

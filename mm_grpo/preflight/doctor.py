@@ -28,8 +28,7 @@ from mm_grpo.terminal import print_line
 from mm_grpo.types import Completion, Group, Prompt
 
 PROMPTS = 4
-CLEAR_MOVE_FACTOR = 3.0
-"""The update is large enough when it has moved log-probs by this many times the limit."""
+CLEAR_MOVE_FACTOR = 3.0  # the update is large enough when it has moved log-probs by this many times the limit
 FIRST_RATE, LAST_RATE, RATE_FACTOR = 1e-6, 1e-2, 3.0
 
 

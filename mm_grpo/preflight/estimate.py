@@ -39,10 +39,8 @@ from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
 from mm_grpo.terminal import print_line
 
-CARDS = (24.0, 48.0, 80.0)
-"""Sizes of GPUs [GB] that are always shown."""
-MIN_PACK_TOKENS = 512
-"""Fewest tokens of a pack that are tried."""
+CARDS = (24.0, 48.0, 80.0)  # sizes of GPUs [GB] that are always shown
+MIN_PACK_TOKENS = 512  # fewest tokens of a pack that are tried
 
 
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
@@ -244,7 +242,7 @@ def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
         return image_of(processor_of(config))
     if not isinstance(family, QwenVLFamily):
         raise ConfigError(
-            f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; add it to the folder"
+            f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; copy it there too"
         )
     vision = model.config.vision_config
     area = (vision.patch_size * vision.spatial_merge_size) ** 2

@@ -1,4 +1,4 @@
-"""Rewards on right and on wrong answers, for `mm-grpo check`.
+"""Rewards on right and on wrong answers for `mm-grpo check`.
 
 A reward must score a row's right answer (gold_text.py) above the right answers of other rows and above garbage; a
 built-in must give it 1. Rewards that read no column have no right answer: they are called and their scores reported.
@@ -21,8 +21,7 @@ from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Completion, Prompt, Turn
 
-CHUNK = 64
-"""Rows among which right answers are exchanged."""
+CHUNK = 64  # rows among which right answers are exchanged
 OTHER_ANSWERS = 3
 """Right answers of other rows that a row's reward is tried on. One of them may mean the same ("1/2", "0.5")."""
 GARBAGE = "?!"
@@ -30,8 +29,7 @@ MAX_ERRORS = 3
 """A reward that has raised on so many rows is not called again: each call may have waited for its deadline."""
 TOLERANCE = 1e-6
 
-JUDGES = ("judge", "reward_model")
-"""Built-ins that may use a network."""
+JUDGES = ("judge", "reward_model")  # built-ins that may use a network
 FORMS = ("format",)
 """Built-ins that read no column, but must give full score to an answer in the form of `data.gold_template`."""
 

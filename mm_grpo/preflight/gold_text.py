@@ -23,8 +23,7 @@ Options = Mapping[str, Any]
 NO_GOLD = frozenset({"json_schema", "judge", "reward_model"})
 MAX_UNREADABLE = 200
 """Characters of an unreadable gold value that are handed to the reward, which then refuses it."""
-DIGITS = 9
-"""Decimals of a coordinate: enough for the written box to overlap the gold box to 1e-6."""
+DIGITS = 9  # decimals of a coordinate: enough for the written box to overlap the gold box to 1e-6
 
 
 def gold_text(

@@ -28,20 +28,13 @@ from mm_grpo.rollout.transformers_engine import MAX_ROWS, PREFILL_TOKENS
 from mm_grpo.rollout.vllm.launch import can_free_cache_alone
 
 GB = 10**9
-CHUNK = 64
-"""Tokens that a layer of linear attention takes at once."""
-PROMPT = 1024
-"""Tokens of a prompt of unlimited length with images of unknown size."""
-TEXT = 256
-"""Text tokens of a prompt of unlimited length."""
-FORWARD = GB
-"""Bytes of a forward pass of vLLM, without weights and cache, under the limits of launch.py."""
-GRAPHS = 2 * GB
-"""Bytes of vLLM's CUDA graphs; some versions keep them while they sleep."""
-MAX_SCORED = 1024
-"""Most tokens of a prompt whose log-probs vLLM computes at once."""
-CONTEXT = GB // 2
-"""Bytes of CUDA's context."""
+CHUNK = 64  # tokens that a layer of linear attention takes at once
+PROMPT = 1024  # tokens of a prompt of unlimited length with images of unknown size
+TEXT = 256  # text tokens of a prompt of unlimited length
+FORWARD = GB  # bytes of a forward pass of vLLM, without weights and cache, under the limits of launch.py
+GRAPHS = 2 * GB  # bytes of vLLM's CUDA graphs; some versions keep them while they sleep
+MAX_SCORED = 1024  # most tokens of a prompt whose log-probs vLLM computes at once
+CONTEXT = GB // 2  # bytes of CUDA's context
 
 EMBEDDED_CACHE = "cache of the embedded engine"
 """Key of the largest possible cache; a run's rows may be shorter."""
@@ -146,7 +139,7 @@ def learner_memory(
     gpu: bool = True,
     pixels: int = 0,
 ) -> Bytes:
-    """Estimate the learner's memory in one of `processes`, for packs of `tokens` tokens and `pixels` of images.
+    """Estimate the learner's memory in one of `processes` for packs of `tokens` tokens and `pixels` of images.
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
     """

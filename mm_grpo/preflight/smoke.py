@@ -21,10 +21,8 @@ from mm_grpo.testing.tiny_models import build, family_of
 FIXTURE = Path("fixture") / "train.jsonl"
 """A few rows in the form that the recipe trains on, next to its config."""
 STEPS, PROMPTS, GENERATIONS, TOKENS = 2, 2, 4, 16
-MAX_ROWS = 16
-"""Most rows of a training set."""
-CONTEXT = 32768
-"""Tokens of a prompt: the tiny tokenizer makes one of nearly every byte."""
+MAX_ROWS = 16  # most rows of a training set
+CONTEXT = 32768  # tokens of a prompt: the tiny tokenizer makes one of nearly every byte
 
 
 def smoke_config(

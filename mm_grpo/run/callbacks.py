@@ -33,7 +33,7 @@ Method = tuple[Callable[..., Any], tuple[str, ...]]
 
 
 class Callbacks:
-    """Callbacks of a run. With `quiet`, for processes other than the first, `call` does nothing.
+    """Callbacks of a run. With `quiet` (processes other than the first) `call` does nothing.
 
     Raises ConfigError for an object without a method of EVENTS or with any other method `on_...`, and for a method
     that declares an argument that its event does not have.

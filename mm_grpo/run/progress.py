@@ -52,7 +52,7 @@ class Progress:
     """Display of the steps up to `total`, of which `first` are done; a context manager.
 
     It opens with `headline`. On a terminal a bar stays at the bottom; elsewhere each step prints a line. `quiet`
-    prints nothing, for processes other than the first. `tokens` counts prompts and completions of the done steps.
+    prints nothing (processes other than the first). `tokens` counts prompts and completions of the done steps.
     """
 
     def __init__(

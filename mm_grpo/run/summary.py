@@ -24,17 +24,14 @@ def summary_of(
     has the sets that could be scored. `first_set` has more of the first set: DETAILS before, at the best step, after.
     """
     headline, before, after = evaluations.headline, evaluations.before, evaluations.after
-    best, first = evaluations.best, next(iter(before), None)
+    best, first = evaluations.best, next(iter(before), "")
     scores = {
         "before": before[first].score if first else None,
         "after": after[first].score if first else None,
         "best": best.score if best else None,
     }
-    details = (
-        {"before": before.get(first), "best": best.evaluation if best else None, "after": after.get(first)}
-        if first
-        else {}
-    )
+    best_evaluation = best.evaluation if best else None
+    details = {"before": before.get(first), "best": best_evaluation, "after": after.get(first)}
     return {
         "headline": str(headline),
         **{f"score_{when}": score for when, score in scores.items()},

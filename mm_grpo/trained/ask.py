@@ -29,8 +29,7 @@ from mm_grpo.trained.proof import load_plain
 from mm_grpo.trained.source import RunCheckpoint, find_model, refuse_code
 from mm_grpo.types import Completion, Sample
 
-MAX_TOKENS = 512
-"""Tokens of an answer, for a model that comes without a run's settings."""
+MAX_TOKENS = 512  # tokens of an answer, for a model that comes without a run's settings
 
 
 @dataclass(frozen=True)

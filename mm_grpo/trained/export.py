@@ -27,8 +27,7 @@ from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 
 MARK = "mm_grpo_export.json"
-MAX_SHARD = "5GB"
-"""Largest file of weights."""
+MAX_SHARD = "5GB"  # largest file of weights
 SETTINGS = (
     "model.processor", "model.trust_remote_code", "data.system_prompt", "data.chat_template_kwargs",
     "data.min_pixels", "data.max_pixels", "rollout.max_completion_length", "rollout.eval",

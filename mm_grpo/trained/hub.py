@@ -20,7 +20,7 @@ from mm_grpo.trained.model import Trained, as_config_error
 def check_hub(name: str, *, overwrite: bool = False) -> str:
     """Return the full name of the repository `name`, checked with the Hub before any work.
 
-    Raises ConfigError without a token, offline, for an illegal name, and for a repository that exists, unless it is an
+    Raises ConfigError without a token, offline, if the name is illegal, and if the repository exists, unless it is an
     export and `overwrite` is set.
     """
     from huggingface_hub import HfApi, constants, get_token

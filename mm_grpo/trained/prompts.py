@@ -24,10 +24,7 @@ ProofPrompts = list[tuple[Prompt, tuple[int, ...]]]
 
 
 def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig) -> ProofPrompts:
-    """Return COUNT prompts of the rollout log with a completion each, newest first, prompts with images preferred.
-
-    Raises ConfigError if the log has none.
-    """
+    """Return COUNT logged prompts, preferably with images, each with a completion; ConfigError if there are none."""
     prompts = list(itertools.islice(_logged_prompts(paths, processor, config), 8 * COUNT))
     if not prompts:
         raise ConfigError(f"'{paths.root}' has no rollouts/ to compare on; put them back")

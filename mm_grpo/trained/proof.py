@@ -46,8 +46,7 @@ for field in "target_modules exclude_modules modules_to_save layers_pattern rank
         for name in names:
             re.match(rf"(.*\\.)?({pattern})$", name)
 """
-PATTERN_TIMEOUT = 20.0
-"""Seconds for the patterns of an adapter, which normally take milliseconds."""
+PATTERN_TIMEOUT = 20.0  # seconds for the patterns of an adapter, which normally take milliseconds
 
 
 @dataclass(frozen=True)
@@ -174,8 +173,7 @@ def _refuse_slow_patterns(model: Any, folder: Path) -> None:
 def plain_inputs(
     processor: Any, prompt: Prompt, completion: Sequence[int], template_kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Make the model's inputs from a row, its images at their final size, and a completion, by transformers' own
-    `processor`."""
+    """Make model inputs by transformers' own `processor`: a row, its images at their final size, and a completion."""
     # some templates take only strings as contents, others only lists of parts
     messages = [dict(message) for message in prompt.sample.messages]
     with_parts = [

@@ -120,8 +120,7 @@ def find_checkpoint(
 
 
 def refuse_code(folder: str | Path, section: ModelConfig, user: ModelConfig | None = None) -> None:
-    """Raise ConfigError if the section `model` of a folder's config asks to run code that `user`, the section of the
-    user's own config, does not name."""
+    """Raise ConfigError if a folder's `section` asks to run code that the `user`'s own section does not name."""
     trusted = {} if user is None or user.path != section.path else user.model_dump()
     values = {name: getattr(section, name) for name in ("processor", "trust_remote_code")}
     untrusted = {key: value for key, value in values.items() if value not in (None, False, trusted.get(key))}
