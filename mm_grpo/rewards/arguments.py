@@ -19,15 +19,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Completion, Turn
 
 NOT_COPIED = frozenset(
-    {
-        "completion",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        "environment",
-        "environments",
-    }
+    "completion completion_ids trainer_state log_extra log_metric environment environments".split()
 )
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 
