@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mm_grpo.types import Completion, Turn
 
 NOT_COPIED = frozenset(
-    {
+    [
         "completion",
         "completion_ids",
         "trainer_state",
@@ -27,7 +27,7 @@ NOT_COPIED = frozenset(
         "log_metric",
         "environment",
         "environments",
-    }
+    ]
 )
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 

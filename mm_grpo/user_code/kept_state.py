@@ -1,9 +1,8 @@
-"""What user code in the trainer's process may not change: the rows that it is given, and the process's state.
+"""Protection from user code in the trainer's process: copies of rows, and restored process state.
 
-`own_copy` gives a function values of its own: a reward that pops from a list column or an argument of a call, or paints
-on an image, would otherwise change later calls, the log and, through the conversation, what is trained on. `kept_state`
-puts back what a function changes for the whole process: the working folder, torch's gradient mode and default dtype,
-and the global random numbers, from which adapters, dropout and other code draw.
+A reward that pops from a list or paints on an image would change later calls, the log and, through the conversation,
+the training data; `own_copy` prevents that. `kept_state` restores the working folder, torch's gradient mode and default
+dtype, and the global random numbers, which adapters and dropout use.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def own_copy(value: Any) -> Any:
-    """A copy of rows, messages, lists, images and arrays, all the way down; other values as they are.
+    """Copy rows, messages, lists, images and arrays, all the way down. Return other values as they are.
 
-    Numbers, texts and bytes cannot be changed, and objects of other classes are the user's own affair. An image is
-    copied when it is first written to.
+    Numbers, texts and bytes cannot be changed; objects of other classes are the user's. An image is copied when it is
+    first written to.
     """
     if isinstance(value, str | int | float | bytes | None):
         return value
@@ -53,28 +52,28 @@ def own_copy(value: Any) -> Any:
 
 @contextmanager
 def kept_state(who: str) -> Iterator[None]:
-    """Put back what the block changes for the whole process; one warning names `who` and what it changed.
+    """Restore what the block changes for the whole process. One warning names `who` and the changes.
 
-    Global random numbers go on as they were without a warning: to draw one is no mistake.
+    Global random numbers are restored without a warning, because using them is no mistake.
     """
     folder = os.getcwd()
-    python, torch, numpy = random.getstate(), sys.modules.get("torch"), sys.modules.get("numpy")
-    numbers = None if numpy is None else numpy.random.get_state()
-    held = {} if torch is None else _torch_settings(torch)
-    drawn = None if torch is None else torch.get_rng_state()
+    python_state, torch, numpy = random.getstate(), sys.modules.get("torch"), sys.modules.get("numpy")
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    settings = {} if torch is None else _torch_settings(torch)
+    torch_state = None if torch is None else torch.get_rng_state()
     try:
         yield
     finally:
         changed: list[str] = []
-        random.setstate(python)
-        if numpy is not None and numbers is not None:
-            numpy.random.set_state(numbers)
+        random.setstate(python_state)
+        if numpy is not None and numpy_state is not None:
+            numpy.random.set_state(numpy_state)
         if torch is not None:
-            torch.set_rng_state(drawn)
-            now = _torch_settings(torch)
-            for name, (value, put_back) in held.items():
-                if now[name][0] != value:
-                    put_back(value)
+            torch.set_rng_state(torch_state)
+            current = _torch_settings(torch)
+            for name, (value, restore) in settings.items():
+                if current[name][0] != value:
+                    restore(value)
                     changed.append(name)
         if working_folder() != folder:
             os.chdir(folder)
@@ -89,7 +88,7 @@ def kept_state(who: str) -> Iterator[None]:
 
 
 def working_folder() -> str | None:
-    """The working folder; None where it was removed."""
+    """Return the working folder; None if it was removed."""
     try:
         return os.getcwd()
     except OSError:
@@ -97,7 +96,7 @@ def working_folder() -> str | None:
 
 
 def _torch_settings(torch: Any) -> dict[str, tuple[Any, Callable[[Any], None]]]:
-    """What a function may change of torch for the whole process: the value of each, and what sets it."""
+    """Return the settings of torch that are the whole process's: by name the value and its setter."""
     return {
         "torch's gradient mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
         "torch's default dtype": (torch.get_default_dtype(), torch.set_default_dtype),

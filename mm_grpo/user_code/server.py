@@ -1,8 +1,9 @@
-"""The process that forks workers and ends their sessions: a program without torch, without threads and without the
-user's script, so that a fork of it is sound, and takes 0.02 s where an interpreter takes 0.3 s.
+"""Server process that forks workers and kills their sessions.
 
-The trainer holds a `Lifeline` of each worker. When it lets go of it, or ends, were it by SIGKILL, the server kills the
-worker's session with all that was started in it; when the worker ends first, the server does the same and says how.
+It has no torch, no threads and not the user's script, so that forking is safe and takes 0.02 s; starting an interpreter
+takes 0.3 s. The trainer holds a `Lifeline` of each worker. When the trainer closes it or ends, even by SIGKILL, the
+server kills the worker's session with everything started in it. When the worker ends first, the server does the same
+and reports its exit code.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from mm_grpo.user_code.kept_state import working_folder
 
 PR_SET_PDEATHSIG = 1
 LEAVE = b"leave"
-"""What a lifeline says so that its session is left alone."""
+"""Message of a lifeline before it closes without killing its session."""
 END_LIMIT = 5.0
-"""Seconds that the end of a session may take."""
+"""Seconds to wait for the end of a session."""
 
 
 def ended(code: int) -> str:
-    """How a process ended, by its exit code, for a message."""
+    """Describe an exit code, for a message."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -44,28 +45,28 @@ def ended(code: int) -> str:
 
 
 def search_path() -> list[str]:
-    """`sys.path` for a helper process: nothing of the working folder comes before the standard library."""
+    """Return `sys.path` for a helper process: the working folder never precedes the standard library."""
     return library_first(sys.path, _FOLDER)
 
 
 class Lifeline:
-    """The trainer's hold on the session of a process.
+    """The trainer's handle on the session of a process.
 
-    That is a fork of the server, which calls `target` ("module:function") with `connection`, or the process `pid`.
+    The process is a fork of the server, which calls `target` ("module:function") with `connection`, or it is `pid`.
     """
 
     def __init__(
         self, target: str = "", connection: socket.socket | None = None, pid: int | None = None
     ) -> None:
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.owner = os.getpid()
-        passed = [theirs, connection] if connection is not None else [theirs]
-        with theirs:
-            _ask({"target": target, "pid": pid}, passed)
-        weakref.finalize(self, _let_go, self.socket, self.owner)
+        sockets = [server_end, connection] if connection is not None else [server_end]
+        with server_end:
+            _send_request({"target": target, "pid": pid}, sockets)
+        weakref.finalize(self, _shut_down, self.socket, self.owner)
 
     def exit_code(self, seconds: float = 0.0) -> int | None:
-        """The exit code of a fork that has ended within `seconds`, None of one that has not."""
+        """Return the exit code of a fork; None if it has not ended within `seconds`."""
         self.socket.settimeout(seconds)
         try:
             return int(self.socket.recv(100) or -signal.SIGKILL)  # nothing: somebody killed the server
@@ -75,7 +76,7 @@ class Lifeline:
             return -signal.SIGKILL
 
     def end(self) -> int | None:
-        """Kill the session; the exit code of a fork. Does nothing in a fork of the trainer."""
+        """Kill the session, and return the exit code of a fork. Do nothing in a fork of the trainer."""
         if os.getpid() != self.owner or self.socket.fileno() < 0:
             return None
         with suppress(OSError):
@@ -85,37 +86,39 @@ class Lifeline:
         return code
 
     def leave(self) -> None:
-        """Let go of the session without ending it."""
+        """Close the lifeline without killing the session."""
         with suppress(OSError):
             self.socket.send(LEAVE)
         self.socket.close()
 
 
-def _let_go(held: socket.socket, owner: int) -> None:
-    if os.getpid() == owner and held.fileno() >= 0:
+def _shut_down(lifeline: socket.socket, owner: int) -> None:
+    if os.getpid() == owner and lifeline.fileno() >= 0:
         with suppress(OSError):
-            held.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it too
-    held.close()
+            lifeline.shutdown(
+                socket.SHUT_RDWR
+            )  # close() is not enough: a fork of this process may hold it too
+    lifeline.close()
 
 
-# the server, as the trainer sees it ------------------------------------------------------------
+# the trainer's side of the server --------------------------------------------------------------
 
 
 class _Server:
-    """The server of this process, which starts when it is first asked, and anew where somebody killed it."""
+    """Server of this process. Started on first use; restarted if it was killed."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.owner = os.getpid()
         code = f"import sys; sys.path[:] = {search_path()!r}; from mm_grpo.user_code import server; "
-        with theirs:
+        with server_end:
             self.process = subprocess.Popen(
-                # -P: it imports nothing from the working folder, where a json.py may stand
-                [sys.executable, "-P", "-c", f"{code}server.main({theirs.fileno()})"],
+                # -P: it imports nothing from the working folder, which may hold a json.py
+                [sys.executable, "-P", "-c", f"{code}server.main({server_end.fileno()})"],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # what is sent to the trainer's group does not end it
+                pass_fds=[server_end.fileno()],
+                start_new_session=True,  # signals to the trainer's group do not end it
             )
-        self.socket, self.owner = ours, os.getpid()
 
 
 _lock = threading.Lock()
@@ -123,9 +126,9 @@ _server: _Server | None = None
 _FOLDER = working_folder() or ""
 
 
-def _ask(request: dict[str, Any], passed: list[socket.socket]) -> None:
+def _send_request(request: dict[str, Any], sockets: list[socket.socket]) -> None:
     global _server
-    message, numbers = [json.dumps(request).encode()], [each.fileno() for each in passed]
+    message, numbers = [json.dumps(request).encode()], [s.fileno() for s in sockets]
     with _lock:
         if _server is not None and _server.owner == os.getpid():
             with suppress(OSError):
@@ -140,8 +143,8 @@ def _ask(request: dict[str, Any], passed: list[socket.socket]) -> None:
 
 
 def main(number: int) -> None:
-    """Serve the trainer that holds the other end of the socket of that number, until it has ended."""
-    os.dup2(2, 1)  # what workers print goes to the trainer's standard error
+    """Serve the trainer at the other end of the socket with that file number, until it ends."""
+    os.dup2(2, 1)  # workers print to the trainer's standard error
     signal.signal(signal.SIGCHLD, lambda *_: None)
     serving = _Serving(socket.socket(fileno=number))
     while serving.answer():
@@ -149,35 +152,35 @@ def main(number: int) -> None:
 
 
 class _Serving:
-    """What the server holds: by lifeline the process, and whether it is a fork of the server."""
+    """The server's processes: by lifeline the pid, and True for a fork of the server."""
 
-    def __init__(self, asked: socket.socket) -> None:
-        self.asked, self.held = asked, dict[socket.socket, tuple[int, bool]]()
-        self.woken, self.waker = socket.socketpair()
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests, self.processes = requests, dict[socket.socket, tuple[int, bool]]()
+        self.signals, self.waker = socket.socketpair()  # a signal (SIGCHLD) wakes the selector
         self.waker.setblocking(False)
         signal.set_wakeup_fd(self.waker.fileno())
         self.selector = selectors.DefaultSelector()
-        for each in (self.asked, self.woken):
-            self.selector.register(each, selectors.EVENT_READ)
+        for source in (self.requests, self.signals):
+            self.selector.register(source, selectors.EVENT_READ)
 
     def answer(self) -> bool:
-        """Wait for requests and for the ends of lifelines and of forks; False when the trainer has ended."""
+        """Wait for requests and for the ends of lifelines and forks. Return False when the trainer has ended."""
         for key, _ in self.selector.select():
-            one: Any = key.fileobj
-            if one is self.woken:
-                one.recv(100)
-            elif one is not self.asked:
-                self._let_go(one)
+            source: Any = key.fileobj
+            if source is self.signals:
+                source.recv(100)
+            elif source is not self.requests:
+                self._close(source)
             elif not self._begin():
-                for pid, _ in self.held.values():
+                for pid, _ in self.processes.values():
                     _kill(pid)
                 return False
         return True
 
     def reap(self) -> None:
-        """End the sessions of forks that have ended, and say how they did."""
-        for lifeline, (pid, forked) in list(self.held.items()):
-            # as a zombie it keeps its number, which is no other session's then
+        """Kill the sessions of forks that have ended, and report their exit codes."""
+        for lifeline, (pid, forked) in list(self.processes.items()):
+            # WNOWAIT: as a zombie it keeps its pid, so that no other session can have it when _kill runs
             if forked and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 _kill(pid)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -185,33 +188,33 @@ class _Serving:
                     lifeline.send(str(code).encode())
                 self._forget(lifeline)
 
-    def _let_go(self, lifeline: socket.socket) -> None:
-        pid, forked = self.held[lifeline]
-        left = lifeline.recv(len(LEAVE)) == LEAVE
-        if not left:
+    def _close(self, lifeline: socket.socket) -> None:
+        pid, forked = self.processes[lifeline]
+        leave = lifeline.recv(len(LEAVE)) == LEAVE
+        if not leave:
             _kill(pid)
-        if left or not forked:
+        if leave or not forked:
             self._forget(lifeline)
-        else:  # until it has ended
+        else:  # `reap` forgets it when it has ended
             self.selector.unregister(lifeline)
 
     def _forget(self, lifeline: socket.socket) -> None:
         if lifeline in self.selector.get_map():
             self.selector.unregister(lifeline)
-        del self.held[lifeline]
+        del self.processes[lifeline]
         lifeline.close()
 
     def _begin(self) -> bool:
-        message, numbers, _, _ = socket.recv_fds(self.asked, 1 << 16, 2, socket.MSG_CMSG_CLOEXEC)
+        message, numbers, _, _ = socket.recv_fds(self.requests, 1 << 16, 2, socket.MSG_CMSG_CLOEXEC)
         if not message:
             return False
         request, lifeline = json.loads(message), socket.socket(fileno=numbers[0])
         pid = request["pid"]
         if forked := pid is None:
-            ours = [self.asked, self.woken, self.waker, lifeline, *self.held]
+            sockets = [self.requests, self.signals, self.waker, lifeline, *self.processes]
             with socket.socket(fileno=numbers[1]) as connection:
-                pid = _fork(request["target"], connection, ours)
-        self.held[lifeline] = pid, forked
+                pid = _fork(request["target"], connection, sockets)
+        self.processes[lifeline] = pid, forked
         self.selector.register(lifeline, selectors.EVENT_READ)
         return True
 
@@ -222,10 +225,10 @@ def _kill(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> int:
-    """A fork in a session of its own, which the kernel kills with the server. Its number."""
+def _fork(target: str, connection: socket.socket, sockets: list[socket.socket]) -> int:
+    """Fork a worker in a new session, which the kernel kills with the server. Return its pid."""
     module, _, name = target.partition(":")
-    with suppress(Exception):  # here, so that it is imported once; the fork says what is wrong
+    with suppress(Exception):  # imported before the fork, so only once; the fork reports an error
         importlib.import_module(module)
     parent = os.getpid()
     if pid := os.fork():
@@ -238,8 +241,8 @@ def _fork(target: str, connection: socket.socket, ours: list[socket.socket]) -> 
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-            for each in ours:
-                each.close()
+            for server_socket in sockets:
+                server_socket.close()
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout = ignore_closed_pipe(sys.stdout)
                 sys.stdout.reconfigure(line_buffering=True)

@@ -1,7 +1,7 @@
-"""Images over the pixels of others, which are copied when one is first written to.
+"""Images that share another image's pixels, and copy them when first written to.
 
-Pillow's `readonly` does that for pasting, drawing and `putpixel`. By itself it refuses `load()[x, y] = ...`, and
-`frombytes` writes through it.
+Pillow's `readonly` does that for pasting, drawing and `putpixel`. Two gaps are closed here: it refuses
+`load()[x, y] = ...`, and `frombytes` writes into the shared pixels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from PIL import Image
 
 
 class SharedImage(Image.Image):
-    """An image whose pixels are another one's until it changes them."""
+    """Image whose pixels are another one's until it changes them."""
 
     def load(self) -> Any:
         pixels = super().load()
@@ -24,7 +24,7 @@ class SharedImage(Image.Image):
 
 
 class _Pixels:
-    """The pixels of a SharedImage by (x, y)."""
+    """Pixels of a SharedImage by (x, y)."""
 
     def __init__(self, image: Image.Image) -> None:
         self._image = image
@@ -37,12 +37,11 @@ class _Pixels:
 
 
 def shared(image: Image.Image) -> Image.Image:
-    """An image of its own with the same pixels. One that may have a palette is copied at once: Pillow writes it into
-    what is shared."""
-    if image.mode in ("P", "PA", "L", "LA"):
+    """Return an independent image with the same pixels."""
+    if image.mode in ("P", "PA", "L", "LA"):  # Pillow would write a palette into the shared pixels
         return image.copy()
     image.load()
-    made = image._new(image.im)
-    made.__class__ = SharedImage
-    made.readonly = 1
-    return made
+    view = image._new(image.im)
+    view.__class__ = SharedImage
+    view.readonly = 1
+    return view

@@ -26,12 +26,12 @@ LOCK_GRACE = 5.0
 
 _lock = threading.Lock()
 _ends: list[float] = []
-"""When the time of each block that runs is over, in seconds of `time.monotonic`."""
+"""Deadlines of the running blocks, in seconds of `time.monotonic`."""
 
 
 @contextmanager
 def watchdog(seconds: float) -> Iterator[None]:
-    """A block that may take so many seconds; after that the process is ended."""
+    """End the process if the block takes longer than `seconds`."""
     end = time.monotonic() + seconds
     with _lock:
         _ends.append(end)
@@ -51,7 +51,7 @@ def call_within(seconds: float, thread: BackgroundThreads, call: Callable[[], T]
 
 
 def _set_timer() -> None:
-    """Set the process's one timer to the first of the ends, or off. Called under the lock."""
+    """Set the process's one timer to the first deadline, or off. Call it under the lock."""
     faulthandler.cancel_dump_traceback_later()
     if _ends:
         faulthandler.dump_traceback_later(max(min(_ends) - time.monotonic(), 0.001), exit=True, file=2)

@@ -1,7 +1,7 @@
-"""What runs in a worker process: something of the user's that is made once, and its calls, one by one.
+"""Code of a worker process: a handler of user code that is made once, and its calls, one by one.
 
-Both directions carry frames: 8 bytes of length, then so many. What comes in was pickled by the trainer. What goes out
-is made by this package alone, JSON and pixels, so that nothing that user code makes reaches pickle.
+Both directions carry frames: 8 bytes of length, then as many bytes. Requests are pickled by the trainer. Answers are
+made by this package, JSON and pixels, so that nothing that user code makes reaches pickle.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from mm_grpo.import_path import digest_of
 
 LENGTH = struct.Struct("!Q")
 Handler = Callable[[bytes], bytes]
-"""Makes the call that a frame asks for; the frame of its answer."""
+"""Function from the frame of a call to the frame of its answer."""
 
 
 def serve(connection: socket.socket, make: Callable[[Any], Handler]) -> NoReturn:
-    """Make the handler that the first frame asks for, say in one frame why it cannot be made or in an empty one that it
-    is there, and answer until the trainer closes the connection."""
-    environment, folder, sys.path[:], load = pickle.loads(_received(connection))
+    """Make the handler from the first frame, then answer until the trainer closes the connection.
+
+    Reply to the first frame with an empty frame on success, the error otherwise.
+    """
+    environment, folder, sys.path[:], load = pickle.loads(_receive(connection))
     os.environ.clear()
     os.environ.update(environment)
     with suppress(OSError):
@@ -45,11 +47,11 @@ def serve(connection: socket.socket, make: Callable[[Any], Handler]) -> NoReturn
         _end()
     _send(connection, b"")
     while True:
-        _send(connection, handler(_received(connection)))
+        _send(connection, handler(_receive(connection)))
 
 
 def require_unchanged(address: str, digest: str | None) -> None:
-    """RuntimeError where the file of an address has another SHA-256 than when the trainer imported it."""
+    """Raise RuntimeError if the file of an address has changed since the trainer imported it (by its SHA-256)."""
     if digest_of(address) != digest:
         place = address.rpartition(":")[0]
         raise RuntimeError(f"the file has changed since the trainer loaded it ({place}); start the run again")
@@ -62,26 +64,26 @@ def _send(connection: socket.socket, body: bytes) -> None:
         _end()
 
 
-def _received(connection: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(_exactly(connection, LENGTH.size))
-    return _exactly(connection, length)
+def _receive(connection: socket.socket) -> bytes:
+    (length,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
+    return _receive_exactly(connection, length)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
     body = bytearray(length)
     view = memoryview(body)
     while view:
         try:
-            got = connection.recv_into(view)
+            count = connection.recv_into(view)
         except OSError:
-            got = 0
-        if not got:
+            count = 0
+        if not count:
             _end()
-        view = view[got:]
+        view = view[count:]
     return bytes(body)
 
 
 def _end() -> NoReturn:
-    """End this process with all that it started: the trainer has ended, or let go of it."""
+    """Kill this process's session: the trainer has ended, or closed the connection."""
     os.killpg(0, signal.SIGKILL)
     os._exit(1)

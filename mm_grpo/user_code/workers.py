@@ -1,6 +1,6 @@
-"""Worker processes, as the trainer sees them: one call at a time each, and killed at its deadline.
+"""The trainer's side of worker processes: one call at a time each, killed at its deadline.
 
-Reading and writing never wait for a worker, which may stop in the midst of either.
+Reads and writes never block, because a worker may stop in the middle of either.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from mm_grpo.user_code.server import Lifeline, ended, search_path
 from mm_grpo.user_code.worker import LENGTH
 
 START_LIMIT = 120.0
-"""Seconds that a worker may take to start and to import what it runs."""
+"""Seconds that a worker may take to start and import its code."""
 READ = 2**20
 LONGEST_ANSWER = 2**30
 """Bytes of an answer."""
 
 
 def default_size() -> int:
-    """The processor cores that this process may use, shared with the other ranks of this machine."""
+    """Return this rank's share of the processor cores that this process may use."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return max(1, len(os.sched_getaffinity(0)) // max(1, int(ranks) if ranks.isdigit() else 1))
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What came of a call: its `answer`, or how the worker `died`, with or without a call, or that it was `late`."""
+    """Result of a call: its `answer`, how the worker `died` (with or without a call), or `late`."""
 
     worker: Worker
     answer: bytes | None = None
@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Unsendable(Exception):
-    """A value that no other process can be given: its `name` and `why`."""
+    """Error of a value that cannot be pickled: its `name` and `why`."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -52,7 +52,7 @@ class Unsendable(Exception):
 
 
 def packed(values: Mapping[str, Any]) -> bytes:
-    """Values by name, for a worker. Raises Unsendable."""
+    """Pickle values by name, for a worker. Raise Unsendable for the first that cannot be."""
     try:
         return pickle.dumps(dict(values), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickle raises many kinds
@@ -62,15 +62,15 @@ def packed(values: Mapping[str, Any]) -> bytes:
 
 
 class Worker:
-    """One process. `until` is when what it does, its start or a call, must have ended; `since` when that began."""
+    """One process. `since` is when its start or current call began, `until` its deadline."""
 
-    def __init__(self, target: str, load: bytes, most: int) -> None:
-        self.most = most
+    def __init__(self, target: str, load: bytes, longest_answer: int) -> None:
+        self.longest_answer = longest_answer
         self.ready, self.busy, self.out = False, True, memoryview(b"")
         self._read = bytearray()
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            self.lifeline = Lifeline(target, theirs)
+        self.connection, worker_end = socket.socketpair()
+        with worker_end:
+            self.lifeline = Lifeline(target, worker_end)
         self.connection.setblocking(False)
         environment = {"OMP_NUM_THREADS": "1", **os.environ}  # as many workers as cores compute at once
         folder = working_folder() or "/"
@@ -82,12 +82,12 @@ class Worker:
         return self.ready and not self.busy
 
     def call(self, body: bytes, until: float) -> None:
-        """Begin a call; `until` is its deadline, in seconds of `time.monotonic`."""
+        """Start a call with a deadline in seconds of `time.monotonic`."""
         assert self.idle
         self._begin(body, until)
 
     def exchange(self) -> tuple[bytes | None, str | None]:
-        """Write and read as much as there is: a frame that has come in full, or how the process ended."""
+        """Write and read as much as possible. Return a complete frame or None, and how the process ended or None."""
         code = self.lifeline.exit_code()  # before reading: what it sent before it ended counts
         over = code is not None
         try:
@@ -102,7 +102,7 @@ class Worker:
                 self._read += data
                 if len(self._read) >= LENGTH.size:
                     (length,) = LENGTH.unpack_from(self._read)
-                    if length > self.most:
+                    if length > self.longest_answer:
                         return None, f"sent {length} bytes, which is no answer"
                     if len(self._read) >= LENGTH.size + length:
                         self.busy, self.until = False, math.inf
@@ -114,11 +114,11 @@ class Worker:
             over = True
         if not over:
             return None, None
-        code = self.lifeline.exit_code(0.5) if code is None else code  # which comes a moment later
+        code = self.lifeline.exit_code(0.5) if code is None else code  # it comes a moment after the end
         return None, "closed its connection" if code is None else ended(code)
 
     def end(self) -> None:
-        """Kill the process, with all that it started."""
+        """Kill the process, with everything that it started."""
         self.lifeline.end()
         self.connection.close()
 
@@ -126,23 +126,23 @@ class Worker:
         self.busy, self.since, self.until = True, time.monotonic(), until
         self._read = bytearray()
         self.out = memoryview(LENGTH.pack(len(body)) + body)
-        with suppress(OSError):  # whatever it is, `exchange` finds it
+        with suppress(OSError):  # `exchange` will meet the error too
             self.out = self.out[self.connection.send(self.out) :]
 
 
 class Workers:
-    """Processes that hold the same: what `target` ("module:function") makes of `load`, in words `what`.
+    """Processes with equal handlers: `target` ("module:function") called with `load`, named `code` in messages.
 
-    A worker that cannot start raises `error`, which is given how it failed. `most` is the longest answer in bytes.
-    `close` ends them all, as does the end of this process or of this object.
+    `error` makes the exception for a worker that failed to start in a certain way. `longest_answer` is in bytes. All
+    workers end at `close`, with this process, or with this object.
     """
 
     def __init__(
-        self, target: str, load: Any, what: str, error: Callable[[str], Exception], most: int
+        self, target: str, load: Any, code: str, error: Callable[[str], Exception], longest_answer: int
     ) -> None:
-        self.target, self.what, self.error, self.most = target, what, error, most
+        self.target, self.code, self.error, self.longest_answer = target, code, error, longest_answer
         self._load, self._owner = pickle.dumps(load), os.getpid()
-        self._workers: dict[Worker, int] = {}  # with the events that it is waited for
+        self._workers: dict[Worker, int] = {}  # with the events that the selector waits for
         self._selector = selectors.EpollSelector()
 
     def __iter__(self) -> Iterator[Worker]:
@@ -152,55 +152,57 @@ class Workers:
         return len(self._workers)
 
     def start(self) -> Worker:
-        """Start one, and return while it imports."""
-        worker = Worker(self.target, self._load, self.most)
+        """Start a worker, and return while it imports."""
+        worker = Worker(self.target, self._load, self.longest_answer)
         self._workers[worker] = selectors.EVENT_READ
-        for each in (worker.connection, worker.lifeline.socket):
-            self._selector.register(each, selectors.EVENT_READ, worker)
+        for file in (worker.connection, worker.lifeline.socket):
+            self._selector.register(file, selectors.EVENT_READ, worker)
         return worker
 
     def fill(self, size: int) -> None:
-        """Start workers until there are so many."""
+        """Start workers until there are `size`."""
         for _ in range(size - len(self)):
             self.start()
 
     def fileno(self) -> int:
-        """A file that is readable when `wait` has something to do."""
+        """Return the number of a file that is readable when `wait` has something to do."""
         return self._selector.fileno()
 
     def wait(self, seconds: float | None = None) -> list[Outcome]:
-        """Wait until a worker has answered or ended, a deadline has passed, or so many seconds are over. What came of
-        the calls; workers that died or were late are ended."""
+        """Wait until a worker answers or ends, a deadline passes, or `seconds` are over. Return results of calls.
+
+        Workers that died or were late are ended.
+        """
         now, first = time.monotonic(), min((worker.until for worker in self._workers), default=math.inf)
         limit = min(max(0.0, first - now), math.inf if seconds is None else seconds)
         for worker, events in self._workers.items():
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.out else 0)
-            if wanted != events:
-                self._selector.modify(worker.connection, wanted, worker)
-                self._workers[worker] = wanted
-        found = {key.data for key, _ in self._selector.select(None if limit == math.inf else limit)}
-        outcomes = [self._look(worker, worker in found) for worker in self]
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.out else 0)
+            if mask != events:
+                self._selector.modify(worker.connection, mask, worker)
+                self._workers[worker] = mask
+        active = {key.data for key, _ in self._selector.select(None if limit == math.inf else limit)}
+        outcomes = [self._outcome(worker, worker in active) for worker in self]
         return [outcome for outcome in outcomes if outcome is not None]
 
     def end(self, worker: Worker) -> None:
-        """End one; not in a fork of this process, which shares the selector."""
+        """End a worker. Do nothing in a fork of this process, which shares the selector."""
         if os.getpid() == self._owner and self._workers.pop(worker, None) is not None:
-            for each in (worker.connection, worker.lifeline.socket):
-                self._selector.unregister(each)
+            for file in (worker.connection, worker.lifeline.socket):
+                self._selector.unregister(file)
             worker.end()
 
     def close(self) -> None:
-        """End all; `start` starts new ones."""
+        """End all workers; `start` starts new ones."""
         for worker in self:
             self.end(worker)
 
-    def _look(self, worker: Worker, spoke: bool) -> Outcome | None:
-        answer, died = worker.exchange() if spoke else (None, None)
+    def _outcome(self, worker: Worker, active: bool) -> Outcome | None:
+        answer, died = worker.exchange() if active else (None, None)
         late = answer is None and died is None and time.monotonic() > worker.until
         if died is not None or late:
             self.end(worker)
         if not worker.ready:
-            self._started(worker, answer, died, late)
+            self._finish_start(worker, answer, died, late)
         elif answer is not None:
             return Outcome(worker, answer)
         elif died is not None:
@@ -209,13 +211,13 @@ class Workers:
             return Outcome(worker, late=True)
         return None
 
-    def _started(self, worker: Worker, answer: bytes | None, died: str | None, late: bool) -> None:
-        """Note that a worker is there, where it has said so. Raises `error` where it cannot be."""
-        if answer:
+    def _finish_start(self, worker: Worker, answer: bytes | None, died: str | None, late: bool) -> None:
+        """Mark a worker as ready if it replied. Raise `error` if it failed to start."""
+        if answer:  # a successful start is an empty frame
             self.end(worker)
-            raise self.error(f"cannot import {self.what}: {answer.decode(errors='replace')}")
+            raise self.error(f"cannot import {self.code}: {answer.decode(errors='replace')}")
         if died is not None:
-            raise self.error(f"{died} while it started or imported {self.what}; what it wrote stands above")
+            raise self.error(f"{died} while it started or imported {self.code}; what it wrote stands above")
         if late:
-            raise self.error(f"has not imported {self.what} within {START_LIMIT:g} s")
+            raise self.error(f"has not imported {self.code} within {START_LIMIT:g} s")
         worker.ready = answer is not None
