@@ -31,7 +31,7 @@ config = GRPOConfig(
 )
 
 
-def right(completion: str, answer: str) -> float:
+def exact_match(completion: str, answer: str) -> float:
     """1 when the completion is the row's answer."""
     return float(completion.strip() == answer)
 
@@ -51,7 +51,7 @@ for step in range(1, STEPS + 1):
     requests = requests_for(prompts, [seeds.group(step, slot) for slot in range(P)], sampling)
     completions = engine.generate(requests)
     groups = [Group(slot, prompt, tuple(completions[slot * G :][:G])) for slot, prompt in enumerate(prompts)]
-    rewards = [[right(c.text, g.prompt.sample.columns["answer"]) for c in g.completions] for g in groups]
+    rewards = [[exact_match(c.text, g.prompt.sample.columns["answer"]) for c in g.completions] for g in groups]
     advantages = grpo(rewards)
     groups = [
         replace(group, rewards=tuple(r), advantages=tuple(a))
