@@ -51,7 +51,8 @@ for step in range(1, STEPS + 1):
     requests = requests_for(prompts, [seeds.group(step, slot) for slot in range(P)], sampling)
     completions = engine.generate(requests)
     groups = [Group(slot, prompt, tuple(completions[slot * G :][:G])) for slot, prompt in enumerate(prompts)]
-    rewards = [[exact_match(c.text, g.prompt.sample.columns["answer"]) for c in g.completions] for g in groups]
+    answers = [group.prompt.sample.columns["answer"] for group in groups]
+    rewards = [[exact_match(c.text, a) for c in g.completions] for g, a in zip(groups, answers, strict=True)]
     advantages = grpo(rewards)
     groups = [
         replace(group, rewards=tuple(r), advantages=tuple(a))
