@@ -131,8 +131,8 @@ def boxes_in(text: str, layout: Layout = "xyxy") -> list[Box]:
     """
     part = final_part(text)
     bare = _BARE_BOX.fullmatch(part)
-    found = (corners(match.groups(), layout) for match in ([bare] if bare else _BOX.finditer(part)))
-    return [box for box in found if all(abs(c) <= _LARGEST for c in box)]
+    candidates = (corners(match.groups(), layout) for match in ([bare] if bare else _BOX.finditer(part)))
+    return [box for box in candidates if all(abs(c) <= _LARGEST for c in box)]
 
 
 def point_in(text: str, layout: Layout = "xyxy") -> Point | None:

@@ -176,11 +176,11 @@ def _edges(polygon: Polygon) -> list[tuple[Point, Point]]:
 
 def _to_edge(point: Point, polygon: Polygon) -> float:
     """The distance of a point from the nearest edge."""
-    found = math.inf
+    shortest = math.inf
     for (ax, ay), (bx, by) in _edges(polygon):
         dx, dy = bx - ax, by - ay
         length = dx * dx + dy * dy
         at = ((point[0] - ax) * dx + (point[1] - ay) * dy) / length if length > 0 else 0.0
         at = min(1.0, max(0.0, at))
-        found = min(found, math.hypot(point[0] - ax - at * dx, point[1] - ay - at * dy))
-    return found
+        shortest = min(shortest, math.hypot(point[0] - ax - at * dx, point[1] - ay - at * dy))
+    return shortest

@@ -113,10 +113,10 @@ def iou(
     if box is None:
         return None
     options = box_options(images, sample, **spaces)
-    gold, found = options.gold(box), boxes_in(completion, options.layout)
-    if not found:
+    gold, predictions = options.gold(box), boxes_in(completion, options.layout)
+    if not predictions:
         return 0.0
-    score = iou_of(found[-1], gold)
+    score = iou_of(predictions[-1], gold)
     return score if threshold is None else float(score >= threshold - 1e-9)
 
 
@@ -146,8 +146,8 @@ def giou(
     if box is None:
         return None
     options = box_options(images, sample, **spaces)
-    gold, found = options.gold(box), boxes_in(completion, options.layout)
-    return giou_of(found[-1], gold) if found else -1.0
+    gold, predictions = options.gold(box), boxes_in(completion, options.layout)
+    return giou_of(predictions[-1], gold) if predictions else -1.0
 
 
 def giou_of(one: Box, other: Box) -> float:
@@ -194,13 +194,13 @@ def box_match(
             f"the gold boxes are {str(boxes)[:80]!r}; they must be a list of boxes, which may be empty"
         )
     options = box_options(images, sample, **spaces)
-    gold, found = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
-    if not gold or not found:
-        return float(len(gold) == len(found))
-    if len(found) > max(MOST_BOXES, len(gold)):
+    gold, predictions = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
+    if not gold or not predictions:
+        return float(len(gold) == len(predictions))
+    if len(predictions) > max(MOST_BOXES, len(gold)):
         return 0.0
-    hits = [[iou_of(one, other) >= threshold - 1e-9 for other in gold] for one in found]
-    return 2 * most_pairs(hits) / (len(found) + len(gold))
+    hits = [[iou_of(box, target) >= threshold - 1e-9 for target in gold] for box in predictions]
+    return 2 * most_pairs(hits) / (len(predictions) + len(gold))
 
 
 def most_pairs(hits: Sequence[Sequence[bool]]) -> int:

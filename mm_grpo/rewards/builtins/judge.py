@@ -148,8 +148,8 @@ async def judge(
 
 def parse_verdict(reply: str) -> float | None:
     """The last verdict in a reply, scaled to [0, 1]; None when there is none in the range."""
-    found = last_match(VERDICT, reply)
-    score = float(found[1]) / HIGHEST if found else -1.0
+    verdict = last_match(VERDICT, reply)
+    score = float(verdict[1]) / HIGHEST if verdict else -1.0
     return score if 0 <= score <= 1 else None
 
 

@@ -88,10 +88,10 @@ def _parse(*candidates: str) -> list[Any]:
     parse = library("math").parse
     fallback: list[Any] = []
     for candidate in candidates:
-        found: list[Any] = parse(candidate, parsing_timeout=None)
-        if any(not isinstance(item, str) for item in found):
-            return found
-        fallback = fallback or found
+        parsed: list[Any] = parse(candidate, parsing_timeout=None)
+        if any(not isinstance(item, str) for item in parsed):
+            return parsed
+        fallback = fallback or parsed
     return fallback
 
 

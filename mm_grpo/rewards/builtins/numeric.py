@@ -107,9 +107,9 @@ def last_number(text: str) -> Number | None:
         part = inner
         if "\\" in clean(inner):
             return None
-    found = numbers(part)
-    if found:
-        return found[-1]
+    matches = numbers(part)
+    if matches:
+        return matches[-1]
     words = number_words(part)
     return Number(float(words[-1])) if words else None
 
@@ -118,15 +118,15 @@ def _gold_number(text: str) -> Number:
     part = final_part(text)
     inner = boxed(part)
     part = (part if inner is None else inner).strip()
-    found, cleaned = numbers(part), clean(part)
-    if not found and len(words := number_words(part)) == 1:
+    matches, cleaned = numbers(part), clean(part)
+    if not matches and len(words := number_words(part)) == 1:
         return Number(float(words[0]))
-    beside = cleaned[: found[0].span[0]] + cleaned[found[0].span[1] :] if len(found) == 1 else "?"
-    if beside.strip(" .") not in ("", "about", "€", "£", "¥", "="):
+    remainder = cleaned[: matches[0].span[0]] + cleaned[matches[0].span[1] :] if len(matches) == 1 else "?"
+    if remainder.strip(" .") not in ("", "about", "€", "£", "¥", "="):
         raise ValueError(
             f"the gold answer {text[:80]!r} is not one number; see the rewards math and exact_match"
         )
-    return found[0]
+    return matches[0]
 
 
 def _readings(given: Number, gold: Number) -> list[tuple[float, float]]:
@@ -159,10 +159,10 @@ def count(completion: str, answer: Answer) -> float | None:
 
 
 def _count(text: str) -> int | None:
-    found = last_number(text)
-    if found is None or found.percent or found.value < 0 or not found.value.is_integer():
+    number = last_number(text)
+    if number is None or number.percent or number.value < 0 or not number.value.is_integer():
         return None
-    return int(found.value)
+    return int(number.value)
 
 
 def _gold_count(text: str) -> int:
@@ -251,12 +251,12 @@ def numbers(text: str) -> list[Number]:
     >>> [n.percent for n in numbers("12.5 % of 3 cm")]
     [True, False]
     """
-    found = []
+    matches = []
     for match in _NUMBER.finditer(clean(text)):
         value = _value_of(match)
         if value is not None and math.isfinite(value):
-            found.append(Number(value, match["percent"] is not None, match.span()))
-    return found
+            matches.append(Number(value, match["percent"] is not None, match.span()))
+    return matches
 
 
 def number_words(text: str) -> list[int]:

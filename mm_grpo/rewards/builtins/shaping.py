@@ -73,11 +73,11 @@ def _gaps(text: str, literals: Sequence[re.Pattern[str]]) -> list[str] | None:
         return None
     gaps, at = [], first.end()
     for literal in literals[1:-1]:
-        found = literal.search(text, at)
-        if found is None:
+        match = literal.search(text, at)
+        if match is None:
             return None
-        gaps.append(text[at : found.start()])
-        at = found.end()
+        gaps.append(text[at : match.start()])
+        at = match.end()
     last = re.compile(literals[-1].pattern + r"\Z").search(text, at)
     return [*gaps, text[at : last.start()]] if last else None
 

@@ -94,8 +94,8 @@ def contains(
     if not golds:
         return None
     part = normalise(final_part(completion))
-    found = [_holds(part, gold, whole_words) for gold in golds]
-    return float(any(found) if mode == "any" else all(found))
+    hits = [_holds(part, gold, whole_words) for gold in golds]
+    return float(any(hits) if mode == "any" else all(hits))
 
 
 def _holds(text: str, gold: str, whole_words: bool) -> bool:
@@ -149,8 +149,8 @@ def chosen(text: str, letters: str = "ABCDE") -> str | None:
     """
     forms, part = _forms(letters), final_part(text).replace("\r\n", "\n")
     if explicit := last_match(forms.explicit, part):
-        found = _letters(explicit)
-        return found.pop() if len(found) == 1 else None
+        choices = _letters(explicit)
+        return choices.pop() if len(choices) == 1 else None
     starts = [_letter(match) for match in forms.start.finditer(part)]
     if starts and forms.start.match(part.lstrip()):
         return starts[0] if len(set(starts)) == 1 else None
