@@ -383,15 +383,15 @@ class AlgorithmConfig(Section):
     sapo_temperature_pos: Number = Field(default=1.0, gt=0)
     """Steepness of sapo's bound for a positive advantage, > 0. Default: 1.0."""
     sapo_temperature_neg: Number = Field(default=1.05, gt=0)
-    """The same for others, > 0. Default: 1.05."""
+    """Steepness for other advantages, > 0. Default: 1.05."""
     vespo_k_pos: Number = Field(default=2.0, ge=0)
     """Exponent k of vespo for a positive advantage, >= 0. Default: 2.0."""
     vespo_lambda_pos: Number = Field(default=3.0, ge=0)
     """Rate lambda of vespo for a positive advantage, >= 0. Default: 3.0."""
     vespo_k_neg: Number = Field(default=3.0, ge=0)
-    """Exponent k for others, >= 0. Default: 3.0."""
+    """Exponent k for other advantages, >= 0. Default: 3.0."""
     vespo_lambda_neg: Number = Field(default=2.0, ge=0)
-    """Rate lambda for others, >= 0. Default: 2.0."""
+    """Rate lambda for other advantages, >= 0. Default: 2.0."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Whose probability ratio weighs a token: token (its own) or sequence (its completion's, GSPO). Default: token."""
     beta: Annotated[Number, Essential()] = Field(default=0.0, ge=0)
