@@ -215,7 +215,7 @@ def clicking() -> Iterator[dict[str, Any]]:
 
 
 def digits() -> None:
-    """Pairs of drawn digits with their sum, as the task makes them, for machines without scikit-learn."""
+    """Pairs of drawn digits with their sum, as the task makes them for machines without scikit-learn."""
     folder = HERE / "digits" / "fixture"
     folder.mkdir(exist_ok=True)
     rows = []

@@ -1,4 +1,4 @@
-"""Rewards of your own: for one completion, for a whole batch, with the image; then a run with all three.
+"""Rewards of your own, that score one completion, a whole batch, or an image; then a run with all three.
 
     python examples/own_reward.py
 
@@ -25,7 +25,7 @@ def right(completion: str, answer: str) -> float:
 # A whole batch, in TRL's signature: lists of equal length; a weight below 1 makes it count for less.
 @reward("one_word", weight=0.1)
 def one_word(completions: list[Any], **columns: Any) -> list[float]:
-    """1 for completions of one word. Completions are chat messages here, for the prompts are."""
+    """1 for completions of one word. Completions are chat messages here, because the prompts are."""
     return [float(len(completion[0]["content"].split()) == 1) for completion in completions]
 
 

@@ -160,7 +160,7 @@ async def cancel_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def _other_tasks() -> None:
-    """Wait for every other task of the loop to end, for `GRACE` at most."""
+    """Wait at most `GRACE` for every other task of the loop to end."""
     import asyncio
 
     tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -222,7 +222,7 @@ def open_sampler(
     put_in: Callable[[Any], None] | None = None,
     phase: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[PromptBuilder, Sampler]]:
-    """Make a prompt builder and an engine without a learner, for answers as in evaluation.
+    """Make a prompt builder and an engine without a learner, to answer rows as evaluation does.
 
     With a `toolbox` the engine is a loop of turns over it. After the block all is closed, `scorer` and `toolbox` too.
     `put_in` may replace the weights of the model once it is loaded. An engine with weights of its own reads the ones at

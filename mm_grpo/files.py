@@ -137,7 +137,7 @@ class OutputFile:
     """File that a user names by `option`, checked when this is made, before its content is computed.
 
     A regular file is replaced if `mark` stands near its start, and with None never. Raises ConfigError for any other
-    file, for a link or a device, and for a folder that is missing or not writable.
+    file, a link or a device, or a folder that is missing or not writable.
     """
 
     def __init__(self, option: str, named: str | Path, mark: bytes | None = b"") -> None:

@@ -5,7 +5,7 @@
 The base must see, and must answer in the right form, but must not know the answers. It is trained on pairs of pictures
 of the digits task's train split, with the task's own question, and a reply that reads both digits and then states a
 number from 0 to 18 that is drawn at random, uniformly, whatever the pictures show: "3+5=11". Pictures are shifted by up
-to a pixel and their ink is varied, for there are only some 1,400 of them.
+to a pixel and their ink is varied, because there are only some 1,400 of them.
 
 No right sum was ever shown to it: that it pays to state the sum of what was read is what GRPO finds. What lands in
 `--out` is an ordinary Hugging Face folder. The last lines printed say how well it reads and how evenly it guesses.

@@ -170,7 +170,7 @@ def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, 
     is 0 already, group by group. TRL counts a completion to which only rewards of weight 0 apply in the last
     deviation; here it has no reward.
 
-    Raises ValueError for a score that is not finite, for totals without scores, and for scores of another shape.
+    Raises ValueError if a score is not finite, a total has no scores, or scores have another shape.
     """
     if not objectives and any(t is not None for row in totals for t in row):
         raise ValueError("normalize_then_sum needs the scores of each reward, and got none")

@@ -84,7 +84,7 @@ def log_importance(log_ratio: Tensor, completion_index: Tensor, level: Level) ->
 
 
 def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
-    """Return, for each token [M], the sum of `values` [M] over its completion."""
+    """Return for each token [M] the sum of `values` [M] over its completion."""
     # numbers from 0, which are fewer than M; torch.unique would wait for the device to count them
     ordered, order = completion_index.sort()
     number = (ordered.diff(prepend=ordered[:1]) != 0).cumsum(0)
@@ -93,7 +93,7 @@ def sequence_sum(values: Tensor, completion_index: Tensor) -> Tensor:
 
 
 def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:
-    """Return, for each token [M], the mean of `values` [M] over its completion."""
+    """Return for each token [M] the mean of `values` [M] over its completion."""
     return sequence_sum(values, completion_index) / sequence_sum(torch.ones_like(values), completion_index)
 
 

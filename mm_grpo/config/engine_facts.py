@@ -1,4 +1,4 @@
-"""Facts about the engines of `rollout.engine` by name, for code that must not import them.
+"""Facts about the engines of `rollout.engine` by name for code that must not import them.
 
 A new engine is a line here, a name in `RolloutConfig.engine`, and a maker in `build.ENGINES`.
 """

@@ -1,4 +1,4 @@
-"""The message with which several processes end: printed once, by one of them, for one failure.
+"""The message with which several processes end: printed once, by one of them.
 
 An error in one process is raised in all (`Ranks.fail_together`), and each would print it. So rank 0 puts its message
 into the store of the process group, and the others print theirs only if it differs.

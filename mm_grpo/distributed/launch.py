@@ -128,7 +128,7 @@ def launch(processes: int, arguments: Sequence[str]) -> int:
 
 
 def end_with_launcher() -> None:
-    """Let the system kill this process of `launch` when the launcher has ended, for whatever reason."""
+    """Let the system kill this process of `launch` when the launcher has ended for whatever reason."""
     if not launched_here():
         return
     if sys.platform == "linux":

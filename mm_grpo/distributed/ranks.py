@@ -59,7 +59,7 @@ class Ranks:
         return self.rank == 0
 
     def second(self) -> Ranks:
-        """Return the same ranks over a new gloo group, for a second thread. Collective.
+        """Return the same ranks over a new gloo group for a second thread. Collective.
 
         Only objects go over it, not `all_reduce` and `broadcast_tensors`.
         """

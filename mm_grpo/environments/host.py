@@ -96,7 +96,7 @@ class Task:
 
 
 class Host(ABC):
-    """Opens conversations and makes their calls, for one thread.
+    """Opens conversations and makes their calls for one thread.
 
     `reward_arguments` are the parameters of the environment's `get_reward`, None if it has none.
     """

@@ -57,7 +57,7 @@ class Conversion:
         self.origin[path] = self.key
 
     def number(self, key: str, default: Any) -> Any:
-        """Return the number at a key. Raises ConfigError unless it is above 0 or, for steps, -1."""
+        """Return the number at a key. Raises ConfigError unless it is above 0; steps may be -1."""
         value = self.foreign.get(key, default)
         if not is_number(value) or not (value > 0 or value == -1):
             raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")

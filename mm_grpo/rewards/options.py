@@ -1,6 +1,6 @@
 """Options of a reward: isolation, time-out, error handling, the rows it is for, gates and outcomes.
 
-`RewardOptions` declares and checks them, for `@reward(...)` and for an entry of the config; an entry's override the
+`RewardOptions` declares and checks them for `@reward(...)` and for an entry of the config; an entry's override the
 decorator's. To add one: a field with its docstring, and its use.
 
 A time-out counts from the start of a reward's first call in a step to the answer of its last one. A call that cannot be

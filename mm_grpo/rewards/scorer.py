@@ -65,7 +65,7 @@ class Scorer:
         entries: the config's `rewards` list (see `resolve.py`).
         conversational: prompts are messages, and batch functions get completions as
             `[{"role": "assistant", "content": text}]` and not as strings.
-        max_steps: last step of the run, for `trainer_state`; 0 without a bound.
+        max_steps: last step of the run for `trainer_state`; 0 without a bound.
         workers: processes for isolated rewards; by default the cores that this rank may use.
         several_turns: False refuses rewards with `per_turn`.
     """
@@ -114,7 +114,7 @@ class Scorer:
         """Compare what the rewards ask for with a dataset's columns, before anything is sampled.
 
         Call it once for each dataset; otherwise `score` checks the columns of its first batch. `rows` iterates over the
-        columns of all rows, for rewards with `when`. Raise RewardError if nothing supplies a parameter or a needed
+        columns of all rows for rewards with `when`. Raise RewardError if nothing supplies a parameter or a needed
         column, an option shares its name with a column, or `when` names an unknown column or, in rows that are
         `trained` on, matches none.
         """

@@ -21,7 +21,7 @@ Score = float | None
 
 @dataclass(frozen=True)
 class Fault:
-    """Returned value that is no score; `reason` says why, for a message."""
+    """Returned value that is no score; `reason` says why, in a message."""
 
     reason: str
 

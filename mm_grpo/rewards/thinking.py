@@ -1,4 +1,4 @@
-"""The answer of a completion that begins with thinking: what follows `</think>`, for rewards with `strip_thinking`.
+"""The answer of a completion that begins with thinking: what follows `</think>` for rewards with `strip_thinking`.
 
 Thinking models write `<think>...</think>answer`. The chat templates of some of them end the prompt with `<think>`, and
 the completion then has the closing tag alone (`Prompt.opens_thinking`).

@@ -3,7 +3,7 @@
     seeds                the seed law, and nothing else
     prompts              the prompts of a step; prompts that are too long are refused or dropped
     prefetch             prompts of the next rows, made in background threads
-    runner               prompts → requests → stream → groups → scores, for training and evaluation
+    runner               prompts → requests → stream → groups → scores for training and evaluation
     collect              the groups of a training step, from prompts to advantages
     scored_groups        KL, rewards and advantages, as fields of groups
     pipeline             when the groups of a step are made: in it, or ahead of it while the learner works

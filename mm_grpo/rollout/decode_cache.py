@@ -7,7 +7,7 @@ observations) belongs to one row. So a prompt is neither copied nor read once fo
     tails     [R, K, T, d]    one entry for each row
 
 Both end at the right: a shorter prompt or tail begins in a later column. A new token is a column of all tails. Scores
-over prompt and tail are put side by side, [R, K, H / K, L + T], for one softmax.
+over prompt and tail are put side by side, [R, K, H / K, L + T] for one softmax.
 
 Layers of linear attention have no such parts: their states [R, ...] are selected and concatenated by rows. Sliding
 windows are counted in tokens of prompt and tail together.

@@ -36,7 +36,7 @@ def sample(
     """Return tokens [R] and their log-probabilities [R], in float32, under the distribution that they are drawn from.
 
     `logits` [R, V] may be overwritten; `noise` [R] is for this token; `banned` ids are never drawn. `context` holds the
-    tokens of each row so far, with its prompt, for truncated sampling.
+    tokens of each row so far, with its prompt; truncated sampling reads them.
     """
     rows = max(1, PART_BYTES // (LOGIT_BYTES * logits.shape[1]))
     if len(logits) <= rows:

@@ -156,7 +156,7 @@ class _Row:
 class TransformersStream(RequestStream):
     """Stream over the model of `engine`, which is in evaluation mode until `close`.
 
-    Rows of `add_request` are kept when they end, for requests that follow them; rows of `add_group` are not.
+    Rows of `add_request` are kept when they end, because other requests may follow them; rows of `add_group` are not.
     """
 
     def __init__(self, engine: TransformersEngine) -> None:

@@ -194,7 +194,7 @@ class RunFolder:
         return path
 
     def cut_after(self, step: int, log: bytes | None = None) -> None:
-        """Remove the logs after `step` from metrics.jsonl, events.jsonl and rollouts/, for a run that resumes there.
+        """Remove the logs after `step` from metrics.jsonl, events.jsonl and rollouts/ for a run that resumes there.
 
         `log` is metrics.jsonl in the checkpoint of `step`, None if it did not exist. If the file differs from it, it
         is replaced with a warning. Images stay, because they are named by their content.

@@ -83,7 +83,7 @@ def _rollout(
     processor: Processor,
     ranks: Ranks,
 ) -> Rollout:
-    """Make a rollout as it was before advantages. The first process gets all groups, for rewards and the log."""
+    """Make a rollout as it was before advantages. The first process gets all groups for rewards and the log."""
     step, attempts = values["step"], {group["slot"]: group["attempt"] for group in values["sampled"]}
 
     def is_last(group: Values) -> bool:

@@ -37,7 +37,7 @@ END_LIMIT = 5.0
 
 
 def ended(code: int) -> str:
-    """Describe an exit code, for a message."""
+    """Describe an exit code for a message."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -52,7 +52,7 @@ class Unsendable(Exception):
 
 
 def packed(values: Mapping[str, Any]) -> bytes:
-    """Pickle values by name, for a worker. Raise Unsendable for the first that cannot be."""
+    """Pickle values by name for a worker. Raise Unsendable for the first that cannot be."""
     try:
         return pickle.dumps(dict(values), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickle raises many kinds

@@ -84,7 +84,7 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
 
 def gold_texts(answer: Answer) -> list[str]:
     """The gold answers of a row as texts that are not blank: one, or one of several. A whole float is
-    written as an integer, for a column of integers with gaps arrives as floats.
+    written as an integer, because a column of integers with gaps arrives as floats.
 
     >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts(None)
     (['3'], ['a'], [])

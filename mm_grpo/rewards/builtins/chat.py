@@ -82,7 +82,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _check_key(key_env: str) -> None:
-    """RewardError unless the variable holds a key. The key is in no local variable, for a traceback shows those."""
+    """RewardError unless the variable holds a key. The key is in no local variable, because a traceback shows those."""
     if not os.environ.get(key_env, "").strip():
         raise RewardError(
             f"the environment variable {key_env} is not set, and key_env says that it holds the key; set it, or "

@@ -67,7 +67,7 @@ def box_options(
 
 
 def takes_box_options(fn: F) -> F:
-    """Put the options of `box_options` in the place of the function's `**spaces`, for `inspect.signature`."""
+    """Put the options of `box_options` in the place of the function's `**spaces` for `inspect.signature`."""
     signature = inspect.signature(fn)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     shared = [p for p in inspect.signature(box_options).parameters.values() if p.kind is p.KEYWORD_ONLY]

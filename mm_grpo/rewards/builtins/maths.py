@@ -36,7 +36,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
 
     math-verify's own time-outs are off: they work by signals, and so in a main thread alone. Ours is the
     deadline of the isolated reward: a call that hangs is killed, and by default its completion is masked
-    and counted, for it is the completion's doing. Needs the package math-verify.
+    and counted, because it is the completion's doing. Needs the package math-verify.
 
     >>> maths(r"Half of it, so \boxed{\frac{1}{2}}.", answer="0.5")
     1.0

@@ -68,7 +68,7 @@ def numeric(
     comma), 1.5e3, 1.5 \times 10^3, 2 million, 3/4, \frac{3}{4}, 2 1/2, ½ and signs.
 
     Right is |given - gold| <= tolerance · |gold|. A percent sign on both or on
-    neither side changes nothing; on one side, that number is right as it stands or as hundredths, for the
+    neither side changes nothing; on one side, that number is right as it stands or as hundredths, because the
     row cannot say which: gold 50 and gold 0.5 both accept "50 %". A unit, the word after
     the number, is ignored; nothing is converted.
 

@@ -32,7 +32,7 @@ def reward_model(
     says which.
 
     `batch_size` completions go through the model at once, similar lengths together; the batch does
-    not change a score beyond rounding. A text longer than the model can hold raises, for a cut one would be
+    not change a score beyond rounding. A text longer than the model can hold raises, because a cut one would be
     scored as another. `device` is cpu, cuda, cuda:N or auto (a GPU if there is one).
 
     Returns one score a completion, unbounded; never None. RewardError when the model or `output` does not fit.

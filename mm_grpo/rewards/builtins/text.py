@@ -123,7 +123,7 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
     gold answer is a letter in any of these forms.
 
     Returns 1.0 or 0.0 (0.0 when no letter is found); None when the row has no gold answer (None or
-    blank). ValueError when the gold text names no letter, for then the dataset or `letters` is wrong.
+    blank). ValueError when the gold text names no letter, because then the dataset or `letters` is wrong.
     For questions with options: ScienceQA, MMMU, A-OKVQA, MMBench.
 
     >>> choice("It has four legs. The answer is **B**.", answer="B")

@@ -1,6 +1,6 @@
 """Served vLLM as a rollout engine: servers in other processes or on other hosts, reached over HTTP.
 
-engine         ServedEngine: the rollout engine over one or many servers; ServedReplica: one server, for checks
+engine         ServedEngine: the rollout engine over one or many servers; ServedReplica: one server for checks
 pool           load balancing and failover over servers
 protocol       endpoints, bodies of requests and their answers: ids, images, log-probs, weight versions
 client         ServerClient: one server's HTTP calls, with deadlines and a key

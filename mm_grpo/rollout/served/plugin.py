@@ -11,7 +11,7 @@ needs no vLLM. Its calls come in this order:
 
     init_transfer_engine   once, and again for every new group
     start_weight_update    layers begin to wait for their tensors
-    update_weights         a chunk; any number of times. Every kind takes files, for servers that joined late
+    update_weights         a chunk; any number of times. Every kind takes files for servers that joined late
     finish_weight_update   layers are made from their tensors
 
 The learner then asks for the `Account`: a digest of each tensor as vLLM's layers hold it if they can be read

@@ -100,7 +100,7 @@ class ServerPool:
     # from any thread -------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Wait until a server answers, for `wait_timeout` at most; the others join when they answer.
+        """Wait at most `wait_timeout` until a server answers; the others join when they answer.
 
         Raises ConfigError if a server lacks what a run needs, or none answers.
         """

@@ -26,7 +26,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class RequireKey:
-    """ASGI middleware that answers 401 without the key, for any path and method, and closes a WebSocket."""
+    """ASGI middleware that answers 401 without the key for any path and method, and closes a WebSocket."""
 
     def __init__(self, app: App, environment: Mapping[str, str] = os.environ) -> None:
         key = environment.get(VARIABLE)

@@ -169,7 +169,7 @@ class ServedTransfer(ABC):
 
 
 class FileTransfer(ServedTransfer):
-    """Safetensors files in `folder`, which servers read; None for a temporary folder, for servers of this machine.
+    """Safetensors files in `folder`, which servers read; None makes a temporary folder for servers of this machine.
 
     The newest file of each tensor is kept for servers that join late: one copy of the weights, and a chunk. All is
     removed at the end; what a killed run left is removed by a later run.

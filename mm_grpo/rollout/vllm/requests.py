@@ -1,4 +1,4 @@
-"""Requests to vLLM and checks of its answers, for the engine in this process and for servers.
+"""Requests to vLLM and checks of its answers for the engine in this process and for servers.
 
 `RequestFormat` makes an `EngineRequest` from a prompt and seeds, and completions and scores from its `EngineAnswer`. It
 sets sampling parameters, and checks the limits that a row has to fit and the ids that were run.
