@@ -77,7 +77,9 @@ def measure(
 
 def spread(dataset: Rows, count: int) -> Rows:
     """So many rows, evenly spread over all; of a mixture those of its sources."""
-    picked = {at * len(dataset) // count for at in range(min(count, len(dataset)))}
+    if count >= len(dataset):
+        return dataset
+    picked = {at * len(dataset) // count for at in range(count)}
     return dataset.without(set(range(len(dataset))) - picked)
 
 
