@@ -82,7 +82,9 @@ def measure(
 
 def evenly_spaced(dataset: Rows, count: int) -> Rows:
     """Return `count` evenly spaced rows of a dataset or a mixture; all rows if it has no more."""
-    indices = {i * len(dataset) // count for i in range(min(count, len(dataset)))}
+    if count >= len(dataset):
+        return dataset
+    indices = {i * len(dataset) // count for i in range(count)}
     return dataset.without(set(range(len(dataset))) - indices)
 
 
