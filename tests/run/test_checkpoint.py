@@ -229,7 +229,8 @@ def test_fields_that_decide_only_beside_others(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize("leaf", [path for path, _ in leaves(GRPOConfig)])
 def test_every_other_field_is_refused_by_name(leaf: str) -> None:
     twins = leaf.startswith("algorithm.twin_view.")
-    algorithm = {"twin_view": {"view": "crop"}} if twins else {"credit": "pgpo"}
+    rule = "vppo" if leaf.endswith((".top_share", ".beta_min")) else "pgpo"
+    algorithm = {"twin_view": {"view": "crop"}} if twins else {"credit": rule}
     config = GRPOConfig.from_dict({"model": {"path": "x", "lora": {"rank": 2}}, "algorithm": algorithm})
 
     def changed(section: Any, names: list[str]) -> Any:
