@@ -30,8 +30,7 @@ def scores(run: Run) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("family", "vision"),
-    [("qwen2_5_vl", True), pytest.param("internvl", False, marks=pytest.mark.slow)],
+    ("family", "vision"), [("qwen2_5_vl", True), pytest.param("internvl", False, marks=pytest.mark.slow)]
 )
 def test_engine_and_learner_agree_after_every_update(
     family: str, vision: bool, models: dict[str, Path]
@@ -106,9 +105,7 @@ def swapped(sent: Factors, first: Factors) -> Factors:
 
 @pytest.mark.parametrize("change", [lost, swapped])
 def test_factors_that_are_not_put_in_whole_stop_the_run(
-    change: Callable[[Factors, Factors], Factors],
-    models: dict[str, Path],
-    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Factors, Factors], Factors], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(models["qwen2_5_vl"], 1e-4, "float32", lora=8)
     assert run.update(1).problem is None

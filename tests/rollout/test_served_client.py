@@ -14,11 +14,7 @@ from helpers.fake_vllm import FakeVLLM, Status
 from helpers.patience import PATIENCE, until
 from helpers.processes import refusing_port
 
-from mm_grpo.rollout.served.client import (
-    ServerClient,
-    ServerRefused,
-    ServerUnreachable,
-)
+from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable
 
 
 @pytest.fixture

@@ -11,18 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.fake_vllm import (
-    WEIGHTS,
-    FakeVLLM,
-    Made,
-    back,
-    cut,
-    fail,
-    in_midst,
-    prompt_of,
-    requests,
-    restart,
-)
+from helpers.fake_vllm import WEIGHTS, FakeVLLM, Made, back, cut, fail, in_midst, prompt_of, requests, restart
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import ConfigError, EngineError

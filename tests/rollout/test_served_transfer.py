@@ -23,12 +23,7 @@ from mm_grpo.rollout.served import transfer as transfer_module
 from mm_grpo.rollout.served.broadcast import chunks
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
 from mm_grpo.rollout.served.plugin import Account
-from mm_grpo.rollout.served.transfer import (
-    FileTransfer,
-    GlooTransfer,
-    ServedTransfer,
-    transfer_of,
-)
+from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer, transfer_of
 from mm_grpo.rollout.weights import WeightLedger, digest
 
 NAMES = ("head.weight", "layer.0.attn.q.weight", "layer.0.attn.k.weight", "layer.1.mlp.up.weight")
@@ -387,9 +382,7 @@ def test_a_server_that_dies_in_mid_transfer_is_left_out_and_comes_back(both: Bot
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
-    serve: Serve,
-) -> None:
+def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(serve: Serve) -> None:
     transfer = GlooTransfer(timeout=1.0)
     good, bad = serve("gloo"), serve("gloo")
     transfer.send(clients([good, bad]), weights().items(), 0)

@@ -191,10 +191,7 @@ def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path:
     other.config = other.config.with_values({"model.path": str(path)})  # as if the folder had been replaced
     with torch.no_grad():
         moved.model.model.visual.merger.ln_q.weight[3] += 1
-    for learner, words in (
-        (other, "has shape"),
-        (moved, "not trained"),
-    ):
+    for learner, words in ((other, "has shape"), (moved, "not trained")):
         kept = checkpoints_of(learner, tmp_path)
         found = kept.newest()
         assert found is not None
@@ -216,10 +213,7 @@ def test_fields_that_decide_only_beside_others(models: dict[str, Path]) -> None:
             "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
         ) == decides
     assert is_neutral("run.dir") and not is_neutral("run.seed")
-    for term, decides in (
-        ({"credit": "pgpo"}, False),
-        ({"twin_view": {"view": "crop"}}, True),
-    ):
+    for term, decides in (({"credit": "pgpo"}, False), ({"twin_view": {"view": "crop"}}, True)):
         assert ("optim.max_tokens_per_pack" in deciding_fields(config_for(path, algorithm=term))) == decides
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))

@@ -43,10 +43,7 @@ def test_a_step_in_words() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize(
-    ("width", "last"),
-    [(40, "0.426"), (120, "clipped 50%"), (200, "tokens/s")],
-)
+@pytest.mark.parametrize(("width", "last"), [(40, "0.426"), (120, "clipped 50%"), (200, "tokens/s")])
 def test_what_does_not_fit_is_left_out_whole(
     terminal: bool, width: int, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

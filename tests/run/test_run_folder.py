@@ -257,8 +257,7 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
-    [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)],
+    ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)]
 )
 def test_what_no_run_writes_is_named_before_it_is_read(
     name: str, make: Callable[[Path], Any], tmp_path: Path
