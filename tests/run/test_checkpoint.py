@@ -127,9 +127,7 @@ def test_the_newest_are_kept_and_leftovers_removed(models: dict[str, Path], tmp_
     assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000003", "step-000010"]
 
 
-def test_a_damaged_one_of_later_does_not_push_out_the_whole_ones(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_do_not_push_out_whole_ones(models: dict[str, Path], tmp_path: Path) -> None:
     """The run went on from step 1, and takes step 2 and what is after it again."""
     learner = saved(tmp_path, models["qwen2_vl"])
     learner.config = learner.config.with_values({"run.keep_checkpoints": 1})
