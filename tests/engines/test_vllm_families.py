@@ -53,11 +53,17 @@ def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     assert max(before, largest_gap(rig, "mixed")) <= LIMITS[rig.settings.dtype]
 
 
-def test_linear_layers_in_float32_are_refused_before_anything_is_loaded(rigs: Callable[[str], Rig]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU vLLM runs them in float32 too")
-    path = rigs("qwen3_5").settings.model
-    with pytest.raises(ConfigError, match="linear attention of a qwen3_5_text in bfloat16 alone"):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU vLLM runs both")
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("qwen3_5", "linear attention of a qwen3_5_text in bfloat16 alone"),
+        ("gemma3", r"on a CPU vLLM lets no token of an image see .* rollout\.engine=transformers"),
+    ],
+)
+def test_families_beyond_a_cpus_vllm_are_refused(family: str, words: str, models: dict[str, Path]) -> None:
+    path = str(models[family])
+    with pytest.raises(ConfigError, match=words):
         VLLMEngine(EngineSettings(path, "float32", 512), load_processor(path))
 
 
@@ -76,13 +82,3 @@ def test_limits_on_images_reach_vllm(models: dict[str, Path]) -> None:
     )  # a running engine is taken over
     done = engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
     assert len({c.token_ids for c in done}) > 1
-
-
-def test_images_that_look_ahead_are_refused_on_a_cpu(models: dict[str, Path]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("on a GPU vLLM follows them")
-    path = models["gemma3"]
-    with pytest.raises(
-        ConfigError, match=r"on a CPU vLLM lets no token of an image see .* rollout\.engine=transformers"
-    ):
-        VLLMEngine(EngineSettings(str(path), "float32", 512), load_processor(str(path)))

@@ -48,9 +48,7 @@ def test_other_ids_or_another_size_are_caught_by_the_id_contract(one: Rig, fault
         one.engine.generate([Request(dataclasses.replace(prompt, engine_prompt=other), 1, TWELVE)])
 
 
-def test_death_in_mid_step_has_one_error_with_its_cause_and_no_hang(
-    one: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_death_in_mid_step_is_one_error_with_its_cause(one: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = one.engine._handle.llm.llm_engine
     steps, step = [0], engine.step
 
@@ -96,9 +94,7 @@ def test_engine_arguments_that_are_refused(one: Rig, name: str, value: Any, mess
         launch(dataclasses.replace(one.settings, engine_kwargs=((name, value),)))
 
 
-def test_a_rank_of_many_without_a_process_group(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_without_a_process_group(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EngineError, match="the vLLM engine must start after the process group"):

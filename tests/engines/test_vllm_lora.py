@@ -5,6 +5,7 @@ And a model that is passed in: vLLM is built from `model.path` and samples from 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,11 +18,12 @@ from helpers.steps import make_groups
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOConfig
-from mm_grpo.build import build_parts
+from mm_grpo.build import Parts, build_parts
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.quantization import four_bit_layers
+from mm_grpo.types import Group
 
 LORA = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
 IDS = tuple(range(20, 36))
@@ -68,13 +70,23 @@ def test_vllm_samples_from_the_base_in_four_bits(models: dict[str, Path], tmp_pa
     on_disk = load_model(config.with_values({"model.quantization": None}).model, parts.processor.family)
     assert gap(learner, engine, prompt) <= rounding
     assert gap(Learner(on_disk, parts.processor, config, 10), engine, prompt) > 3 * rounding
-    (before,) = learner.score(prompt, [IDS])
-    for version in (1, 2):
-        learner.update(groups)
-        parts.sync.send(version)
-    (after,) = learner.score(prompt, [IDS])
-    assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
+    learn(parts, groups, rounding)
     assert learner.factored == set(learner.adapted_layers) and gap(learner, engine, prompt) <= rounding
+
+
+def learn(parts: Parts, groups: Sequence[Group], rounding: float) -> list[float]:
+    """Make two updates that move the log-probs of one completion, and return those after them."""
+    (before,) = parts.learner.score(groups[0].prompt, [IDS])
+    for version in (1, 2):
+        parts.learner.update(groups)
+        parts.sync.send(version)
+    (after,) = parts.learner.score(groups[0].prompt, [IDS])
+    assert distance(before, after) > 3 * rounding
+    return after
+
+
+def distance(before: Sequence[float], after: Sequence[float]) -> float:
+    return fmean(abs(a - b) for a, b in zip(before, after, strict=True))
 
 
 SHARED = {"model.quantization": "nf4", "rollout.vllm.engine_kwargs": {"quantization": "nf4"}}
@@ -95,18 +107,11 @@ def test_vllm_runs_the_learners_own_weights_in_four_bits(
     prompt = groups[0].prompt
     layers = four_bit_layers(learner.model)
     assert gap(learner, engine, prompt) <= rounding and len(layers) > 10
-    (before,) = learner.score(prompt, [IDS])
-    for version in (1, 2):
-        learner.update(groups)
-        parts.sync.send(version)
-    (after,) = learner.score(prompt, [IDS])
-    assert fmean(abs(a - b) for a, b in zip(before, after, strict=True)) > 3 * rounding
+    after = learn(parts, groups, rounding)
     assert gap(learner, engine, prompt) <= rounding
     # no other copy: what is changed in the learner's codes is what vLLM samples from, and its own layers are empty
     next(iter(layers.values())).weight.data.zero_()
-    assert (
-        fmean(abs(a - b) for a, b in zip(after, learner.score(prompt, [IDS])[0], strict=True)) > 3 * rounding
-    )
+    assert distance(after, learner.score(prompt, [IDS])[0]) > 3 * rounding
     assert gap(learner, engine, prompt) <= rounding
     handle: Any = engine._handle
     own = handle.llm.apply_model(
@@ -126,4 +131,4 @@ def test_four_bits_need_lora_layers(models: dict[str, Path], tmp_path: Path) -> 
 def gap(learner: Learner, engine: Any, prompt: Any) -> float:
     """Mean |difference| of unmasked log-probs of one fixed completion with its image, in nats."""
     (ours,) = learner.score(prompt, [IDS])
-    return fmean(abs(a - b) for a, b in zip(ours, engine.score(prompt, IDS), strict=True))
+    return distance(ours, engine.score(prompt, IDS))

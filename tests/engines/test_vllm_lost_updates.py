@@ -110,10 +110,7 @@ def blind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("readable", [False, True])
 def test_an_update_that_is_not_loaded_stops_the_run(
-    readable: bool,
-    models: dict[str, Path],
-    load: Callable[[Load], None],
-    monkeypatch: pytest.MonkeyPatch,
+    readable: bool, models: dict[str, Path], load: Callable[[Load], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(models["qwen2_5_vl"], 1e-6)
     assert run.update(1).problem is None

@@ -65,6 +65,8 @@ SERVER = (*forkserver.VLLM, "vllm.entrypoints.launchers.api_server.entry", "vllm
 class Half(Rig):
     """The learner's half of a rig, and its servers; `engine_of` makes an engine over some of them."""
 
+    shift = 0.0
+
     def __init__(self, servers: list[ServerProcess], said: list[str]) -> None:
         self.servers, self.said = servers, said
         self.processor = load_processor(str(BASE))
@@ -89,13 +91,6 @@ class Half(Rig):
         self.engines.append(engine)
         WeightLedger().send(engine, self.tensors(), 0)
         return engine
-
-    def change(self, *parts: str, scale: float = 1.02) -> None:
-        seen: set[int] = set()
-        for name, tensor in self.tensors():
-            if any(part in name for part in parts) and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                tensor.mul_(scale)
 
     def digests(self) -> dict[str, str]:
         return {name: digest(tensor) for name, tensor in self.tensors()}
@@ -157,9 +152,6 @@ def many(half: Half, count: int = 12, tokens: int = 12, each: int = 4) -> list[R
     return requests_for(prompts, [range(100 * i, 100 * i + each) for i in range(count)], Sampling(tokens))
 
 
-# samples -------------------------------------------------------------------------------------
-
-
 def test_ids_logprobs_and_scores_are_the_learners(half: Half) -> None:
     sizes = model_sizes(half.model.config)
     engine = half.engine_of(half.urls, sizes=sizes)
@@ -197,9 +189,6 @@ def test_which_server_answers_and_in_what_company_changes_no_bit(half: Half) -> 
     inside.update_weights(half.tensors(), 0)
     assert [c.token_ids for c in inside.generate(asked)] == [c.token_ids for c in expected]
     inside.close()
-
-
-# weights -------------------------------------------------------------------------------------
 
 
 class Engine:
@@ -249,7 +238,7 @@ def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update
     try:
         refused = stranger.send(half.clients, [(n, t.clone() * 1.5) for n, t in others], 0)
         assert all(isinstance(refused[url], ServerError) for url in half.urls)
-        half.change("mlp")
+        half.change("mlp", scale=1.02)
         sent = transfer.send(half.clients, half.tensors(), 1)
         assert sent == {url: half.digests() for url in half.urls}
         assert max(half.scored(client) for client in half.clients) < NEAR
@@ -288,9 +277,6 @@ def test_a_server_that_loaded_nothing_is_caught_before_a_sample(
         sync.update(2, canary)
 
 
-# adapters ------------------------------------------------------------------------------------
-
-
 def test_servers_run_the_adapters_themselves(half: Half) -> None:
     rollout = {"engine": "vllm_server", "vllm": {"max_model_len": 512}}
     rollout["server"] = {"urls": half.urls, "transfer": "gloo"}
@@ -308,9 +294,6 @@ def test_servers_run_the_adapters_themselves(half: Half) -> None:
     run.engine.close()
 
 
-# keys ----------------------------------------------------------------------------------------
-
-
 def test_every_endpoint_of_a_server_at_a_port_wants_the_key(half: Half) -> None:
     server, client, right = half.servers[1], half.clients[1], {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, timeout=10.0, trust_env=False) as plain:
@@ -325,9 +308,6 @@ def test_every_endpoint_of_a_server_at_a_port_wants_the_key(half: Half) -> None:
         assert plain.get("/is_paused", headers=right).json() == {"is_paused": False}
     assert client.call("/collective_rpc", {"method": RECEIVED, "other": "x" * (8 << 20)})["results"]
     assert KEY not in str((psutil.Process(server.pid).cmdline(), server.log.read_text()))
-
-
-# runs ----------------------------------------------------------------------------------------
 
 
 def recipe_config(folder: Path, urls: list[str], **run: Any) -> Path:

@@ -25,6 +25,8 @@ from mm_grpo.types import Completion, Prompt
 class Rig:
     """Both sides. `change` moves the learner's weights, `reset` brings both back to those on disk."""
 
+    shift = 0.003
+
     def __init__(self, path: Path, dtype: str = "float32", **kwargs: Any) -> None:
         self.processor: Processor = load_processor(str(path))
         kind = getattr(torch, dtype)
@@ -54,7 +56,7 @@ class Rig:
         for name, tensor in self.tensors():
             if any(part in name for part in parts) and tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
-                tensor.mul_(scale).add_(0.003)
+                tensor.mul_(scale).add_(self.shift)
 
     def reset(self) -> None:
         """Both sides back to the weights on disk."""

@@ -33,11 +33,7 @@ def seen(completion: str) -> float:
 
 
 def specs() -> list[RewardSpec]:
-    entries: list[Any] = [
-        right,
-        {"name": short, "weight": 0.5},
-        {"name": seen, "weight": 0.0},
-    ]
+    entries: list[Any] = [right, {"name": short, "weight": 0.5}, {"name": seen, "weight": 0.0}]
     return resolve_entries(entries)
 
 

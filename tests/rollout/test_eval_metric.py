@@ -11,8 +11,7 @@ from mm_grpo.rollout.eval_metric import mean, normal, pass_at, wilson
 
 
 @pytest.mark.parametrize(
-    ("right", "rows", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (8, 10, 0.4902, 0.9433), (10, 10, 0.7225, 1.0)],
+    ("right", "rows", "low", "high"), [(0, 10, 0.0, 0.2775), (8, 10, 0.4902, 0.9433), (10, 10, 0.7225, 1.0)]
 )
 def test_wilson(right: int, rows: int, low: float, high: float) -> None:
     found = wilson([[1.0]] * right + [[0.0]] * (rows - right))

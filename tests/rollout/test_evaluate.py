@@ -101,9 +101,7 @@ def test_the_first_of_equal_scores_is_the_best() -> None:
     assert best == Best(0.7, 1)
 
 
-def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_headline_is_the_mean_or_the_share_above_a_mark(models: dict[str, Path], tmp_path: Path) -> None:
     """A reward that is never 1, such as an IoU, has an accuracy where the mark says what counts as right."""
 
     def overlap(completion: str, overlap: float = 0.5) -> float:
@@ -134,9 +132,7 @@ def test_the_headline_is_the_mean_reward_or_the_share_above_a_mark(
             made(models["qwen2_vl"], tmp_path / "c", rows, overlap, run={"headline": wrong})
 
 
-def test_rows_that_are_too_long_are_dropped_where_the_config_says_so(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_rows_that_are_too_long_are_dropped_if_configured(models: dict[str, Path], tmp_path: Path) -> None:
     heldout = [dict(row) for row in ROWS[:3]]
     parts = heldout[1]["prompt"][0]["content"]
     heldout[1]["prompt"] = [{"role": "user", "content": [*parts, {"type": "text", "text": "x" * 400}]}]
@@ -167,9 +163,7 @@ def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_
     assert len(seeds) == 16 == len(set(seeds))
 
 
-def test_chunks_change_nothing(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_neutral(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heldout = shapes_rows(split="heldout", size=9, seed=2, image_size=56)
     rollout = {"num_generations": 2, "eval": {"temperature": 1.0}}
     trainer = made(models["qwen2_vl"], tmp_path / "run", heldout, always_right, rollout=rollout)
@@ -192,9 +186,7 @@ def test_chunks_change_nothing(
     trainer.close()
 
 
-def test_a_prompt_and_its_longest_answer_in_evaluation_fit_the_context(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_an_evaluation_prompt_and_its_answer_fit_the_context(models: dict[str, Path], tmp_path: Path) -> None:
     longer, whole = ({"eval": {"max_completion_length": most}} for most in (2048 - 40, 2048))
     trainer = made(models["qwen2_vl"], tmp_path / "a", ROWS[:1], always_right, rollout=longer)
     with pytest.raises(DataError, match=r"context of 2048 less rollout.eval.max_completion_length allows 40"):

@@ -96,9 +96,7 @@ def test_a_thread_that_makes_prompts_computes_alone_and_no_other_does(processor:
 
 
 @pytest.mark.parametrize("workers", [0, 5])
-def test_prompts_are_those_of_the_plain_way_whatever_was_made_ahead(
-    processor: Processor, workers: int
-) -> None:
+def test_prompts_made_ahead_are_those_of_the_plain_way(processor: Processor, workers: int) -> None:
     """Rows of another set with the same names are made ahead too."""
     data = dataset(rows(8))
     prefetcher = Prefetcher(processor, workers)
@@ -184,9 +182,6 @@ def test_a_row_with_two_slots_of_a_step_has_one_prompt(processor: Processor) -> 
     assert found.slots == [0, 1, 2] and found.decoded == 2
     assert found.prompts[0] is found.prompts[2] and found.prompts[0].uid == "train:1"
     builder.close()
-
-
-# whole runs ----------------------------------------------------------------------------------
 
 
 def run(path: Path, folder: Path, given: list[dict[str, Any]], **changes: Any) -> list[dict[str, Any]]:

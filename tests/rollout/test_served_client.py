@@ -14,11 +14,7 @@ from helpers.fake_vllm import FakeVLLM, Status
 from helpers.patience import PATIENCE, until
 from helpers.processes import refusing_port
 
-from mm_grpo.rollout.served.client import (
-    ServerClient,
-    ServerRefused,
-    ServerUnreachable,
-)
+from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable
 
 
 @pytest.fixture
@@ -68,9 +64,7 @@ def test_an_answer_is_decoded_and_the_key_sent(server: FakeVLLM, client: ServerC
     assert server.last == ("GET", "/health", "Bearer s3cret", None)
 
 
-def test_proxies_of_the_environment_are_not_used(
-    client: ServerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proxies_of_the_environment_are_unused(client: ServerClient, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -122,9 +122,6 @@ def test_adapters_are_merged_for_servers_that_cannot_take_them(make: Made) -> No
     assert {body["model"] for server in servers for body in server.asked} == {"tiny"}
 
 
-# many ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_hundreds_of_requests_wait_without_their_bodies(make: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_SEQUENCES", 16)
@@ -157,9 +154,6 @@ def test_a_stream_answers_each_as_it_ends(make: Made) -> None:
     with engine.stream() as stream:
         stream.add_request(Request(prompt, 9, FIVE))
     assert stream.unfinished == 0
-
-
-# weights -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -294,9 +288,6 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
         back(engine)
     assert done[0] + done[1] == expected
     assert fakes[0].name == fakes[1].name
-
-
-# what a server is started with ---------------------------------------------------------------
 
 
 def server_with(**values: Any) -> FakeVLLM:

@@ -11,18 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.fake_vllm import (
-    WEIGHTS,
-    FakeVLLM,
-    Made,
-    back,
-    cut,
-    fail,
-    in_midst,
-    prompt_of,
-    requests,
-    restart,
-)
+from helpers.fake_vllm import WEIGHTS, FakeVLLM, Made, back, cut, fail, in_midst, prompt_of, requests, restart
 from helpers.patience import PATIENCE, until
 
 from mm_grpo.errors import ConfigError, EngineError
@@ -120,9 +109,6 @@ def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
         engine.generate(requests(1))
 
 
-# odd answers -----------------------------------------------------------------------------------
-
-
 def first(**changes: Any) -> Callable[[Any], Any]:
     """The first choice with other fields."""
     return lambda answer: {**answer, "choices": [{**answer["choices"][0], **changes}, *answer["choices"][1:]]}
@@ -143,9 +129,7 @@ ODD: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
 
 
 @pytest.mark.parametrize(("when", "path", "odd"), ODD)
-def test_an_odd_answer_is_one_message_that_names_server_and_path(
-    when: str, path: str, odd: Callable[[Any], Any], make: Made
-) -> None:
+def test_an_odd_answer_is_one_message(when: str, path: str, odd: Callable[[Any], Any], make: Made) -> None:
     fake = FakeVLLM()
     if when == "start":
         fake.odd[path] = odd
@@ -164,9 +148,6 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
     assert path in str(caught.value) and "\n" not in str(caught.value)
 
 
-# another server in its place -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "odd", "words"),
     [
@@ -175,9 +156,7 @@ def test_an_odd_answer_is_one_message_that_names_server_and_path(
         ("/v1/models", lambda _: {"data": [{"id": "b", "max_model_len": 50}]}, "--max-model-len 100"),
     ],
 )
-def test_a_server_that_comes_back_as_another_is_not_taken_in(
-    make: Made, path: str, odd: Callable[[Any], Any], words: str
-) -> None:
+def test_a_replaced_server_is_refused(make: Made, path: str, odd: Callable[[Any], Any], words: str) -> None:
     engine, fakes = make(sizes={"hidden_size": 8})
     fakes[0].kill()
     fakes[0].odd[path] = odd
@@ -205,9 +184,6 @@ def test_a_refusal_of_a_server_that_was_restarted_is_not_the_row_s(make: Made) -
             done |= stream.step()
     assert [done[number].token_ids for number in numbers] == [c.token_ids for c in expected]
     assert [server.url for server in engine.pool.ready()] == [fakes[1].url]
-
-
-# the end ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", [INFO, "/pause", "/v1/models"])

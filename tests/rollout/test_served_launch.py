@@ -57,19 +57,30 @@ def gone(pids: Sequence[int]) -> bool:
     return True
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, pids: Path, *how: str) -> None:
-    def command(settings: ServerSettings) -> list[str]:
-        place = f"{settings.host}:{settings.port}" if settings.host else str(settings.socket)
-        return [sys.executable, "-S", str(FAKE), place, str(pids), *how]
+class Fakes:
+    """Fake server programs in the place of vLLM's; they write their process ids to `file`."""
 
-    monkeypatch.setattr(launch, "server_command", command)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+        self.monkeypatch, self.file = monkeypatch, file
+        self.use()
+
+    def use(self, *how: str) -> None:
+        def command(settings: ServerSettings) -> list[str]:
+            place = f"{settings.host}:{settings.port}" if settings.host else str(settings.socket)
+            return [sys.executable, "-S", str(FAKE), place, str(self.file), *how]
+
+        self.monkeypatch.setattr(launch, "server_command", command)
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in self.file.read_text().split()]
 
 
-def started(pids: Path) -> list[int]:
-    return [int(pid) for pid in pids.read_text().split()]
-
-
-# the command and its environment --------------------------------------------------------------
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fakes:
+    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
+    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
+    return Fakes(monkeypatch, tmp_path / "pids")
 
 
 @needs_vllm
@@ -143,41 +154,31 @@ def test_at_an_address_a_key_is_needed(host: str, monkeypatch: pytest.MonkeyPatc
     launch.require_key(host)
 
 
-# processes -----------------------------------------------------------------------------------
-
-
-def test_servers_end_with_their_block_and_with_what_they_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake(monkeypatch, tmp_path / "pids")
+def test_servers_end_with_their_block_and_with_what_they_started(fakes: Fakes) -> None:
     with serve([ServerSettings(ENGINE)] * 2) as servers:
         sockets = [server.settings.socket for server in servers]
         assert [server.url for server in servers] == [f"unix://{socket}" for socket in sockets]
         folder = sockets[0].parent
         assert folder.stat().st_mode & 0o777 == 0o700  # no other user reaches the sockets
-        pids = started(tmp_path / "pids")
+        pids = fakes.pids
         assert len(pids) == 4 and all(map(alive, pids))
         assert [server.poll() for server in servers] == [None, None]
     assert gone(pids) and not folder.exists()
 
 
-def test_a_server_that_ignores_sigterm_or_is_stopped_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake(monkeypatch, tmp_path / "pids", "stubborn")
+def test_a_server_that_ignores_sigterm_or_is_stopped_is_killed(tmp_path: Path, fakes: Fakes) -> None:
+    fakes.use("stubborn")
     server = ServerProcess(ServerSettings(ENGINE, socket=tmp_path / "s"), tmp_path / "log")
     server.start()
     server.wait_ready(PATIENCE)
-    pids = started(tmp_path / "pids")
+    pids = fakes.pids
     os.kill(pids[0], signal.SIGSTOP)
     server.stop(0.3)
     assert gone(pids) and server.poll() is None
 
 
-def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    fake(monkeypatch, tmp_path / "pids", "broken")
+def test_a_broken_server_shows_the_end_of_its_log(fakes: Fakes) -> None:
+    fakes.use("broken")
     with (
         pytest.raises(EngineError, match=r"exited with code 1 (?s:.*) there is no such model"),
         serve([ServerSettings(ENGINE)]),
@@ -185,23 +186,19 @@ def test_a_server_that_ends_before_it_is_ready_shows_the_end_of_its_log(
         raise AssertionError("it never was ready")
 
 
-def test_a_server_that_ends_is_started_anew_and_given_up_when_it_never_answers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
-    fake(monkeypatch, tmp_path / "pids")
+def test_a_server_that_ends_is_restarted_and_at_last_given_up(fakes: Fakes) -> None:
     said: list[str] = []
     with serve([ServerSettings(ENGINE)], report=said.append) as (server,):
-        first, url = started(tmp_path / "pids"), server.url
+        first, url = fakes.pids, server.url
         os.kill(first[0], signal.SIGKILL)
-        until(lambda: len(started(tmp_path / "pids")) == 4 and server.ready)
+        until(lambda: len(fakes.pids) == 4 and server.ready)
         assert server.url == url and gone(first)  # its worker too
         assert len(said) == 1 and f"{url} was ended by SIGKILL" in said[0] and "restarted" in said[0]
-        fake(monkeypatch, tmp_path / "pids", "broken")
-        os.kill(started(tmp_path / "pids")[2], signal.SIGKILL)
+        fakes.use("broken")
+        os.kill(fakes.pids[2], signal.SIGKILL)
         until(lambda: len(said) == 1 + launch.RESTARTS)
     assert "is not started again" in said[-1] and "there is no such model" in said[-1]
-    assert gone(started(tmp_path / "pids"))
+    assert gone(fakes.pids)
 
 
 @contextmanager
@@ -227,62 +224,54 @@ def at(host: str, port: int) -> ServerSettings:
 @pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::"])
 def test_a_port_that_is_taken_is_refused_before_a_server_is_started(
-    host: str, other: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    host: str, other: str, fakes: Fakes
 ) -> None:
-    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
-    fake(monkeypatch, tmp_path / "pids")
     with (
         other_server(other) as port,
         pytest.raises(ConfigError, match=rf"--port {port}: "),
         serve([at(host, port)]),
     ):
         raise AssertionError("it never was ready")
-    assert not (tmp_path / "pids").exists()
+    assert not fakes.file.exists()
 
 
-def test_what_another_program_answers_makes_no_server_ready(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_answers_of_another_program_are_not_ready(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Fakes
 ) -> None:
     """One that took the port after it was asked for."""
-    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
     monkeypatch.setattr(launch, "require_free", lambda host, port: None)
-    fake(monkeypatch, tmp_path / "pids", "silent")
+    fakes.use("silent")
     with other_server("127.0.0.1") as port:
         server = ServerProcess(at("127.0.0.1", port), tmp_path / "log")
         server.start()
         try:
-            until((tmp_path / "pids").exists)
+            until(fakes.file.exists)
             assert not server.ready
             with pytest.raises(EngineError, match="not ready"):
                 server.wait_ready(0.1)
         finally:
             server.stop()
-        fake(monkeypatch, tmp_path / "pids", "broken")
+        fakes.use("broken")
         server.start()
         with pytest.raises(EngineError, match="there is no such model"):
             server.wait_ready(PATIENCE)
         server.stop()
 
 
-def test_servers_at_ports_are_ready_and_started_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MM_GRPO_SERVER_KEY", "k")
-    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
-    fake(monkeypatch, tmp_path / "pids")
+def test_servers_at_ports_are_ready_and_started_anew(fakes: Fakes) -> None:
     ports, said = [free_port(), free_port()], list[str]()
     with serve([at("127.0.0.1", port) for port in ports], report=said.append) as servers:
         assert [server.url for server in servers] == [f"http://127.0.0.1:{port}" for port in ports]
         os.kill(servers[0].pid or 0, signal.SIGKILL)
         assert not servers[0].ready or len(said) == 1
-        until(lambda: len(started(tmp_path / "pids")) == 6 and servers[0].ready)
+        until(lambda: len(fakes.pids) == 6 and servers[0].ready)
         assert [server.ready for server in servers] == [True, True]
-    assert gone(started(tmp_path / "pids")) and not any(server.ready for server in servers)
+    assert gone(fakes.pids) and not any(server.ready for server in servers)
 
 
 def test_servers_are_watched_whatever_becomes_of_a_log_or_a_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fakes: Fakes
 ) -> None:
-    monkeypatch.setattr(launch, "WATCH_EVERY", 0.02)
-    fake(monkeypatch, tmp_path / "pids")
     said: list[str] = []
     logs = tmp_path / "logs"
     with serve([ServerSettings(ENGINE)] * 2, log_folder=logs, report=said.append) as servers:
@@ -290,16 +279,16 @@ def test_servers_are_watched_whatever_becomes_of_a_log_or_a_start(
         shutil.rmtree(logs)
         for number in (1, 2):
             os.kill(servers[0].pid or 0, signal.SIGKILL)
-            until(lambda n=number: len(started(tmp_path / "pids")) == 4 + 2 * n and servers[0].ready)  # type: ignore[misc]
+            until(lambda n=number: len(fakes.pids) == 4 + 2 * n and servers[0].ready)  # type: ignore[misc]
         (lost,) = [line for line in said if f"{logs}/server-0.log" in line]
         assert "No such file" in lost
         monkeypatch.setattr(launch, "server_command", lambda settings: ["/no/such/program"])
         os.kill(servers[0].pid or 0, signal.SIGKILL)
         until(lambda: "/no/such/program" in said[-1])
-        fake(monkeypatch, tmp_path / "pids")
+        fakes.use()
         os.kill(servers[1].pid or 0, signal.SIGKILL)
-        until(lambda: len(started(tmp_path / "pids")) == 10 and servers[1].ready)
-    assert gone(started(tmp_path / "pids"))
+        until(lambda: len(fakes.pids) == 10 and servers[1].ready)
+    assert gone(fakes.pids)
 
 
 PARENT = """
@@ -322,16 +311,14 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_servers_that_hang_end_with_a_process_that_is_killed_or_told_twice(
-    again: signal.Signals, tmp_path: Path
-) -> None:
+def test_servers_that_hang_end_with_a_parent_that_is_ended(again: signal.Signals, tmp_path: Path) -> None:
     script, pids = tmp_path / "parent.py", tmp_path / "pids"
     script.write_text(PARENT)
     command = [sys.executable, script, FAKE, pids, "stubborn"]
     parent = subprocess.Popen(command, env=alone(), stderr=subprocess.DEVNULL)
     try:
         until(lambda: Path(f"{pids}.ready").exists() or parent.poll() is not None)
-        servers = started(pids)
+        servers = [int(pid) for pid in pids.read_text().split()]
         assert len(servers) == 4 and all(map(alive, servers))
         if again != signal.SIGKILL:
             parent.terminate()

@@ -23,12 +23,7 @@ from mm_grpo.rollout.served import transfer as transfer_module
 from mm_grpo.rollout.served.broadcast import chunks
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
 from mm_grpo.rollout.served.plugin import Account
-from mm_grpo.rollout.served.transfer import (
-    FileTransfer,
-    GlooTransfer,
-    ServedTransfer,
-    transfer_of,
-)
+from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer, transfer_of
 from mm_grpo.rollout.weights import WeightLedger, digest
 
 NAMES = ("head.weight", "layer.0.attn.q.weight", "layer.0.attn.k.weight", "layer.1.mlp.up.weight")
@@ -105,9 +100,6 @@ class Engine:
         return outcome[self.servers[0].url]
 
 
-# what arrives --------------------------------------------------------------------------------
-
-
 def test_every_server_receives_every_tensor_to_the_last_bit(both: Both) -> None:
     transfer, servers = both
     for version in range(2):
@@ -150,9 +142,7 @@ def factors(*layers: int) -> dict[str, Tensor]:
     return {f"base_model.model.layer.{n}.up.lora_{x}.weight": torch.randn(4, 8) for n in layers for x in "AB"}
 
 
-def test_factors_at_rest_stay_on_a_server_and_those_of_an_earlier_run_do_not(
-    both: Both, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_factors_at_rest_stay_and_those_of_an_old_run_go(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_adapters(monkeypatch)
     transfer, servers = both
     base, held = weights(), factors(0, 1)
@@ -226,9 +216,7 @@ def test_a_server_for_broadcasts_takes_files(files: FileTransfer, serve: Serve) 
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(8, ["a"]), (9, [])])
-def test_a_worker_names_the_layers_that_it_has_for_a_rank(
-    rank: int, taken: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_names_its_lora_layers(rank: int, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.adapters, "supported_layers", lambda model, layers: {"a"} & set(layers))
     worker: Any = plugin.WorkerExtension()
     worker.get_model = lambda: None
@@ -236,9 +224,6 @@ def test_a_worker_names_the_layers_that_it_has_for_a_rank(
     assert worker.mm_grpo_adapter_layers(json.dumps([["a", "b"], rank])) == taken
     worker.vllm_config.lora_config = None
     assert worker.mm_grpo_adapter_layers(json.dumps([["a", "b"], rank])) == []
-
-
-# files ---------------------------------------------------------------------------------------
 
 
 def test_a_late_server_is_brought_to_what_was_sent_last(both: Both) -> None:
@@ -251,9 +236,7 @@ def test_a_late_server_is_brought_to_what_was_sent_last(both: Both) -> None:
     assert equal(late.weights, first | part) and late.versions == [files.weights_name(1)] and not late.paused
 
 
-def test_files_go_once_newer_ones_hold_their_tensors_and_all_in_the_end(
-    files: FileTransfer, serve: Serve
-) -> None:
+def test_files_go_once_newer_ones_hold_their_tensors(files: FileTransfer, serve: Serve) -> None:
     server = serve()
     for version in range(2):
         files.send([server.client], weights(version).items(), version)
@@ -269,9 +252,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"rollout.server.folder = '.*file/below'"):
         FileTransfer(str(tmp_path / "file" / "below"))
-
-
-# what does not arrive ------------------------------------------------------------------------
 
 
 FAULTS = [("file", "stale"), ("file", "altered"), ("gloo", "partial")]
@@ -340,18 +320,13 @@ def test_what_a_server_made_of_an_update_is_looked_at(
     assert words in str(outcome[server.url]) and server.paused
 
 
-def test_a_part_is_not_sent_to_a_server_that_holds_an_older_version(
-    files: FileTransfer, serve: Serve
-) -> None:
+def test_a_part_is_not_sent_to_a_server_with_an_older_version(files: FileTransfer, serve: Serve) -> None:
     server = serve()
     for version in (0, 1):
         files.send([server.client], weights(version).items(), version)
     server.versions.append(files.weights_name(0))
     outcome = files.send([server.client], [(NAMES[0], torch.ones(6, 8))], 2)
     assert "needs all of them" in str(outcome[server.url]) and server.versions[-1] == files.weights_name(0)
-
-
-# servers that fail ---------------------------------------------------------------------------
 
 
 def ends_at(server: FakeVLLM, count: int, end: Callable[[], None]) -> None:
@@ -387,9 +362,7 @@ def test_a_server_that_dies_in_mid_transfer_is_left_out_and_comes_back(both: Bot
 
 
 @pytest.mark.slow
-def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
-    serve: Serve,
-) -> None:
+def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(serve: Serve) -> None:
     transfer = GlooTransfer(timeout=1.0)
     good, bad = serve("gloo"), serve("gloo")
     transfer.send(clients([good, bad]), weights().items(), 0)
@@ -406,9 +379,7 @@ def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
         transfer.close()
 
 
-def test_every_worker_of_a_server_has_a_rank_after_the_learners(
-    monkeypatch: pytest.MonkeyPatch, serve: Serve
-) -> None:
+def test_server_workers_have_ranks_after_the_learner(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
     made: list[tuple[Any, ...]] = []
 
     class Recorded:
@@ -434,9 +405,6 @@ def test_every_worker_of_a_server_has_a_rank_after_the_learners(
     groups = [sorted((rank, size) for _, _, p, rank, size, _ in made if p == port) for port in ports]
     assert sorted(groups) == [[(0, 2), (1, 2)], [(rank, 5) for rank in range(5)]]
     assert {(one[0], one[1], one[5]) for one in made} == {("gloo", "127.0.0.2", 7.0)}
-
-
-# the choice ----------------------------------------------------------------------------------
 
 
 def test_the_transfer_follows_the_config(tmp_path: Path) -> None:

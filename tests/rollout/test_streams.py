@@ -61,9 +61,6 @@ def rest_of(stream: Any) -> dict[int, Completion]:
     return found
 
 
-# joining and leaving -------------------------------------------------------------------------
-
-
 def test_a_row_that_ends_makes_room_for_one_that_waits(setup: Setup) -> None:
     prompt, other = setup.prompt(1), setup.prompt(0, "a longer question without a picture")
     lengths = [3, 9, 5, 2, 7, 4]
@@ -126,9 +123,6 @@ def test_log_probs_are_those_of_a_whole_pass(models: dict[str, Path], dtype: tor
         assert gaps.min() > -limit and gaps.max() < 0.15
 
 
-# going on ------------------------------------------------------------------------------------
-
-
 def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tuple[list[Completion], int]:
     """Two turns for two conversations of a prompt and one of another; the tokens that prefills of the second ran."""
     starts = [setup.prompt(1), setup.prompt(1), setup.prompt(2, "another one")]
@@ -185,9 +179,6 @@ def test_a_prompt_that_does_not_begin_so_is_run_whole(setup: Setup) -> None:
     close_to([found[number]], setup.engine.generate([Request(other, 2, Sampling(6))]))
 
 
-# engines that answer whole batches -----------------------------------------------------------
-
-
 def test_a_batch_stream_answers_batches(setup: Setup) -> None:
     requests = requests_for([setup.prompt(1)], [range(4)], Sampling(3))
     sizes: list[int] = []
@@ -217,9 +208,6 @@ def test_requests_that_nothing_follows_are_not_kept(setup: Setup) -> None:
     with setup.engine.stream() as stream:
         answer_all(stream, requests)
         assert stream.ended_rows == {} and stream.cache.prompts == []
-
-
-# the model is given back as it was -----------------------------------------------------------
 
 
 def test_a_stream_that_fails_gives_the_model_back(setup: Setup) -> None:

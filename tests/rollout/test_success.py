@@ -43,9 +43,7 @@ def group(advantages: tuple[float, ...] = (), turns: Any = (), **parts: Any) -> 
         ("iou mean", {"format": [1.0, 0.0]}, None),
     ],
 )
-def test_success_is_a_score_of_the_first_reward_that_decides(
-    headline: str | None, parts: Any, share: float | None
-) -> None:
+def test_the_first_deciding_reward_is_success(headline: str | None, parts: Any, share: float | None) -> None:
     assert success(headline).share(group(**parts)) == share
 
 
@@ -69,9 +67,7 @@ def test_an_outcome_goes_before_the_headline_where_it_applies() -> None:
     assert success(None, rewards).scores(both)[2] == (0.6, True)
 
 
-def test_a_run_that_learns_a_shape_alone_has_phantom_advantages_and_the_gate_ends_it(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_learns_a_shape_has_phantom_advantages(models: dict[str, Path], tmp_path: Path) -> None:
     """Half of the answers to the first row are right, and none to the other five."""
 
     def right(completion_ids: list[int], sample: Any, completion: str) -> float:

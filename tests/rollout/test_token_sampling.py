@@ -41,7 +41,7 @@ class Bytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("way", WAYS)
-def test_parts_draw_the_same_to_the_bit_in_bounded_memory(
+def test_sampling_in_parts_is_bit_exact(
     way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -113,9 +113,6 @@ def test_a_run_learns_turn_by_turn(models: dict[str, Path], tmp_path: Path) -> N
     assert sum(not torch.equal(weights[name], tensor) for name, tensor in again.items()) > len(again) / 2
 
 
-# what may not be -----------------------------------------------------------------------------
-
-
 def test_a_discount_without_tools_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "run", algorithm={"turn_gamma": 1.0})
     with pytest.raises(ConfigError, match=r"algorithm.turn_gamma = 1: .* set rollout.tools or"):
@@ -169,9 +166,6 @@ def test_what_a_call_does_not_set_is_not_paid_again() -> None:
         toolbox.close()
 
 
-# guards --------------------------------------------------------------------------------------
-
-
 def group(*rewards: tuple[float | None, ...]) -> Group:
     prompt = Prompt(sample("r"), (1,), EnginePrompt((1,), ()), torch.arange(1), {})
     done = tuple(Completion((1,), (-1.0,), "", "stop", g) for g in range(len(rewards)))
@@ -188,9 +182,7 @@ def group(*rewards: tuple[float | None, ...]) -> Group:
         (((2.0,), (1.0, 3.0)), False),
     ],
 )
-def test_groups_without_spread_are_those_whose_turns_are_worth_the_same(
-    rewards: tuple[Any, ...], flat: bool
-) -> None:
+def test_zero_std_groups_are_those_with_turns_of_equal_worth(rewards: tuple[Any, ...], flat: bool) -> None:
     algorithm = small_config("model", algorithm={"turn_gamma": 0.5}).algorithm
     one = group(*rewards)
     assert has_zero_std(one, [], algorithm) is flat

@@ -93,9 +93,6 @@ class Loop:
         return self.loop.generate(requests_for([prompt], [PLAN.group(1, 0)], Sampling(tokens)))
 
 
-# one call of the loop ------------------------------------------------------------------------
-
-
 def test_a_turn_begins_with_all_that_came_before(models: dict[str, Path]) -> None:
     first = PLAN.group(1, 0)[0]
     one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56) if turn < 2 else f"done {seed}")
@@ -148,9 +145,7 @@ def test_an_observation_that_leaves_no_token_to_sample_ends_the_conversation(mod
         assert (answers[0].tail is None) == (left == 0)
 
 
-def test_a_turn_under_older_weights_stops_the_run(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_weights_in_a_turn_stop_a_run(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     one = Loop(models["qwen2_5_vl"], lambda seed, turn: "done")
     monkeypatch.setattr(one.loop, "version", lambda: 1)
     with pytest.raises(GuardStop, match="weight version 0"):
@@ -220,9 +215,6 @@ def test_a_beginning_that_differs_within_a_group_is_refused(models: dict[str, Pa
         one.run(answer="blue")
 
 
-# no conversation waits for another ----------------------------------------------------------
-
-
 class Streamed(Loop):
     """A turn loop over the engine's stream; `workers` processes call the tools."""
 
@@ -250,9 +242,7 @@ def test_turns_are_the_same_together_and_one_by_one(family: str, models: dict[st
     assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [2, 3, 4]
 
 
-def test_a_tool_that_takes_long_holds_up_its_own_conversation_alone(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_slow_tool_holds_up_its_own_conversation_alone(models: dict[str, Path], tmp_path: Path) -> None:
     """The first conversation's tool waits for what the second one's second turn makes: in steps, it never would."""
     first, gate = PLAN.group(1, 0)[0], str(tmp_path / "gate")
 
@@ -310,9 +300,6 @@ def test_a_failure_in_the_middle_gives_calls_up(models: dict[str, Path], tmp_pat
         assert [slot.task for slot in host.slots] == [None] * 3 and not any(slot.queue for slot in host.slots)
     finally:
         one.toolbox.close()
-
-
-# what must never pass ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -389,9 +376,6 @@ def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, 
     assert "1x900: absolute aspect ratio must be smaller than 200" in turns[0].text
 
 
-# seeds ---------------------------------------------------------------------------------------
-
-
 def test_seeds_of_turns_never_repeat() -> None:
     firsts = [s for step in range(1, 6) for slot in range(2) for s in PLAN.group(step, slot)]
     every = [PLAN.of_turn(s, t) for s in firsts for t in range(4)]
@@ -401,9 +385,6 @@ def test_seeds_of_turns_never_repeat() -> None:
     evaluated = [s for row in range(50) for s in eval_seeds(3, row, 2)]
     others = [PLAN.of_turn(s, t) for s in evaluated for t in (1, 2, 3)]
     assert len(set(others)) == 300 and min(others) >= 3 * TRAIN_SEEDS and max(others) < 2**32
-
-
-# whole runs ----------------------------------------------------------------------------------
 
 
 def script(seed: int, turn: int) -> str:

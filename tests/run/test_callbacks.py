@@ -62,9 +62,7 @@ def trained(record: Any, model: Path, folder: Path, **changes: Any) -> GRPOTrain
     return made
 
 
-def test_every_event_comes_with_its_step_and_a_callback_ends_the_run(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_events_have_their_step_and_a_callback_ends_a_run(models: dict[str, Path], tmp_path: Path) -> None:
     record = Record(stop_at=3)
     trained(record, models["qwen2_vl"], tmp_path / "r")
     steps = [

@@ -127,9 +127,7 @@ def test_the_newest_are_kept_and_leftovers_removed(models: dict[str, Path], tmp_
     assert sorted(p.name for p in kept.folder.iterdir()) == ["step-000003", "step-000010"]
 
 
-def test_a_damaged_one_of_later_does_not_push_out_the_whole_ones(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_damaged_checkpoints_do_not_push_out_whole_ones(models: dict[str, Path], tmp_path: Path) -> None:
     """The run went on from step 1, and takes step 2 and what is after it again."""
     learner = saved(tmp_path, models["qwen2_vl"])
     learner.config = learner.config.with_values({"run.keep_checkpoints": 1})
@@ -191,10 +189,7 @@ def test_another_models_checkpoint_is_refused(models: dict[str, Path], tmp_path:
     other.config = other.config.with_values({"model.path": str(path)})  # as if the folder had been replaced
     with torch.no_grad():
         moved.model.model.visual.merger.ln_q.weight[3] += 1
-    for learner, words in (
-        (other, "has shape"),
-        (moved, "not trained"),
-    ):
+    for learner, words in ((other, "has shape"), (moved, "not trained")):
         kept = checkpoints_of(learner, tmp_path)
         found = kept.newest()
         assert found is not None
@@ -216,10 +211,7 @@ def test_fields_that_decide_only_beside_others(models: dict[str, Path]) -> None:
             "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
         ) == decides
     assert is_neutral("run.dir") and not is_neutral("run.seed")
-    for term, decides in (
-        ({"credit": "pgpo"}, False),
-        ({"twin_view": {"view": "crop"}}, True),
-    ):
+    for term, decides in (({"credit": "pgpo"}, False), ({"twin_view": {"view": "crop"}}, True)):
         assert ("optim.max_tokens_per_pack" in deciding_fields(config_for(path, algorithm=term))) == decides
     constant = {"optim": {"lr_scheduler_type": "constant"}}
     assert "run.max_steps" not in deciding_fields(config_for(path, **constant))

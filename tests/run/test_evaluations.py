@@ -123,9 +123,7 @@ def test_controls_that_cannot_be_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_goes_on_under_the_headline_it_began_with(
-    finished: tuple[Path, Any], models: dict[str, Path]
-) -> None:
+def test_a_run_goes_on_under_its_first_headline(finished: tuple[Path, Any], models: dict[str, Path]) -> None:
     made = trainer(models["qwen2_vl"], finished[0].parent / "again")
     state = made.evaluations.state()
     made.close()

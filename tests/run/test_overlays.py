@@ -107,11 +107,7 @@ def test_every_reward_on_boxes_and_points_is_known() -> None:
 def test_a_prediction_lies_where_the_reward_reads_it(
     entry: dict[str, Any], text: str, points: list[list[tuple[float, float]]]
 ) -> None:
-    gold: dict[str, Any] = {
-        "box": [0, 0, 9, 9],
-        "boxes": [],
-        "target": [0, 0, 9, 9],
-    }
+    gold: dict[str, Any] = {"box": [0, 0, 9, 9], "boxes": [], "target": [0, 0, 9, 9]}
     marks = predicted_overlays([resolve_entry(entry)], prompt(**gold), text)
     assert rounded(marks) == [(0, entry["name"], each) for each in points]
 

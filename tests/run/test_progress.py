@@ -43,13 +43,8 @@ def test_a_step_in_words() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize(
-    ("width", "last"),
-    [(40, "0.426"), (120, "clipped 50%"), (200, "tokens/s")],
-)
-def test_what_does_not_fit_is_left_out_whole(
-    terminal: bool, width: int, last: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("width", "last"), [(40, "0.426"), (120, "clipped 50%"), (200, "tokens/s")])
+def test_lines_fit_the_width(terminal: bool, width: int, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In `width` columns the parts are there up to `last` at least."""
     monkeypatch.setattr("mm_grpo.run.progress.time.monotonic", lambda: 100.0)
     where, out = console(terminal, width)
@@ -100,9 +95,7 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_notebook_has_one_table_that_grows(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_table_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
     handle = SimpleNamespace(update=shown.append)
     calls: list[Any] = []
@@ -177,9 +170,7 @@ def test_an_evaluation_is_one_after_the_step_and_its_line_stands_below() -> None
         ((3, 1), 2, "mine.yaml", "next: mm-grpo eval mine.yaml --model {run} --checkpoint best"),
     ],
 )
-def test_what_is_said_at_the_end(
-    warned: tuple[int, ...], best: int, config: str, words: str, tmp_path: Path
-) -> None:
+def test_final_messages(warned: tuple[int, ...], best: int, config: str, words: str, tmp_path: Path) -> None:
     """A run that collapsed names its guards, and no evaluation of its last weights."""
     run = tmp_path / "run"
     (run / "checkpoints" / "step-000004").mkdir(parents=True)

@@ -29,9 +29,7 @@ def test_the_environment_holds_versions_and_no_secrets(monkeypatch: pytest.Monke
     assert "hf_secret" not in json.dumps(found) and "ada" not in json.dumps(found)
 
 
-def test_atomic_write_replaces_the_file_whole_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_atomic_write_replaces_the_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, mask = tmp_path / "a.txt", os.umask(0o022)
     try:
         atomic_write(file, "größer\n")
@@ -68,9 +66,7 @@ def test_a_folder_is_swapped_whole_and_a_failure_leaves_the_old_one(tmp_path: Pa
         atomic_folder(folder, lambda new: (new / "weights").write_text("2"))
 
 
-def test_temporary_folders_of_killed_processes_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_temporary_folders_of_the_killed_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     for name in ("mm_grpo_tmp_left", "mm_grpo_tmp_new", "mm_grpo_other"):
         (tmp_path / name / "inner").mkdir(parents=True)

@@ -214,9 +214,7 @@ def test_overwrite_removes_a_link_and_not_what_it_points_to(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", GIVEN[1:])
-def test_a_model_that_is_saved_again_leaves_the_users_files_in_its_folder(
-    given: dict[str, bool], tmp_path: Path
-) -> None:
+def test_a_model_saved_again_leaves_the_users_files(given: dict[str, bool], tmp_path: Path) -> None:
     for number, new in enumerate(["weights-1-of-2", "weights"]):
         folder = RunFolder(tmp_path, **given if number else {})
         with folder.claim():
@@ -257,10 +255,9 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "make"),
-    [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)],
+    ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)]
 )
-def test_what_no_run_writes_is_named_before_it_is_read(
+def test_foreign_files_are_named_before_a_read(
     name: str, make: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     finished_run(tmp_path / "run")
@@ -288,9 +285,7 @@ def test_cut_after_forgets_the_later_steps(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_files_that_cannot_be_written_are_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_files_are_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path).start("x: 1\n")
 
     def full(*_: object, **__: object) -> None:

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import (
-    append_event,
-    append_row,
-    cut_events,
-    read_events,
-    read_metrics,
-)
+from mm_grpo.run.metrics import append_event, append_row, cut_events, read_events, read_metrics
 
 
 def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:

@@ -52,9 +52,7 @@ def resume(then: Any, now: Any, **allowed: bool) -> None:
     refuse_another_run(found, identity, 5, **allowed)
 
 
-def test_changed_tools_are_refused_unless_they_are_allowed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changed_tools_are_refused_unless_allowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     then = sources(tmp_path)
     assert [one["name"] for one in then] == ["double", "environment"]
     assert [(one["module"], one["qualname"]) for one in then] == [("own", "double"), ("own", "World")]
