@@ -30,7 +30,7 @@ from typing import Any
 import conftest  # noqa: F401  # the settings of tests, before anything else is imported
 import served_learner
 from helpers.processes import alone
-from robustness.http_proxy import Proxy
+from http_proxy import Proxy
 
 from mm_grpo import GRPOConfig
 from mm_grpo.cli.serve import server_settings

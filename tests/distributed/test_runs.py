@@ -18,13 +18,7 @@ import pytest
 import runs
 import torch
 from helpers import calling, processes
-from helpers.run_folders import (
-    assert_the_same_sight,
-    metrics_of,
-    rollouts_of,
-    weights_of,
-    write_config,
-)
+from helpers.run_folders import assert_the_same_sight, metrics_of, rollouts_of, weights_of, write_config
 from safetensors.torch import load_file
 
 STEPS = 4

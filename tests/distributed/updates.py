@@ -38,7 +38,6 @@ SETS: dict[str, str] = {
     "apart": "itit",  # with 2 processes all images on one and all text on the other
     "few": "i",  # one group: with 2 processes one of them has nothing
     "hole": "m-ti",  # a dropped row leaves slot 1 empty
-    "short": "tt",  # two small groups
 }
 GENERATIONS = 4
 

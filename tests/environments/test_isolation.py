@@ -36,9 +36,6 @@ def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
     return box.host.open([(row, box._row(row))] * count)
 
 
-# what comes back -----------------------------------------------------------------------------
-
-
 def story(box: Toolbox) -> list[Any]:
     """Everything that three conversations show."""
     rows = [sample(f"train:{n}", images=(picture(n, 90, 70),), start=n) for n in (3, 98, 7)]
@@ -79,9 +76,6 @@ def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
     assert "total 4" in texts and "a?b" in texts and "error: SystemExit: 0" in texts
     assert "error: the answer cannot be shown (RuntimeError: nor shown)" in texts
     assert shown[0][0][1][:2] == ("RGB", (90, 70))
-
-
-# failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -185,9 +179,6 @@ def test_environments_are_closed_whatever_one_of_them_does(
     assert "train:0: error: close of the environment had not answered after 0.5 s" in caplog.text
 
 
-# processes -----------------------------------------------------------------------------------
-
-
 def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     box = make([nap], tool_timeout=60)
     one, other = begun(box, 2)
@@ -220,9 +211,6 @@ def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
     assert idle.call("act", {}).fault == "died" and idle.masked is not None
 
 
-# where tools run -----------------------------------------------------------------------------
-
-
 def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None:
     def closure(a: int) -> int:
         """Add.
@@ -251,9 +239,6 @@ def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Ma
         box.place(["mine"], processes=2)
     with pytest.raises(ConfigError, match=r"environment_workers.*'mine'"):
         make((), World).place(["mine"])
-
-
-# in the trainer's process --------------------------------------------------------------------
 
 
 def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:

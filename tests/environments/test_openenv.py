@@ -96,9 +96,6 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
         assert server.closed()
 
 
-# what is refused before a run ----------------------------------------------------------------
-
-
 def test_servers_that_cannot_serve() -> None:
     with refusing_port() as port, pytest.raises(ConfigError, match=f"rollout.environment: .*:{port}"):
         box_of(f"http://127.0.0.1:{port}")
@@ -122,8 +119,6 @@ def test_a_subclass_says_what_its_steps_pay() -> None:
         assert one.done and one.reward() == 1.0
         box.close()
 
-
-# observations --------------------------------------------------------------------------------
 
 ROWS = [[[255, 0, 0]] * 9] * 8
 

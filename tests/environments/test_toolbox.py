@@ -95,9 +95,6 @@ def test_tools_and_environments_that_a_config_names(tmp_path: Path) -> None:
         toolbox_of(config(environment="zom"), None, None)
 
 
-# the ones that ship --------------------------------------------------------------------------
-
-
 def test_zoom_cuts_at_full_resolution() -> None:
     image = picture(4, 200, 100)
     zoom = Zoom()

@@ -18,8 +18,6 @@ from mm_grpo.rewards.resolve import resolve_entry
 
 KEY = "sk-very-secret-0123456789"
 
-# a server with bad days ------------------------------------------------------------------------
-
 
 def test_what_may_pass_is_tried_again(server: Server) -> None:
     turn, ended = iter(range(99)), threading.Event()
@@ -67,9 +65,6 @@ def test_a_mistake_in_the_settings_is_raised_at_once(server: Server) -> None:
         with pytest.raises(ValueError, match=f"{name}="):
             ask(server, **{name: value})
     assert len(server.requests) == 1
-
-
-# the key ----------------------------------------------------------------------------------------
 
 
 def everything(error: BaseException | None) -> str:
@@ -120,9 +115,6 @@ def test_a_key_that_is_none(server: Server, value: str | None, monkeypatch: pyte
         ask(server, key_env="JUDGE_KEY")
     assert value is None or not value.strip() or value not in str(raised.value)
     assert server.requests == []
-
-
-# the environment -------------------------------------------------------------------------------
 
 
 def test_no_proxy_stands_between_us_and_this_machine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,6 @@ def with_area(numbers):
     return st.tuples(sides, sides).map(lambda s: (s[0][0], s[1][0], s[0][1], s[1][1]))
 
 
-# reading ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
@@ -60,17 +57,11 @@ def test_the_point_in_a_text(text, point):
     assert point_in(text) == point
 
 
-# iou and giou ----------------------------------------------------------------------------------
-
-
 @given(with_area(st.integers(0, 30)), with_area(st.integers(0, 30)))
 def test_iou_counts_the_pixels_of_whole_boxes(one, other):
     cells = [set(itertools.product(range(b[0], b[2]), range(b[1], b[3]))) for b in (one, other)]
     assert iou_of(one, other) == len(cells[0] & cells[1]) / len(cells[0] | cells[1])
     assert iou(f"{list(one)}", other) == iou_of(one, other)
-
-
-# coordinate systems ----------------------------------------------------------------------------
 
 
 def test_every_pair_of_spaces_agrees():
@@ -117,9 +108,6 @@ def test_the_image_of_several_or_none():
     ):
         with pytest.raises(ValueError, match=message):
             iou("[0, 0, 1, 1]", box, *images_of, **options)
-
-
-# box_match -------------------------------------------------------------------------------------
 
 
 @example([[False, True], [True, True], [False, True]])

@@ -13,8 +13,6 @@ from PIL import Image
 
 from mm_grpo.rewards.builtins.judge import parse_verdict
 
-# what is asked, and what comes out -------------------------------------------------------------
-
 
 def test_the_request_holds_question_gold_completion_and_image(server: Server, rows: Any, scorer: Any) -> None:
     server.answer = lambda _, body: says("It names the animal.\nScore: 7.5")
@@ -76,9 +74,6 @@ def test_a_completion_cannot_leave_its_place(server: Server) -> None:
 )
 def test_verdicts(reply: str, score: float | None) -> None:
     assert parse_verdict(reply) == score
-
-
-# the cache --------------------------------------------------------------------------------------
 
 
 def test_equal_requests_are_asked_once_also_together(server: Server, rows: Any, scorer: Any) -> None:

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from mm_grpo.rewards import get
 from mm_grpo.rewards.builtins.numeric import number_words, numbers, numeric
 
-# numbers in text -------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("text", "values"),
@@ -62,17 +60,11 @@ def test_numbers_in_words(text, values):
     assert number_words(text) == values
 
 
-# numeric ---------------------------------------------------------------------------------------
-
-
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_numeric_reads_every_float_as_python_writes_it(value):
     assert numeric(f"so <answer>{value!r}</answer>", repr(value)) == 1.0
     other = repr(value + max(1.0, abs(value)))
     assert numeric(other, value, tolerance=1e-9) in (0.0, float(math.isinf(value * 2)))
-
-
-# math ------------------------------------------------------------------------------------------
 
 
 def test_math_runs_isolated_and_masks_what_hangs():

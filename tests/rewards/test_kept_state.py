@@ -21,27 +21,6 @@ from mm_grpo.rewards import Scorer
 from mm_grpo.types import Turn
 from mm_grpo.user_code.kept_state import kept_state, own_copy
 
-
-def pops(completion: str, gold: list[str]) -> float:
-    """Right when the completion is the last of the row's list, which it takes off."""
-    return float(completion == gold.pop())
-
-
-def pops_of_all(completions: list[str], gold: list[list[str]], **columns: Any) -> list[float]:
-    return [float(text == golds.pop()) for text, golds in zip(completions, gold, strict=True)]
-
-
-@pytest.mark.parametrize("reward", [pops, pops_of_all])
-def test_a_reward_that_pops_from_a_column_scores_the_same_again(
-    reward: Any, rows: Callable[..., Any]
-) -> None:
-    prompts, completions = rows("abab", gold=[["b", "a"]] * 4)
-    scorer = Scorer([reward], conversational=False)
-    first = scorer.score(prompts, completions, step=1).totals
-    assert first == [1.0, 0.0, 1.0, 0.0] == scorer.score(prompts, completions, step=2).totals
-    assert all(p.sample.columns["gold"] == ["b", "a"] for p in prompts)
-
-
 SPOILS = """
 from collections.abc import Mapping
 from PIL import Image, ImageDraw

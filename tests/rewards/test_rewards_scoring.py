@@ -11,16 +11,13 @@ def given(*scores):
     return lambda completion: left.pop(0)
 
 
-# what comes out --------------------------------------------------------------------------------
-
-
 def test_totals_are_weighted_sums_of_the_rewards_that_apply(rows):
-    scorer = Scorer(
-        [named("a", given(1.0, None, 0.5, None)), named("b", given(0.25, 2.0, None, None), weight=2)]
-    )
+    applied = [named("a", given(1.0, None, 0.5, None)), named("b", given(0.25, 2.0, None, None), weight=2)]
+    scorer = Scorer([*applied, named("watched", lambda completion: 1.0, weight=0)])
     scores = scorer.score(*rows("wxyz"), step=1)
-    assert scores.totals == [1.5, 4.0, 0.5, None]
-    assert scores.parts == {"a": [1.0, None, 0.5, None], "b": [0.25, 2.0, None, None]}
+    assert scores.totals == [1.5, 4.0, 0.5, None]  # a weight of 0 makes no total
+    assert (scores.parts["a"], scores.parts["b"]) == ([1.0, None, 0.5, None], [0.25, 2.0, None, None])
+    assert scores.parts["watched"] == [1.0] * 4 and scores.metrics["rewards/watched/mean"] == 1.0
 
 
 def test_metrics_are_over_the_completions_that_a_reward_applies_to(rows):
@@ -41,13 +38,6 @@ def test_a_reward_that_applies_nowhere_has_no_mean(rows):
     assert not {"rewards/a/mean", "rewards/a/std"} & scores.metrics.keys()
 
 
-def test_a_reward_of_weight_0_is_watched_and_makes_no_total(rows):
-    scorer = Scorer([named("a", given(1.0, 1.0), weight=0), named("b", given(0.5, None))])
-    scores = scorer.score(*rows("xy"), step=1)
-    assert scores.totals == [0.5, None]
-    assert scores.metrics["rewards/a/mean"] == 1.0
-
-
 def test_torch_scalars_and_tensors_are_scores(rows):
     torch = pytest.importorskip("torch")
     one = named("one", lambda completion: torch.tensor(0.5, requires_grad=True))
@@ -55,9 +45,6 @@ def test_torch_scalars_and_tensors_are_scores(rows):
     array = named("array", lambda completions, **kwargs: np.array([True, None], dtype=object))
     scores = Scorer([one, batch, array]).score(*rows("xy"), step=1)
     assert scores.parts == {"one": [0.5, 0.5], "batch": [1.0, 2.0], "array": [1.0, None]}
-
-
-# what goes in ----------------------------------------------------------------------------------
 
 
 def test_a_function_gets_what_it_asks_for_by_name(rows):
@@ -131,9 +118,6 @@ def test_log_metric_is_the_mean_and_log_extra_a_column(rows):
     scores = Scorer([named("f", f)]).score(*rows(["a a a", "b"]), step=1)
     assert scores.metrics["words"] == 2.0
     assert scores.extra == {"parsed": ["A A A", None]}
-
-
-# before the start ------------------------------------------------------------------------------
 
 
 def test_columns_that_do_not_supply_what_a_reward_asks_for_are_refused_at_the_start(rows):

@@ -33,9 +33,6 @@ def check(given: Any, rows: list[dict[str, Any]] = DATASET, **options: Any) -> N
     Scorer([given]).check(columns, lambda: iter(rows), **options)
 
 
-# which rows ------------------------------------------------------------------------------------
-
-
 def test_a_reward_scores_the_rows_that_it_is_for_and_is_not_called_for_others(rows):
     asked: list[Any] = []
 
@@ -108,9 +105,6 @@ def test_a_when_on_an_unknown_column_is_refused_in_every_set(trained=False):
 def test_a_wrong_when_is_refused(value):
     with fails("^reward 'length': when"):
         Scorer([{"name": "length", "max_length": 3, "when": value}])
-
-
-# without thinking ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,6 @@ def counts(scores):
     return tuple(int(scores.metrics[f"rewards/r/{what}"]) for what in ("errors", "timeouts", "none"))
 
 
-# calls that are answered -------------------------------------------------------------------------
-
-
 def test_a_worker_gets_what_the_function_asks_for(rows, scorer):
     batch = rows(["abc", "abc"], box=[(1, {2: "two"})] * 2, extra=[[(3,)]] * 2)
     scores = scorer(isolated("echo"), max_steps=9).score(*batch, step=7)
@@ -110,9 +107,6 @@ def test_nothing_that_a_worker_makes_is_unpickled(rows, scorer, tmp_path):
         with fails(message):
             scorer({**entry, "on_error": "stop"}).score(*rows([text]), step=1)
     assert not mark.exists()
-
-
-# calls that fail -----------------------------------------------------------------------------------
 
 
 def test_bad_answers_and_exceptions_read_as_without_isolation(rows, scorer):
@@ -191,9 +185,6 @@ def test_a_file_that_changed_since_the_start_is_not_run(rows, scorer, tmp_path):
     (tmp_path / "own.py").write_text("def f(completion):\n    return 2.0\n")
     with fails("a worker process cannot import .*own.py:f: .*has changed"):
         made.score(*rows("x"), step=1)
-
-
-# what cannot be isolated -------------------------------------------------------------------------
 
 
 def in_main(completion):

@@ -22,9 +22,6 @@ def marks(**scores):
     return lambda completion: scores[completion]
 
 
-# plain functions -----------------------------------------------------------------------------------
-
-
 def test_a_plain_function_with_a_time_out_scores_as_without(rows):
     threads = []
 
@@ -50,9 +47,6 @@ def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, cap
     with fails("reward 'f', on row 'row:1' .* 'b', had not answered .* = 0.5 s.*isolated: true"):
         scorer.score(*rows("abc"), step=1)
     release.set()
-
-
-# async functions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -160,9 +154,6 @@ def test_the_first_async_failure_stops_the_others(rows):
     assert ended == ["a", "b"]  # by cancelling, not by the end of their ten minutes
 
 
-# policies --------------------------------------------------------------------------------------------
-
-
 def test_late_calls_may_have_another_policy_than_errors(rows, scorer):
     def bad(completion):
         raise ValueError("no")
@@ -176,9 +167,6 @@ def test_late_calls_may_have_another_policy_than_errors(rows, scorer):
     made = scorer(named("a", late, timeout=0.1, on_error="mask"), named("b", bad, on_error="mask"))
     metrics = made.score(*rows("x"), step=1).metrics
     assert (metrics["rewards/a/timeouts"], metrics["rewards/b/errors"]) == (1, 1)
-
-
-# gates -----------------------------------------------------------------------------------------------
 
 
 def test_a_gate_decides_where_a_reward_applies(rows):
@@ -207,9 +195,6 @@ def test_a_gate_decides_where_a_reward_applies(rows):
 def test_gates_that_mean_nothing(gates, message):
     with fails(message):
         Scorer([named(name, marks(), only_if=gate) for name, gate in gates.items()])
-
-
-# keys ------------------------------------------------------------------------------------------------
 
 
 def test_the_decorator_and_the_entry_take_the_same_options():

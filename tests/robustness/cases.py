@@ -40,7 +40,6 @@ from robustness.runs import REWARD, complete, whole
 
 TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.yaml --resume"
 HALF = os.fsdecode(b"a\xed\xa0\x80")
-NO_HOME = "~nobody-of-this-name/x"
 
 _NINE = [", ".join([f"*a{i}"] * 9) for i in range(12)]
 BOMB = f"rewards: [&a0 [x, x], {', '.join(f'&a{i} [{nine}]' for i, nine in enumerate(_NINE, 1))}]"
