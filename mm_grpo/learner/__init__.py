@@ -2,6 +2,7 @@
 
 One step
 - `learner.py`: one step's updates: minibatches, old and reference log-probs, then forward, loss, backward, optimizer.
+- `learner_weights.py`: the learner's weights as engines get them and as they are saved.
 - `minibatch.py`: the completions of one update, with their weights and log-probs.
 - `loss.py`: the loss of a pack, from the pure functions of `algorithm`.
 - `step_report.py`: the metrics of a step.
@@ -29,5 +30,5 @@ Weights
 - `optimizer.py`: AdamW, schedule, clipping, fp32 master weights, whole in each process.
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
 - `reference.py`: a reference policy of another path.
-- `state.py`: the optimizer's state on disk, by parameter name, for any number of processes.
+- `state.py`: the optimizer's state on disk, by parameter name; any number of processes reads it.
 """

@@ -50,7 +50,7 @@ class AlternatePrompts:
 
 
 def moved_tail(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
-    """Return the tail of a conversation after another prompt: its positions go on from where that prompt ends."""
+    """Return the tail of a conversation after another prompt: its positions continue at that prompt's end."""
     shift = new.next_position - old.next_position
     return None if tail is None else replace(tail, position_ids=tail.position_ids + shift)
 

@@ -88,9 +88,8 @@ class PackForward(nn.Module):
         `kl_states` [T, D], by completion, are states of another distribution q. If a completion of the pack has some,
         the result has the KL from q, 0 for tokens of completions without.
         """
-        if isinstance(
-            pack, PromptEnd
-        ):  # DeepSpeed prepares a backward in its own forward, and so sees every one
+        # through forward, because DeepSpeed prepares every backward in its own forward
+        if isinstance(pack, PromptEnd):
             end = self.prompt_end(pack)
             return PackResult(end, end)
         states, q_hidden = self.states(pack), None
@@ -112,7 +111,8 @@ class PackForward(nn.Module):
         """Return the scalar 0 whose backward is that of the prompt."""
         assert self.prompts is not None
         head = self.family.head(self.model).weight
-        is_tied = head is self.model.get_input_embeddings().weight  # then the prompt's backward reaches it
+        # the prompt's backward reaches a tied head through the embedding, and any other head only here
+        is_tied = head is self.model.get_input_embeddings().weight
         return self.prompts.joined(end.prompt, None if is_tied else head)
 
     def states(self, pack: Pack) -> Tensor:
@@ -136,7 +136,7 @@ class PackForward(nn.Module):
             )
 
     def _prefixes(self, pack: Pack) -> Prefixes | None:
-        """Return the states of the prompts that the pack goes on from; None if it has all its prompts."""
+        """Return the states of the pack's prompts that run apart; None if there are none."""
         if not pack.prefixes:
             return None
         assert self.prompts is not None and pack.prefix_segments is not None
@@ -152,7 +152,7 @@ class PackForward(nn.Module):
 
     @contextmanager
     def _inputs(self, pack: Pack) -> Iterator[dict[str, Any]]:
-        """Keyword arguments of the model's forward: the tokens with the features of their images."""
+        """Yield keyword arguments of the model's forward: the tokens with the features of their images."""
         family, model = self.family, self.model
         inputs: dict[str, Any] = {"input_ids": pack.input_ids}
         if not pack.pictured and self.blank_images and not family.tower_is_frozen(model):

@@ -1,4 +1,4 @@
-"""One pass over the packs of a plan, which share features of images and states of prompts.
+"""A pass over the packs of a plan, which share features of images and states of prompts.
 
 The pass lays out its packs one at a time and counts what was run. With gradients a prompt that was run apart has a
 backward of its own, after the last pack that goes on from it. Without gradients there are the log-probs of completions

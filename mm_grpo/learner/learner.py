@@ -1,4 +1,4 @@
-"""One step's updates, in one process or several.
+"""Updates of a step, in one process or several.
 
 The groups of a step are cut into `updates_per_step` minibatches, and each makes one optimizer update,
 `num_iterations` times over. Within an update the completions are packed, each pack runs forward and backward
@@ -14,24 +14,21 @@ processes changes the time of an update and not the update. Loss features (`feat
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner import lora
 from mm_grpo.learner.features.base import FeaturePack, LossFeature
 from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward, wrap_model
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
+from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
@@ -45,18 +42,16 @@ from mm_grpo.learner.step_report import (
     gap_metrics,
     update_metrics,
 )
-from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 R = TypeVar("R")
 
 
-class Learner:
+class Learner(LearnerWeights):
     """Trainer of `model` on groups. `total_updates` is the length of the learning-rate schedule.
 
-    `ranks` are the processes that make the updates together; None is this one alone. `adapted_layers` are the layers
-    with adapters.
+    `ranks` are the processes that make the updates together; None is this one alone.
     """
 
     def __init__(
@@ -72,19 +67,17 @@ class Learner:
                 f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
-        self.model, self.processor, self.config = model, processor, config.with_correction()
-        self.adapted_layers = lora.adapted_layers(model)
-        self.factored: frozenset[str] = frozenset()
+        super().__init__(model, processor, config.with_correction())
         self.ranks = ranks or Ranks()
-        # each process draws random adapters of its own
+        # each process drew its own random numbers for weights that are new (LoRA)
         self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
         wrap = partial(wrap_model, processor=processor, config=config)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
             self.reference = wrap(load_reference_model(config, model, processor))
-        elif config.algorithm.beta > 0 and lora.has_adapters(model):
-            self.reference = wrap(model)  # run without its adapters
+        elif config.algorithm.beta > 0 and self.has_frozen_base:
+            self.reference = wrap(model)  # runs as its frozen base
         elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
             self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
         tower = {id(p) for p in processor.family.tower(model).parameters()}
@@ -96,10 +89,6 @@ class Learner:
         self.optimizer = make_optimizer(self.module, optim, total_updates, self.ranks)
         self._work = PackStatistics()
         self.features: list[LossFeature] = [feature(self) for feature in feature_classes(config.algorithm)]
-
-    def use_factors(self, layers: Iterable[str]) -> None:
-        """Send the adapters of these layers as factors from now on, because the engine runs them so."""
-        self.factored = frozenset(layers)
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
         """Make the step's updates from this process's groups; the weights have changed in place on return.
@@ -159,36 +148,10 @@ class Learner:
     ) -> list[list[float]]:
         """Return log-probs [T] of each completion of `prompt` under the present weights: see `forward_pass.score`.
 
-        With `as_sent` adapters are merged and rounded, as in `named_tensors`.
+        With `as_sent` the weights are merged and rounded as in `named_tensors`.
         """
-        with lora.merged_layers(self.model, self.factored) if as_sent else nullcontext():
+        with self.weights_as_sent() if as_sent else nullcontext():
             return score(self.model, self.processor, self.config, prompt, completions, as_sampled=as_sampled)
-
-    def named_tensors(self, *, frozen: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its in-memory name, tied ones under each name, then adapters as factors.
-
-        Adapters of layers of `use_factors` come as factors, the others are merged. Without `frozen`, weights are left
-        out if all adapters are factors, because then nothing else learns.
-        """
-        if frozen or not self.factored or self.factored != set(self.adapted_layers):
-            yield from lora.merged_tensors(self.model, self.factored)
-        yield from lora.sent_factors(self.model, self.factored)
-
-    def save(self, path: str | Path) -> None:
-        """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
-        merged = (
-            {"state_dict": dict(lora.merged_tensors(self.model))} if lora.has_adapters(self.model) else {}
-        )
-        save_pretrained(self.model, path, **merged)
-        self.processor.save(path)
-
-    def save_adapter(self, path: str | Path) -> None:
-        """Write the adapters alone, for peft. `model.lora` must be set."""
-        lora.save_adapter(self.model, path, self.config.model.path)
-
-    def merge_lost(self) -> float | None:
-        """Return the share of the adapters' movement that merging loses (see `lora.merge_lost`)."""
-        return lora.merge_lost(self.model)
 
     # one update ------------------------------------------------------------------------------
 
@@ -299,7 +262,7 @@ class Learner:
     def _reference_values(self, items: Sequence[Item]) -> ByCompletion:
         """Return log-probs [T] of each completion under the reference policy."""
         assert self.reference is not None
-        with lora.without_adapters(self.reference.model):
+        with frozen_base_of(self.reference.model):
             return self.run(items, self.reference)[0]
 
     def _keep_image_features(self, minibatches: int) -> None:

@@ -2,16 +2,16 @@
 
 A layer of gated delta rule (Yang et al. 2024, arXiv:2412.06464), as Qwen3.5 has it, hands two things from token to
 token: the last inputs of a short causal convolution, and a matrix [keys, values] for each head. Here prompts run in
-batches of their own and completions in others, which start from what their prompts end with. So the result is that of
-prompt + completion in one sequence, for outputs and gradients. All else in the layer looks at one token at a time.
+batches, and completions in others, which start from the end states of their prompts. So outputs and gradients equal
+those of prompt + completion in one sequence. All else in the layer works on one token at a time.
 
-The rule itself is transformers' own in torch; on a GPU in bfloat16 the kernel of flash-linear-attention is taken where
-it is installed. How layers come to call this is in transformers_patches.py.
+The rule itself is transformers' torch code; on a GPU in bfloat16 an installed kernel of flash-linear-attention runs.
+transformers_patches.py makes layers call this.
 
-Rounding: where heads forget within a token or two (exp(A_log) of 5 and more, as published models have some), the
-gradients of A_log, dt_bias and in_proj_a are what is left of sums that cancel in the rule's own fp32. They lie up to
-8e-2 of their norm from the plain forward's, on either side of float64, and are 1e-4 of the whole gradient or less: that
-equals the plain forward's to 1e-6.
+Rounding: if heads forget within a token or two (exp(A_log) of 5 and more, as published models have some), the
+gradients of A_log, dt_bias and in_proj_a are small remainders of sums that cancel in the rule's fp32. They lie up to
+8e-2 of their norm from the plain forward's, on either side of float64. They are 1e-4 of the whole gradient or less,
+which equals the plain forward's to 1e-6.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from mm_grpo.learner.transformers_patches import Rule, fla_rule, torch_rule, use
 
 @dataclass(frozen=True)
 class SharedState:
-    """Layout of a pack for a layer: places of its completions, and the function that runs the rule.
-
-    Of a prompt alone `keep_prompt` takes the states after it; `prefixes` hold those of prompts that are run apart.
-    """
+    """Layout of a pack for a layer."""
 
     batch: CompletionBatch
     rule: Rule
+    """Function that runs the gated delta rule."""
     keep_prompt: PromptState | None = None
+    """Receives the states after a prompt that runs alone."""
     prefixes: Prefixes | None = None
+    """States of the prompts that run apart."""
 
 
 def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Tensor:
-    """Run the layer over a pack's hidden states [B, N, D]; at padding the numbers mean nothing."""
+    """Run the layer over a pack's hidden states [B, N, D]; values at padding are arbitrary."""
     batch = shared.batch
     gate = layer.in_proj_z(hidden).reshape(-1, layer.head_v_dim)
     beta = layer.in_proj_b(hidden).sigmoid()
     decay = -layer.A_log.float().exp() * softplus(layer.in_proj_a(hidden).float() + layer.dt_bias)
-    (mixed, own_mixed), (beta, own_beta), (decay, own_decay) = (
+    (mixed, completion_mixed), (beta, completion_beta), (decay, completion_decay) = (
         batch.split(x) for x in (layer.in_proj_qkv(hidden), beta, decay)
     )
     ran = [
@@ -63,14 +63,15 @@ def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Ten
         shared.keep_prompt.keep(layer.layer_idx, lambda: ends[0])
     if shared.prefixes is not None:
         ends += shared.prefixes.pairs(layer.layer_idx)
-    state, tail = (torch.cat([each[part] for each in ends]) for part in (0, 1))
-    own_outs = []
-    for own, values, forgets, writes in zip(batch.completions, own_mixed, own_decay, own_beta, strict=True):
-        values = torch.cat([batch.after_prompt(tail, own), values], 1)
-        own_outs.append(
-            _apply(layer, values, forgets, writes, batch.after_prompt(state, own), shared.rule)[0]
-        )
-    heads = batch.merge(outs, own_outs, hidden.shape[:2]).reshape(-1, layer.head_v_dim)
+    state, tail = (torch.cat([end[part] for end in ends]) for part in (0, 1))
+    completion_outs = []
+    for sequences, values, forgets, writes in zip(
+        batch.completions, completion_mixed, completion_decay, completion_beta, strict=True
+    ):
+        values = torch.cat([batch.after_prompt(tail, sequences), values], 1)
+        start = batch.after_prompt(state, sequences)
+        completion_outs.append(_apply(layer, values, forgets, writes, start, shared.rule)[0])
+    heads = batch.merge(outs, completion_outs, hidden.shape[:2]).reshape(-1, layer.head_v_dim)
     result: Tensor = layer.out_proj(layer.norm(heads, gate).reshape(*hidden.shape[:2], -1))
     return result
 
@@ -78,13 +79,13 @@ def shared_state_forward(layer: Any, hidden: Tensor, shared: SharedState) -> Ten
 def _run_prompts(
     layer: Any, prompts: Sequences, mixed: Tensor, decay: Tensor, beta: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch of prompts: values [r, P, H, dv], the states after them, and the convolution's last inputs [r, K - 1]."""
+    """Run a batch of prompts; return values [r, P, H, dv], end states, and the convolution's last inputs [r, K - 1]."""
     context = layer.conv_kernel_size - 1
     mixed = pad(mixed, (0, 0, context, 0))
     if prompts.equal:
         tail = mixed[:, prompts.index.shape[1] :]
     else:
-        # what stands behind a shorter prompt leaves the state as it is: it decays nothing and writes nothing
+        # padding behind a shorter prompt must not change the state: it decays nothing and writes nothing
         behind = torch.arange(prompts.index.shape[1], device=mixed.device) >= prompts.lengths[:, None]
         beta, decay = (x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay))
         places = prompts.lengths[:, None] + torch.arange(context, device=mixed.device)
@@ -96,7 +97,7 @@ def _run_prompts(
 def _apply(
     layer: Any, mixed: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Convolution and rule over sequences of S tokens: values [b, S, H, dv] and the state [b, H, dk, dv] after them.
+    """Run convolution and rule over sequences of S tokens; return values [b, S, H, dv] and end states [b, H, dk, dv].
 
     `mixed` [b, K - 1 + S, channels] begins with the inputs that the convolution, of K taps, looks back to.
     """
@@ -126,7 +127,7 @@ def _apply(
 def prepare_linear_layers(model: Any) -> Rule | None:
     """Patch the model's linear layers to take a `shared_state`; return the rule that they run, None without any.
 
-    Raises ConfigError where a layer of the model has a state of another kind.
+    Raises ConfigError if a layer of the model has a state of another kind.
     """
     text = model.config.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or ())

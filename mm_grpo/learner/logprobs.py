@@ -1,15 +1,13 @@
 """Log-probabilities and entropies of tokens, from hidden states and the head, without holding all logits.
 
-Logits of M tokens over V entries are the largest tensor of a training step (64 completions of 512
-tokens over 152k entries take 20 GB in fp32). Here they exist a tile at a time, some rows over some of the
-vocabulary, in forward and again in backward, where a tile is computed anew. Forward goes along the
-vocabulary with a running maximum and running sums; backward finishes one slice of the vocabulary after
-the other, so that the head's gradient is summed in fp32 for that slice alone. The results are those of
-the plain computation up to rounding. For the KL from another distribution q over the whole vocabulary, q's logits are
-made tile by tile too, from hidden states of its own and the same head.
+Logits of M tokens over V entries are the largest tensor of a training step (64 completions of 512 tokens over 152k
+entries take 20 GB in fp32). Here they exist a tile at a time, some rows over some of the vocabulary; backward computes
+each tile again. Forward goes along the vocabulary with a running maximum and running sums. Backward finishes one slice
+of the vocabulary after the other, so that the head's gradient is summed in fp32 for one slice at a time. The results
+equal the plain computation up to rounding. For the KL from another distribution q over the whole vocabulary, q's logits
+are made tile by tile too, from q's hidden states and the same head.
 
-Products of 16-bit numbers are rounded to 16 bits on a CPU before they are summed, and are fp32 on a GPU, where that
-costs nothing.
+Products of 16-bit numbers are rounded to 16 bits on a CPU before they are summed, and are fp32 on a GPU at no cost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """LoRA through peft: small trainable factors beside frozen weights (Hu et al. 2021, arXiv:2106.09685).
 
-peft puts its layers into the model in place, so every other part goes on seeing the same model. The base
-weights are never written: what an engine or a saved model gets is base + scale * B @ A, computed anew from the
-kept base each time, in fp32 and then rounded once to the base's dtype. So nothing drifts, but in bf16 the rounding
-takes away what is small beside a weight, which early in a run is most of it: `merge_lost` measures that, and
-`save_adapter` writes the factors themselves. The reference policy is the same model with its adapters switched off.
+peft puts its layers into the model in place, so every other part keeps the same model. The base weights are never
+written: an engine or a saved model gets base + scale * B @ A, computed from the base each time, in fp32, and rounded
+once to the base's dtype. So nothing drifts. But bf16 rounds away changes that are small beside a weight, early in a
+run most of them: `merge_lost` measures that, and `save_adapter` writes the factors themselves. The reference policy
+is the same model with its adapters switched off.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from mm_grpo.terminal import quiet_libraries
 
 logger = logging.getLogger("mm_grpo")
 ADAPTER = "default"
-MEASURED = 8
-"""Layers, evenly spaced, whose merge is measured at a sync."""
-MUCH = 0.1
-"""Share that is lost in a merge from which saving says so."""
+MEASURED_LAYERS = 8
+"""Count of layers, evenly spaced, of which a sync measures the merge."""
+MERGE_LOST_WARNING = 0.1
+"""Share that a merge loses from which saving warns."""
 
 
 def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
@@ -48,16 +48,16 @@ def add_adapters(model: nn.Module, config: LoRAConfig, family: Family) -> None:
 
     alpha: Any = config.alpha  # peft divides it by the rank, and asks for an int only in its types
     pattern = target_pattern(model, config, family)
-    wanted = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=pattern)
+    lora_config = LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=pattern)
     with quiet_libraries():
-        inject_adapter_in_model(wanted, model, adapter_name=ADAPTER)
+        inject_adapter_in_model(lora_config, model, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():  # peft makes them in the base's dtype
         if ".lora_" in name:
             parameter.data = parameter.data.float()
 
 
 def target_pattern(model: nn.Module, config: LoRAConfig, family: Family) -> str:
-    """The regular expression of the layers that get adapters. ConfigError when a target name is that of no layer."""
+    """Return the regular expression of the layers that get adapters. ConfigError if a target name fits no layer."""
     text = family.language_model(model)
     prefix = next(name for name, module in model.named_modules() if module is text)
     linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
@@ -75,22 +75,22 @@ def target_pattern(model: nn.Module, config: LoRAConfig, family: Family) -> str:
 
 
 def _linear_layers_of_tower(model: nn.Module, family: Family) -> list[str]:
-    """Names of the tower's linear layers in the model. ConfigError where it has none."""
-    # subclasses are left alone: what they are part of looks at their weight, and not at what they make
-    own = {id(part) for part in family.tower(model).modules() if type(part) is nn.Linear}
-    if not own:
+    """Return the names of the tower's linear layers in the model. ConfigError if it has none."""
+    # no subclasses: their modules read the weight itself, and would not see an adapter
+    linear = {id(part) for part in family.tower(model).modules() if type(part) is nn.Linear}
+    if not linear:
         raise ConfigError("model.lora.vision = true: the vision tower has no linear layer; set it to false")
-    return [name for name, part in model.named_modules() if id(part) in own]
+    return [name for name, part in model.named_modules() if id(part) in linear]
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """True when `add_adapters` was called on the model."""
+    """Return True when the model has adapters of `add_adapters`."""
     return any(True for _ in _layers(model))
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters, for the time of the block."""
+    """Switch the model's adapters off in the block."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -102,14 +102,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def adapted_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that have adapters; none without any."""
+    """Return the names of the layers that have adapters."""
     return [name for name, _ in _layers(model)]
 
 
 def merged_tensors(model: nn.Module, factored: Container[str] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-    """Every weight under the name it has without adapters, tied ones under each name; merged out of place.
+    """Yield every weight under its name without adapters, tied ones under each name; merged out of place.
 
-    Of the layers `factored` the base's weight stays as it is.
+    Layers in `factored` keep the base's weight.
     """
     layers = dict(_layers(model))
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -122,13 +122,13 @@ def merged_tensors(model: nn.Module, factored: Container[str] = frozenset()) -> 
 
 
 def frozen_base(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters beside adapters that nothing changes, by the names that `merged_tensors` sends them under."""
-    named = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters()]
-    return {name: p for name, p in named if not p.requires_grad}
+    """Return the frozen parameters beside adapters, by the names of `merged_tensors`."""
+    parameters = [(name.replace(".base_layer.", "."), p) for name, p in model.named_parameters()]
+    return {name: p for name, p in parameters if not p.requires_grad}
 
 
 def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[str, Tensor]]:
-    """The factors of the layers `factored` as an engine runs them, in the base's dtype, with the scale in lora_B."""
+    """Yield the factors of the layers `factored` as an engine runs them: in the base's dtype, the scale in lora_B."""
     for name, layer in _layers(model):
         if name in factored:
             down, up = (getattr(layer, part)[ADAPTER].weight.detach() for part in ("lora_A", "lora_B"))
@@ -139,8 +139,7 @@ def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[s
 
 @contextmanager
 def merged_layers(model: nn.Module, factored: Container[str] = frozenset()) -> Iterator[None]:
-    """The model that engines are sent, for the time of the block: each layer runs its merge, rounded once, but those
-    `factored`, of which they are sent the factors."""
+    """Make the model equal what engines get in the block: layers run their rounded merge, except `factored` ones."""
     layers = [layer for name, layer in _layers(model) if name not in factored]
     for layer in layers:
         layer.forward = partial(_run_merged, layer)
@@ -157,24 +156,24 @@ def _run_merged(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def merge_lost(model: nn.Module) -> float | None:
-    """The share of the adapters' movement that rounding takes away where they are merged, over some of the layers.
+    """Return the share of the adapters' movement that rounding removes in a merge, measured over some layers.
 
     ||round(base + delta) - base - delta|| / ||delta|| with delta = scale * B @ A, in [0, 1]: a bf16 weight does
     not take a change that is smaller than 1/512 of it. None without adapters, or while delta is 0.
     """
-    found = [layer for _, layer in _layers(model)]
-    lost = moved = 0.0
+    layers = [layer for _, layer in _layers(model)]
+    lost = movement = 0.0
     with torch.no_grad():
-        for layer in found[:: max(1, -(-len(found) // MEASURED))]:
+        for layer in layers[:: max(1, -(-len(layers) // MEASURED_LAYERS))]:
             base, delta = dense(layer.base_layer.weight), _delta(layer)
             error = _merged(layer, base).float() - base.float() - delta
             lost += float(error.square().sum(dtype=torch.float64))
-            moved += float(delta.square().sum(dtype=torch.float64))
-    return (lost / moved) ** 0.5 if moved else None
+            movement += float(delta.square().sum(dtype=torch.float64))
+    return (lost / movement) ** 0.5 if movement else None
 
 
 def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The factors in fp32, by the names that they have in peft's adapter_model.safetensors."""
+    """Yield the factors in fp32, by their names in peft's adapter_model.safetensors."""
     for name, layer in _layers(model):
         for part in ("lora_A", "lora_B"):
             weight: Tensor = getattr(layer, part)[ADAPTER].weight
@@ -187,12 +186,12 @@ def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
     factors = {name: factor.cpu().contiguous() for name, factor in adapter_factors(model)}
     save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_configs: Any = model.peft_config
-    written = copy.copy(peft_configs[ADAPTER])
-    written.base_model_name_or_path, written.inference_mode = base, True
-    written.save_pretrained(str(path))
+    adapter_config = copy.copy(peft_configs[ADAPTER])
+    adapter_config.base_model_name_or_path, adapter_config.inference_mode = base, True
+    adapter_config.save_pretrained(str(path))
     copy_mode(path, "adapter_config.json")
     lost = merge_lost(model)
-    if lost is not None and lost > MUCH:
+    if lost is not None and lost > MERGE_LOST_WARNING:
         logger.warning(
             "the saved model holds its weights in %s, which loses %.0f %% of what its adapters learned; the adapter "
             "that is saved beside it holds all of it: put that on the base model (peft.PeftModel.from_pretrained)",
@@ -207,7 +206,7 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
 
 
 def _delta(layer: Any) -> Tensor:
-    """scale * B @ A, in fp32 [out, in]."""
+    """Return scale * B @ A in fp32 [out, in]."""
     down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
     delta: Tensor = up.float() @ down.float() * layer.scaling[ADAPTER]
     return delta

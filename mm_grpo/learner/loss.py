@@ -84,11 +84,13 @@ def pack_loss(
     if correction is not None:
         no_gradient = no_gradient | (correction == 0)
         statistics.add(active, importance=correction, masked=correction == 0)
-        if config.loss_type != "vespo":  # its weight has the correction in it already
+        # vespo's weight contains the correction
+        if config.loss_type != "vespo":
             token_loss = token_loss * correction
     if pack.ref_logp is not None:
         kl = ESTIMATORS[config.kl_estimator](logp, pack.ref_logp)
-        token_loss = token_loss + config.beta * kl  # after `keep`: masked tokens keep their KL
+        # after `keep`, because masked tokens keep their KL
+        token_loss = token_loss + config.beta * kl
         statistics.add(active, kl=kl)
     loss = (weights * token_loss).sum()
     if config.entropy_coef:

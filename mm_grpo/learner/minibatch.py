@@ -74,6 +74,7 @@ class LogProbs:
         present = result.logp.detach()
         index = pack.completion_index[: len(present)]
         order = index.tolist()
+        # what is there wins: further iterations must not replace the first pass
         self.first = {**split_by_completion(present, order), **self.first}
         engine = torch.tensor([value for i in dict.fromkeys(order) for value in self.engine[i]])
 
@@ -127,6 +128,7 @@ def make_minibatches(
     dense = has_dense_objective(config.algorithm)
     minibatches = []
     for update in range(updates):
+        # by slots and not by groups: an update has the same slots on any number of processes
         share = [i for i in items if groups[i.group].slot * updates // prompts == update]
         weights, tokens = _weights(groups, share, config, ranks)
         live = [
@@ -161,14 +163,14 @@ def has_dense_objective(algorithm: AlgorithmConfig) -> bool:
 
 
 def split_by_completion(values: Tensor, completion_index: Sequence[int]) -> ByCompletion:
-    """Cut values [M] where the completion changes; a completion's tokens stand together in a pack."""
+    """Cut values [M] at each change of the completion; a completion's tokens stand together in a pack."""
     cuts = [i for i in range(1, len(completion_index)) if completion_index[i] != completion_index[i - 1]]
     pieces = values.tensor_split(cuts)
     return {completion_index[start]: piece for start, piece in zip([0, *cuts], pieces, strict=True)}
 
 
 def to_pack_order(values: Mapping[int, Tensor], completion_index: Sequence[int], default: Tensor) -> Tensor:
-    """Return values in the order of a pack's tokens [M]; a completion without values takes those of `default` [M]."""
+    """Return values in the order of a pack's tokens [M]; a completion without values takes `default` [M]."""
     pieces = split_by_completion(default.detach(), completion_index)
     return torch.cat([values.get(index, piece) for index, piece in pieces.items()])
 

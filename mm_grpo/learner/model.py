@@ -1,9 +1,9 @@
 """The model that is trained: loaded from a folder, or passed in, and then treated alike.
 
 The policy is a plain transformers model. Its dtype and device are settled here once: bfloat16 on a GPU and float32 on
-a CPU unless the config says otherwise, and those of a model that is passed in. Whatever the config asks for is applied
-or refused: weights that are missing, of another shape or not finite are refused, for transformers would draw the
-missing ones at random, and a model whose configs cannot be written is refused before it is trained, not after.
+a CPU unless the config says otherwise; a model that is passed in keeps its own. Whatever the config asks for is
+applied or refused. Weights that are missing, of another shape or not finite are refused, because transformers would
+draw missing ones at random. A model with configs that cannot be written is refused before training, not after.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from mm_grpo.processors.model_folder import quantization_of, quoted, read_config
 from mm_grpo.terminal import quiet_libraries
 
 logger = logging.getLogger("mm_grpo")
-TRAINED = (torch.float32, torch.bfloat16)
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def load_model(config: ModelConfig, family: Family) -> Any:
-    """The model at `config.path`, built as `family` says, ready to train. ConfigError when it cannot be read whole."""
+    """Return the model at `config.path`, built for `family`, ready to train. ConfigError if it cannot be read whole."""
     where = f"model.path = '{config.path}'"
     device = resolve_device(config.device)
-    found = read_config(config.path, trust_remote_code=config.trust_remote_code)
+    model_config = read_config(config.path, trust_remote_code=config.trust_remote_code)
     dtype = resolve_dtype(config.dtype, device)
     # straight to a GPU: processes that each build the model on the host first may not fit there together
     options: dict[str, Any] = {"device_map": None if device.type == "cpu" else device}
     try:
         with quiet_libraries():
-            options |= nf4_options(config, found, family, dtype)
+            options |= nf4_options(config, model_config, family, dtype)
             loaded: Any = AutoModelForImageTextToText.from_pretrained(
                 config.path,
                 dtype=dtype,
@@ -52,7 +52,7 @@ def load_model(config: ModelConfig, family: Family) -> Any:
                 output_loading_info=True,
                 **options,
             )
-    except torch.OutOfMemoryError:  # says nothing of the folder
+    except torch.OutOfMemoryError:  # the folder is not at fault
         raise
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         refuse_own_code(config.path, error, config.trust_remote_code)
@@ -73,12 +73,11 @@ def load_model(config: ModelConfig, family: Family) -> Any:
 def adopt_model(
     model: Any, config: ModelConfig, family: Family, *, from_path: str | None = None, several: bool = False
 ) -> Any:
-    """The `model` that was passed in, treated as one that is loaded: adapters, frozen tower, attention, training mode.
+    """Prepare the passed-in `model` in place as a loaded one: adapters, frozen tower, attention, training mode.
 
-    In place. Its dtype and device are its own; ConfigError where the config asks for others by name. `from_path` is
-    what else is made from `model.path`, whose model has to be of the same type: `processor` or `engine`.
-    With `several` processes the model has to be on this process's device. Parameters that the
-    caller froze stay frozen.
+    It keeps its dtype and device; ConfigError if the config asks for others by name. `from_path` names what else is
+    made from `model.path` (`processor` or `engine`): the model there has to be of the same type. With `several`
+    processes the model has to be on this process's device. Parameters that the caller froze stay frozen.
     """
     where = "the model that was passed in"
     if config.quantization is not None:
@@ -94,46 +93,46 @@ def adopt_model(
         raise ConfigError(f"{where} is quantised ({quantization_of(model.config)}), and cannot be trained")
     _refuse_other_place(where, model, config, several)
     if from_path is not None:
-        theirs = read_config(config.path, trust_remote_code=config.trust_remote_code).model_type
-        if theirs != model.config.model_type:
+        type_at_path = read_config(config.path, trust_remote_code=config.trust_remote_code).model_type
+        if type_at_path != model.config.model_type:
             raise ConfigError(
-                f"model.path = '{config.path}' is a {theirs}, and the model that was passed in a "
+                f"model.path = '{config.path}' is a {type_at_path}, and the model that was passed in a "
                 f"{model.config.model_type}; the {from_path} is made from model.path: save the model, and name its "
                 "folder there"
             )
-    # where an earlier trainer left its own attention, the model's text layers and tower get theirs back
+    # an earlier trainer may have left its own attention in the text layers and the tower
     model.set_attn_implementation("sdpa")
     return _prepare(where, model, config, family)
 
 
 def check_saveable(model: Any, processor: Any) -> None:
-    """Save everything but the weights to a folder that is removed: ConfigError for what cannot be saved.
+    """Save everything but the weights to a folder that is removed. ConfigError if something cannot be saved.
 
-    Sampling flags without `do_sample` in a generation config are refused by transformers when it is saved, and taken
-    when it is loaded: there `do_sample` is set, with a warning.
+    transformers loads sampling flags without `do_sample` in a generation config and refuses to save them: then
+    `do_sample` is set, with a warning.
     """
     _repair_generation_config(model)
     with temporary_folder("save") as folder:
         try:
             save_pretrained(model, folder, state_dict={})
             processor.save(folder)
-        except Exception as error:  # whatever it is, it would come again after the last step and cost the run
+        except Exception as error:  # any error would come again after the last step and cost the run
             raise ConfigError(
                 f"the model could not be saved after training: its config or its processor cannot be written "
                 f"({type(error).__name__}: {quoted(error)})"
             ) from error
 
 
-def use_checkpointing(model: Any, wanted: bool | None) -> bool:
-    """Turn gradient checkpointing on or off, whatever the model came with; None is on for a GPU's model that has it.
+def use_checkpointing(model: Any, enable: bool | None) -> bool:
+    """Turn gradient checkpointing on or off and return the choice; None is on for a model on a GPU that has it.
 
-    Returns whether it is on. ConfigError where it is wanted and the model has none.
+    ConfigError if it is asked for and the model has none.
     """
-    if wanted is None:
-        wanted = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
+    if enable is None:
+        enable = model.device.type == "cuda" and getattr(model, "supports_gradient_checkpointing", False)
     # transformers 5.24 warns of the old names, and 6 has them no more
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-    if not wanted:
+    if not enable:
         if getattr(model, f"is_{name}_checkpointing", False):
             getattr(model, f"{name}_checkpointing_disable")()
         return False
@@ -145,7 +144,7 @@ def use_checkpointing(model: Any, wanted: bool | None) -> bool:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the current GPU, else the CPU. ConfigError for a device that is not there, and for another GPU."""
+    """Return the device of a name; `auto` is the current GPU, else the CPU. ConfigError if it is absent or not ours."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -192,16 +191,16 @@ def _refuse_adapters(where: str, model: Any) -> None:
 
 
 def _refuse_not_finite(where: str, model: Any) -> None:
-    """One pass over the weights where they lie, and one number back."""
+    """Refuse NaN and infinite weights: one pass on their device, and one number back."""
     with torch.no_grad():
-        named = [(name, p) for name, p in model.named_parameters() if p.numel()]
-        ends = [torch.stack(dense(p).aminmax()).isfinite().all() for _, p in named]
-        if bool(torch.stack(ends).all()):
+        parameters = [(name, p) for name, p in model.named_parameters() if p.numel()]
+        flags = [torch.stack(dense(p).aminmax()).isfinite().all() for _, p in parameters]
+        if bool(torch.stack(flags).all()):
             return
-        wrong = [name for (name, _), finite in zip(named, ends, strict=True) if not finite]
+        wrong = [name for (name, _), finite in zip(parameters, flags, strict=True) if not finite]
     raise ConfigError(
         f"{where}: {wrong[0]} holds NaN or infinite numbers{_others(wrong, 'tensor')}; such a model answers nothing, "
-        "and no update can mend it"
+        "and no update can repair it"
     )
 
 
@@ -209,12 +208,12 @@ def _refuse_not_finite(where: str, model: Any) -> None:
 
 
 def _refuse_incomplete(where: str, info: Mapping[str, Any]) -> None:
-    for fault, found in (
+    for fault, keys in (
         ("is missing, and would be drawn at random", info["missing_keys"]),
         ("has another shape there", [name for name, *_ in info["mismatched_keys"]]),
         ("is none of the model's", info["unexpected_keys"]),
     ):
-        if names := sorted(found):
+        if names := sorted(keys):
             raise ConfigError(
                 f"{where}: the weights are not those of its config.json: {names[0]} {fault}{_others(names, 'tensor')}; "
                 "give the whole model"
@@ -228,21 +227,23 @@ def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bo
     devices = {p.device for p in model.parameters()}
     dtypes = {p.dtype for p in model.parameters()}
     several_kinds = len(devices) > 1 or len(dtypes) > 1
-    if several_kinds or "meta" in {d.type for d in devices} or not dtypes <= set(TRAINED):
-        found = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+    if several_kinds or "meta" in {d.type for d in devices} or not dtypes <= set(TRAINABLE_DTYPES):
+        dtype_names = ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
         raise ConfigError(
-            f"{where} has weights in {found} on {', '.join(sorted(map(str, devices)))}: must be in float32, or all in "
-            "bfloat16, on one device; load it without device_map, with such a dtype"
+            f"{where} has weights in {dtype_names} on {', '.join(sorted(map(str, devices)))}: must be in float32, or "
+            "all in bfloat16, on one device; load it without device_map, with such a dtype"
         )
     (device,), (dtype,) = devices, dtypes
-    wanted = resolve_device(config.device)
+    device_of_config = resolve_device(config.device)
     if config.dtype != "auto" and dtype != getattr(torch, config.dtype):
         raise ConfigError(
             f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}"
         )
     bound = config.device != "auto" or several or device.type == "cuda"
-    if bound and _place(device) != _place(wanted):
-        raise ConfigError(f"model.device = '{config.device}': {where} is on {device}, and not on {wanted}")
+    if bound and _place(device) != _place(device_of_config):
+        raise ConfigError(
+            f"model.device = '{config.device}': {where} is on {device}, and not on {device_of_config}"
+        )
 
 
 def _place(device: torch.device) -> tuple[str, int]:
@@ -251,13 +252,13 @@ def _place(device: torch.device) -> tuple[str, int]:
 
 
 def _repair_generation_config(model: Any) -> None:
-    found = getattr(model, "generation_config", None)
-    if found is None:
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is None:
         return
     try:
-        found.validate(strict=True)
+        generation_config.validate(strict=True)
     except ValueError:
-        model.generation_config = copy.deepcopy(found)
+        model.generation_config = copy.deepcopy(generation_config)
         model.generation_config.do_sample = True
         logger.warning(
             "the model's generation config sets sampling flags and not do_sample, with which it cannot be saved; "
@@ -265,6 +266,6 @@ def _repair_generation_config(model: Any) -> None:
         )
 
 
-def _others(found: Iterable[Any], noun: str) -> str:
-    more = len(list(found)) - 1
+def _others(names: Iterable[Any], noun: str) -> str:
+    more = len(list(names)) - 1
     return f" ({more} more {noun}{'s' * (more > 1)})" if more else ""

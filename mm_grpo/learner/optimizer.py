@@ -1,10 +1,9 @@
-"""One optimizer update: AdamW over fp32 weights, a schedule, clipping by norm.
+"""Optimizer updates: AdamW over fp32 weights, a schedule, clipping by norm.
 
-Parameters in bfloat16 keep fp32 master copies: an update of 1e-6 is lost without a trace when it is added to a
-bfloat16 weight of ordinary size (8 bits of mantissa). Their gradients are summed over packs in fp32 too, for the
-same reason.
+Parameters in bfloat16 keep fp32 master copies: an update of 1e-6 is lost without a trace when it is added to a bfloat16
+weight of ordinary size (8 bits of mantissa). For the same reason their gradients are summed over packs in fp32.
 
-`BaseOptimizer` is what the learner uses, and holds what both optimizers share. `Optimizer` keeps the whole state
+`BaseOptimizer` is the learner's interface, with the code that both optimizers share. `Optimizer` keeps the whole state
 in each process: it serves one process, and several at `optim.zero_stage` 0, which add up their gradients.
 `ZeroOptimizer` (zero.py) shards the state over the processes.
 """
@@ -47,12 +46,13 @@ class Fragment:
 
 
 class BaseOptimizer(ABC):
-    """AdamW over the trainable parameters of `module`. A subclass decides which process holds what of its state, and
-    sets `forward`, which runs the module where gradients are wanted, and `adamw`. `updates` counts those made and
-    skipped, and is the place in the schedule of `total_updates`.
+    """AdamW over the trainable parameters of `module`. A subclass decides which process holds which part of the state.
+
+    `updates` counts updates that were made or skipped: it is the position in the schedule of `total_updates`.
     """
 
     forward: Any
+    """Runs the module with gradients; set by a subclass."""
     adamw: torch.optim.Optimizer
     reads_order: bool = False
     """True when every backward has to make every gradient, in one order (see forward.py)."""
@@ -80,26 +80,26 @@ class BaseOptimizer(ABC):
         )
 
     def skip(self) -> UpdateRecord:
-        """An update without work: the schedule moves on, the weights do not."""
+        """Record an update without work: the schedule advances, the weights stay."""
         return self._record(0.0, 0.0, live_tokens=0, stepped=False)
 
     def rate(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return schedule(self.config, self.updates, self.total)
 
     # state -----------------------------------------------------------------------------------
 
     @abstractmethod
     def fragments(self) -> Iterator[Fragment]:
-        """This process's share of the state, to read for a checkpoint or to write into from one."""
+        """Yield this process's share of the state; a checkpoint is read from it, or written into it."""
 
     @property
     def adam_steps(self) -> int:
-        """Updates that AdamW applied, all but those skipped or not finite; its bias correction goes by them."""
+        """Return the count of updates that AdamW applied, without skipped ones; its bias correction depends on it."""
         return max((int(state["step"]) for state in self.adamw.state.values() if "step" in state), default=0)
 
     def resume_at(self, updates: int, adam_steps: int) -> None:
-        """Go on from a checkpoint, once the fragments were written into: `updates` made, `adam_steps` applied."""
+        """Continue after the fragments were filled from a checkpoint: `updates` made, `adam_steps` applied."""
         self.updates = updates
         for state in self.adamw.state.values():
             if "step" in state:
@@ -110,26 +110,26 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def _clip_and_update(self) -> float:
-        """Clip and apply the gradients, clear them and copy masters to parameters; the norm before clipping."""
+        """Clip, apply and clear the gradients, copy masters to parameters; return the norm before clipping."""
 
     @abstractmethod
     def _masters(self) -> Iterator[tuple[str, int, Tensor]]:
-        """Master weights that this process holds: the parameter's name, the start of the fragment, its elements [n]."""
+        """Yield the local master weights: the parameter's name, the start of the fragment, its elements [n]."""
 
     @abstractmethod
     def _masters_to_parameters(self) -> None:
         """Copy the master weights to the parameters that the module runs with."""
 
     def _over_processes(self, squares: Tensor) -> Tensor:
-        """The squared norm of the update, from that of the masters that this process holds: here it holds all."""
+        """Return the squared norm of the update from the local masters' squares; here this process holds all."""
         return squares
 
     def _boundaries(self) -> int:
-        """Backward passes of this update that closed an accumulation (`UpdateRecord.boundaries`)."""
+        """Return the backward passes of this update that closed an accumulation (`UpdateRecord.boundaries`)."""
         return 1
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of one tensor, made if no update has made it yet."""
+        """Return AdamW's state of a tensor; make it if no update has."""
         state: dict[str, Tensor] = self.adamw.state[master]
         if not state:
             # a fused AdamW counts on the device of its weights, others on the host
@@ -154,7 +154,7 @@ class BaseOptimizer(ABC):
         )
 
     def _samples(self) -> Iterator[tuple[Tensor, float]]:
-        """Samples of the masters that this process holds, and how many elements each sampled one represents."""
+        """Yield samples of the local masters, and how many elements each sampled one represents."""
         for name, start, master in self._masters():
             size = self.named[name].numel()
             stride = max(1, math.ceil(size / SAMPLE_SIZE))
@@ -162,7 +162,7 @@ class BaseOptimizer(ABC):
 
 
 class Optimizer(BaseOptimizer):
-    """The whole state in each process. Parameters may be bfloat16 or float32; float32 ones are their own masters."""
+    """Optimizer with its whole state in each process. Float32 parameters are their own masters."""
 
     def __init__(
         self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks | None = None
@@ -174,11 +174,11 @@ class Optimizer(BaseOptimizer):
         self.adamw = adamw(self.masters, config)
         for master, param in zip(self.masters, self.params, strict=True):
             old_hook = getattr(param, HOOK, None)
-            if (
-                old_hook is not None
-            ):  # of an earlier optimizer of the same model, which would take the gradients
+            # an earlier optimizer of the same model would take the gradients
+            if old_hook is not None:
                 old_hook.remove()
-            if master is not param:  # as soon as it is complete, so that few bf16 gradients are held at once
+            # a hook takes each gradient as soon as it is complete, so that few bf16 gradients are held at once
+            if master is not param:
                 hook = param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master))
                 setattr(param, HOOK, hook)
 
@@ -210,7 +210,7 @@ class Optimizer(BaseOptimizer):
         return float(norm)
 
     def _gradient(self, master: Tensor) -> Tensor:
-        """A parameter that no pack reached has gradient 0, with one process as with several."""
+        """Return a master's gradient; 0 if no pack reached it, so that processes can add theirs."""
         if master.grad is None:
             master.grad = torch.zeros_like(master)
         return master.grad
@@ -233,7 +233,7 @@ class Optimizer(BaseOptimizer):
 
 
 def schedule(config: OptimConfig, update: int, total: int) -> float:
-    """Learning rate of the `update`-th (from 0) of `total` updates, as by transformers' schedules."""
+    """Return the learning rate of the `update`-th (from 0) of `total` updates, as transformers' schedules do."""
     warmup = min(config.warmup_steps, total)
     if update < warmup:
         return config.peak_rate() * update / warmup
@@ -247,7 +247,8 @@ def schedule(config: OptimConfig, update: int, total: int) -> float:
 
 
 def adamw(params: list[Tensor], config: OptimConfig, **options: Any) -> torch.optim.Optimizer:
-    """AdamW over `params`: matrices decay, norms and biases do not. Fused on a GPU, or it would copy all weights."""
+    """Return AdamW over `params`: matrices decay, norms and biases do not."""
+    # unfused, it would copy all weights on a GPU
     if any(p.device.type == "cuda" for p in params):
         options.setdefault("fused", True)
     decay = [p for p in params if p.ndim >= 2]
@@ -262,7 +263,7 @@ def adamw(params: list[Tensor], config: OptimConfig, **options: Any) -> torch.op
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by their names in the wrapped model."""
+    """Return the parameters that are trained, by their names in the wrapped model."""
     return {n.removeprefix("model."): p for n, p in module.named_parameters() if p.requires_grad}
 
 

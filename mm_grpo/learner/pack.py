@@ -39,7 +39,7 @@ SEGMENTS_PER_GROUP = 1 << 20
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to be run."""
+    """Completion to be run."""
 
     index: int
     """Its place in this process's step."""
@@ -60,28 +60,28 @@ class Item:
 
 @dataclass(frozen=True)
 class Pack:
-    """One forward and backward: B rows of N tokens, of which M were sampled.
-
-    `input_ids` [B, N]; `position_ids` [*A, B, N], with the axes A of `Prompt.position_ids`; `segments` [B, N], where
-    n S is the prompt of the row's group n = 0, 1, ..., n S + k its k-th completion, k > 0, with S = SEGMENTS_PER_GROUP,
-    and -1 is padding; they never decrease up to the padding. `sources` [M] index the flattened rows at the states that
-    predict `targets` [M]; `completion_index` [M] names the completion (its `Item.index`) of each token. `pictured` are
-    the prompts and the observations that have images, in the order of their tokens.
-
-    `prefixes` are the prompts of each row that are not in it but run apart, () if no row has any; `prefix_segments`
-    [B, K] are the segments of their tokens, which come before the row's. In `sources` the last state of the i-th prefix
-    of the pack is at place B N + i.
-    """
+    """Rows of one forward and backward: B rows of N tokens, of which M were sampled."""
 
     input_ids: Tensor
+    """[B, N]"""
     position_ids: Tensor
+    """[*A, B, N], with the axes A of `Prompt.position_ids`."""
     segments: Tensor
+    """[B, N]: n S for the prompt of the row's group n = 0, 1, ..., n S + k for its k-th completion, k > 0, with
+    S = SEGMENTS_PER_GROUP; -1 for padding. They never decrease up to the padding."""
     sources: Tensor
+    """[M]: indices into the flattened rows, of the states that predict `targets`; B N + i for the last state of the
+    pack's i-th prefix."""
     targets: Tensor
+    """[M]: sampled tokens."""
     completion_index: Tensor
+    """[M]: the completion (`Item.index`) of each token."""
     pictured: tuple[Pictured, ...]
+    """Prompts and observations that have images, in the order of their tokens."""
     prefixes: tuple[tuple[Prompt, ...], ...] = ()
+    """Prompts of each row that run apart and not in it; () if no row has any."""
     prefix_segments: Tensor | None = None
+    """[B, K]: segments of the tokens of `prefixes`, which come before the row's."""
 
     @property
     def whole_segments(self) -> Tensor:
@@ -153,6 +153,7 @@ def plan(
     """
     groups = by_group(items) if shared else [[item] for item in items]
     split = [list(_split(group, max_tokens, copies)) for group in groups]
+    # first and in order: two large groups open at a time would keep the graphs of two prompts alive
     first = [part for parts in split for part in parts if apart and len(parts) > 1]
     single = [part for parts in split for part in parts if not apart or len(parts) == 1]
     single.sort(key=_length, reverse=True)  # stable, so the plan is a function of the items alone
@@ -225,6 +226,7 @@ def layout(
                 segments[b, start:at] = number * SEGMENTS_PER_GROUP
                 positions[..., b, start:at] = prompt.position_ids
                 last = at - 1
+            # not the prompt's length: the positions of an image grow slower than its tokens (M-RoPE)
             first = prompt.next_position
             for k, item in enumerate(group, start=1):
                 _refuse_media(item, media_token_ids)
@@ -236,6 +238,7 @@ def layout(
                 following = torch.arange(first, first + count) if tail is None else tail.position_ids
                 positions[..., b, at : at + count] = following
                 source = torch.arange(at - 1, at + count - 1)
+                # the prompt's last state predicts the first token, whatever precedes the completion in the row
                 source[0] = last
                 sources.append((source if tail is None else source[torch.tensor(tail.sampled)]) + b * width)
                 targets += item.token_ids
@@ -277,7 +280,7 @@ def prompt_pack(prompt: Prompt, multiple: int = 1) -> Pack:
 
 
 def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
-    """Return a pack of two text tokens, for a process that has no pack left while others have."""
+    """Return a pack of two text tokens; a process runs it when it has no pack left while others have."""
     return Pack(
         input_ids=torch.full((1, 2), token),
         position_ids=torch.arange(2).expand(*position_axes, 1, 2),
@@ -301,6 +304,7 @@ def pictured_of(row: Sequence[Item], apart: Collection[int] = ()) -> Iterator[Pi
 
 def spread_prompts(planned: Sequence[Sequence[Sequence[Item]]]) -> list[Prompt]:
     """Return the prompts of groups in several places of a plan. Two slots may hold one row, and share its prompt."""
+    # by group and identity: two slots of one row share a prompt object, and are two groups
     parts = [group[0] for rows in planned for row in rows for group in by_group(row)]
     counts = Counter((item.group, id(item.prompt)) for item in parts)
     spread = [item.prompt for item in parts if counts[item.group, id(item.prompt)] > 1]

@@ -1,5 +1,5 @@
 """The reference policy of another path (`algorithm.reference_path`): with a better model of the same type, the KL term
-teaches what that would have said to the policy's own samples (on-policy distillation).
+teaches how that model rates the policy's own samples (on-policy distillation).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.processors.model_folder import read_config
 
-SAMPLES = 2000
-"""Token ids that two models are compared on."""
+COMPARED_TOKENS = 2000
+"""Count of token ids that two models are compared on."""
 
 
 def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) -> Any:
-    """The frozen model at `algorithm.reference_path`, on the policy's device and in its number format.
+    """Return the frozen model at `algorithm.reference_path`, on the policy's device and in its dtype.
 
-    It is given the policy's token ids, positions and pixels: ConfigError where these mean something else to it. On
-    torch's meta device no weights are loaded; its config and processor are checked alone.
+    It gets the policy's token ids, positions and pixels: ConfigError if these mean something else to it. On torch's
+    meta device no weights are loaded; only its config and processor are checked.
     """
     path, trust = str(config.algorithm.reference_path), config.model.trust_remote_code
     changes = {
@@ -29,9 +29,11 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
     }  # fmt: skip
     limits: dict[str, Any] = {"min_pixels": processor.min_pixels, "max_pixels": processor.max_pixels}
     try:
-        theirs = load_processor(path, processor=config.model.processor, trust_remote_code=trust, **limits)
-        found = read_config(path, trust_remote_code=trust)
-        if (fault := _fault(processor, theirs, policy.config, found)) is not None:
+        reference_processor = load_processor(
+            path, processor=config.model.processor, trust_remote_code=trust, **limits
+        )
+        reference_config = read_config(path, trust_remote_code=trust)
+        if (fault := _fault(processor, reference_processor, policy.config, reference_config)) is not None:
             raise ConfigError(
                 f"algorithm.reference_path = '{path}': {fault}; the reference is given the policy's tokens and pixels, "
                 "so it must be of the same type and tokenizer"
@@ -39,22 +41,22 @@ def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) 
         if policy.device.type == "meta":
             return None
         model = load_model(config.model.with_values(changes), processor.family)
-    except ConfigError as error:  # of functions that know one model
+    except ConfigError as error:  # these functions name the field of the policy
         raise ConfigError(str(error).replace("model.path", "algorithm.reference_path")) from None
     return model.requires_grad_(False).eval()
 
 
-def _fault(ours: Processor, theirs: Processor, policy: Any, reference: Any) -> str | None:
-    """Describe how two models differ in type, special tokens or up to SAMPLES other tokens; None if they do not."""
+def _fault(processor: Processor, other: Processor, policy: Any, reference: Any) -> str | None:
+    """Describe how two models differ in type, special tokens or COMPARED_TOKENS other tokens; None if equal."""
     if policy.model_type != reference.model_type:
         return f"it is a {reference.model_type}, and the policy a {policy.model_type}"
-    for what in ("media_token_ids", "stop_token_ids"):
-        ids, own = sorted(getattr(theirs, what)), sorted(getattr(ours, what))
-        if ids != own:
-            return f"its {what.replace('_', ' ')} are {ids}, and the policy's {own}"
+    for name in ("media_token_ids", "stop_token_ids"):
+        ids, policy_ids = sorted(getattr(other, name)), sorted(getattr(processor, name))
+        if ids != policy_ids:
+            return f"its {name.replace('_', ' ')} are {ids}, and the policy's {policy_ids}"
     rows = min(c.get_text_config().vocab_size for c in (policy, reference))  # more are often added as padding
-    for token in range(0, rows, max(1, rows // SAMPLES)):
-        mine, other = ours.decode([token]), theirs.decode([token])
-        if mine != other:
-            return f"its token {token} is {other!r}, and the policy's {mine!r}"
+    for token in range(0, rows, max(1, rows // COMPARED_TOKENS)):
+        text, policy_text = other.decode([token]), processor.decode([token])
+        if text != policy_text:
+            return f"its token {token} is {text!r}, and the policy's {policy_text!r}"
     return None

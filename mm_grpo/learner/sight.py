@@ -3,15 +3,14 @@
     sight = log p(completion | prompt, its images) - log p(completion | prompt, images of another row)
 
 The completions were sampled with their own images, so the mean over them estimates the KL divergence between the
-answers to the two, and is 0 where the model answers from the text alone. The learner's own packs compute it without
-gradients, under the weights and the distribution that were sampled from.
+answers to the two. It is 0 if the model answers from the text alone. The learner's packs compute it without gradients,
+under the weights and the distribution that were sampled from.
 
 The other row is the next one in the step, in the order of slots, that differs in every image and has another answer
-(`ANSWERS`), or one that differs in every image where none has another answer. Which row lends does not depend on the
-process that holds it. The k-th placeholder of a row's text is given the k-th image of the other row, from
-its first again where these are fewer. They keep their size, so the prompt may have another length. Rows without images,
-without such another row, or that would no longer fit a pack are not measured. In conversations of several turns the
-images of observations stay.
+(`ANSWERS`); if none has another answer, one that differs in every image. Which row lends does not depend on the process
+that holds it. The k-th placeholder of a row's text gets the k-th image of the other row, from its first again if these
+are fewer. They keep their size, so the prompt may have another length. Rows without images, without such another row,
+or that would no longer fit a pack are not measured. In conversations of several turns the images of observations stay.
 
 Axes: [T] tokens of a completion, [G] completions of a group.
 """
@@ -45,12 +44,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GroupSight:
-    """Sight of a group: `tokens` [G][T] in nats with their texts `pieces`; `other` is the row that lent its images."""
+    """Sight of a group."""
 
     slot: int
     attempt: int
-    other: str
+    lender: str
+    """Uid of the row that lent its images."""
     tokens: tuple[tuple[float, ...], ...]
+    """[G][T], in nats."""
     pieces: tuple[tuple[str, ...], ...]
 
     @property

@@ -1,6 +1,6 @@
 """The learner's state on disk: fp32 weights and AdamW's running means, by parameter name.
 
-Each process writes the parts that it holds to a safetensors file of its own, and reads those that it needs from all
+Each process writes the parts that it holds to its own safetensors file, and reads the parts that it needs from all
 files. So neither the number of processes nor their ZeRO stage matters, and none ever holds more than its share.
 
 A file's tensors are flat: `master/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`. Its metadata has `starts`, the
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from mm_grpo.learner.optimizer import BaseOptimizer
 
 BLOCK = 16 << 20
-"""Bytes that are copied and hashed at once."""
+"""Count of bytes that are copied and hashed at once."""
 
 FileMark = dict[str, Any]
 """What identifies a whole file: its `name`, its size in `bytes`, and `xxh3_128` of them.
@@ -48,7 +48,7 @@ class StateFile:
 
 
 def state_file(optimizer: BaseOptimizer) -> StateFile:
-    """This process's share of the state; its tensors are those that updates change."""
+    """Return this process's share of the state; its tensors change with updates."""
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
     for fragment in optimizer.fragments():
@@ -68,20 +68,20 @@ def load_state(
     starts = [json.loads(file.metadata()["starts"]) for file in open_files]
     for fragment in optimizer.fragments():
         for kind, target in fragment.tensors.items():
-            key, found = f"{kind}/{fragment.name}", 0
-            for file, known in zip(open_files, starts, strict=True):
-                if fragment.name not in known:
+            key, filled = f"{kind}/{fragment.name}", 0
+            for file, starts_of_file in zip(open_files, starts, strict=True):
+                if fragment.name not in starts_of_file:
                     continue
                 part = file.get_slice(key)
-                first, (count,) = known[fragment.name], part.get_shape()
+                first, (count,) = starts_of_file[fragment.name], part.get_shape()
                 low = max(fragment.start, first)
                 high = min(fragment.start + len(target), first + count)
                 if low < high:
                     piece = part[low - first : high - first]
                     target[low - fragment.start : high - fragment.start].copy_(piece)
-                    found += high - low
-            if found != len(target):
-                raise KeyError(f"{key}: {found} of {len(target)} elements are in {len(files)} files")
+                    filled += high - low
+            if filled != len(target):
+                raise KeyError(f"{key}: {filled} of {len(target)} elements are in {len(files)} files")
     optimizer.resume_at(updates, adam_steps)
     if own is not None:
         with safe_open(own, framework="pt") as file:
@@ -112,7 +112,7 @@ def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> Non
 
 
 def mark_of(path: Path) -> FileMark:
-    """The mark of a file as it lies on the disk."""
+    """Return the mark of a file on the disk."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(BLOCK):
@@ -121,12 +121,12 @@ def mark_of(path: Path) -> FileMark:
 
 
 def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Whether a file's bytes are those of its mark in a manifest."""
+    """Return True if a file's bytes fit its mark in a manifest."""
     return bool(mark_of(path)["xxh3_128"] == mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:
-    """Digest of the parameters that are not trained, in the order of their names; "" when all are."""
+    """Return a digest of the parameters that are not trained, in the order of their names; "" if all are."""
     frozen = sorted((n, p) for n, p in module.named_parameters() if not p.requires_grad)
     digest = xxhash.xxh3_128()
     for name, parameter in frozen:
@@ -137,12 +137,12 @@ def frozen_digest(module: nn.Module) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """The global random numbers of python, numpy and torch, as JSON can hold them."""
+    """Return the global random states of python, numpy and torch as JSON values."""
     version, words, gauss = random.getstate()
-    kind, key, *rest = np.random.get_state(legacy=True)
+    kind, key, *position = np.random.get_state(legacy=True)
     state = {
         "python": [version, list(words), gauss],
-        "numpy": [str(kind), np.asarray(key).tolist(), *rest],
+        "numpy": [str(kind), np.asarray(key).tolist(), *position],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
     if torch.cuda.is_initialized():
@@ -153,8 +153,8 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
-    kind, key, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
+    kind, key, *position = state["numpy"]
+    np.random.set_state((kind, np.array(key, dtype=np.uint32), *position))
     torch.set_rng_state(_bytes(state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(_bytes(state["cuda"]))
@@ -165,7 +165,7 @@ def _bytes(text: str) -> Tensor:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
-    """A safetensors file of flat tensors as fp32, written block by block: no second copy in memory."""
+    """Write a safetensors file of flat tensors as fp32, block by block without a second copy in memory."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key, tensor in tensors.items():

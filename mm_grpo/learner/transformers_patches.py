@@ -1,7 +1,7 @@
-"""Every place where the learner replaces or relies upon something inside transformers' models.
+"""All patches of transformers' models, and all that the learner assumes about their insides.
 
 Each function says why it is needed and what would make it needless. tests/learner/test_transformers_patches.py fails
-where transformers no longer is as they assume.
+when transformers differs from what they assume.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> None:
     set in the private `_attn_implementation`: `set_attn_implementation` reads a model's source to decide whether it
     may. Under the same name transformers makes the masks of passes that have no pack (the embedded engine), as for
     sdpa.
-    Needless when: transformers takes a mask that it does not write out, for sdpa and with gradients.
+    Needless when: transformers takes a mask that it does not write out, in sdpa and with gradients.
     """
     AttentionInterface.register(PREFIX_ATTENTION, attention)
     AttentionMaskInterface.register(PREFIX_ATTENTION, sdpa_mask)
@@ -49,21 +49,21 @@ def use_prefix_attention(config: Any, attention: Callable[..., Any]) -> None:
 
 
 def unread_mask(device: torch.device) -> Tensor:
-    """An attention mask that no layer looks at, to be given where `prefix_attention` gets its layout.
+    """Return an attention mask that no layer reads, for models in which `prefix_attention` gets its layout.
 
-    Why: a text model that is given none makes one, of N^2, and where positions start anew in a row, as at each
-    completion, takes the row for several sequences. A mask of four axes is passed on as it is.
+    Why: a text model without a mask makes one, of N^2. If positions start again in a row, as at each completion, it
+    takes the row for several sequences. A mask of four axes is passed on as it is.
     Needless when: transformers makes no mask for an attention that has no mask function, and takes one when given.
     """
     return torch.empty(0, 0, 0, 0, dtype=torch.bool, device=device)
 
 
 def use_shared_state(model: Any, forward: Callable[..., Tensor]) -> list[Any]:
-    """Patch layers of gated delta rule to call `forward(layer, hidden states, shared_state)` where one is given.
+    """Patch layers of gated delta rule to call `forward(layer, hidden states, shared_state)`; return these layers.
 
-    Returns those layers. Why: transformers' forward takes one sequence for each row, from its start or from a cache,
+    Why: transformers' forward takes one sequence for each row, from its start or from a cache,
     whose states it overwrites in place, which has no gradients. Layers get the keyword arguments of the model's
-    forward, through gradient checkpointing too. Without a `shared_state` (the embedded engine) they are what they were.
+    forward, through gradient checkpointing too. Without a `shared_state` (the embedded engine) they are unchanged.
     Needless when: transformers takes an initial state and convolution inputs for a forward with gradients.
     """
     layers = [part for part in model.modules() if type(part).__name__ in DELTA_NETS]
@@ -87,17 +87,17 @@ def _forward_of_delta_net(
 
 
 def torch_rule(layer: Any) -> Rule:
-    """The gated delta rule in chunks as the file of the layer's class has it in torch, kernels taken off.
+    """Return the gated delta rule in chunks as the file of the layer's class has it in torch, without kernels.
 
-    Why: it is what kernels are compared with, and what runs where there are none; on a GPU the name in that file can
-    stand for a kernel that transformers found installed.
+    Why: kernels are compared with it, and it runs if there are none. On a GPU the name in that file can stand for a
+    kernel that transformers found installed.
     """
     rule: Rule = inspect.unwrap(vars(sys.modules[type(layer).__module__])["torch_chunk_gated_delta_rule"])
     return rule
 
 
 def fla_rule() -> Rule | None:
-    """The gated delta rule of flash-linear-attention; None where it is not installed or does not import here."""
+    """Return the gated delta rule of flash-linear-attention; None if it is not installed or does not import here."""
     try:
         kernels = importlib.import_module("fla.ops.gated_delta_rule")
     except Exception:  # without a GPU its import raises errors of many kinds, and torch is there
@@ -121,7 +121,7 @@ def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> Non
 
 
 def takes_cuts(layer: nn.Module) -> bool:
-    """True when a layer of a tower takes many images as one sequence with its cuts."""
+    """Return True when a layer of a tower takes many images as one sequence with its cuts."""
     return "cu_seqlens" in inspect.signature(layer.forward).parameters
 
 
@@ -131,8 +131,8 @@ class PatchProduct(nn.Conv3d):
     def forward(self, input: Tensor) -> Tensor:
         if input.shape[2:] != self.kernel_size:
             return super().forward(input)
-        made = torch.nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
-        return made[:, :, None, None, None]
+        product = torch.nn.functional.linear(input.flatten(1), self.weight.flatten(1), self.bias)
+        return product[:, :, None, None, None]
 
 
 def use_patch_product(tower: nn.Module) -> None:
@@ -148,10 +148,10 @@ def use_patch_product(tower: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
-    """`model.save_pretrained` of a model that nothing wraps, without looking for what might.
+    """Call `model.save_pretrained` of a model that nothing wraps, without the search for wrappers.
 
-    Why: transformers has accelerate unwrap a model that it saves, and accelerate imports DeepSpeed, where it is
-    installed, to compare classes: half a second, in runs that have no use for it.
+    Why: transformers has accelerate unwrap a model that it saves, and accelerate imports an installed DeepSpeed to
+    compare classes: half a second, in runs that have no use for it.
     Needless when: accelerate looks for DeepSpeed's engine among the modules that are imported.
     """
     with quiet_libraries(), patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
@@ -171,21 +171,21 @@ def copy_mode(path: str | Path, of: str) -> None:
 
 @contextmanager
 def features_for_pixels(backbone: Any, make: Callable[[], Any]) -> Iterator[dict[str, Any]]:
-    """Within it `backbone` takes `make()` for what its tower makes of any pixels; yields the pixels to give it.
+    """Make `backbone` use `make()` in place of its tower's features in the block; yield the pixels to give it.
 
-    Why: features are made once for several passes or packs. The method that a model's forward asks for them is hidden
-    by a function of the object. `make` is called where the forward would run its tower, after the embedding, and may
-    run the tower itself: gradients are ready in the reverse order (see forward.py).
+    Why: features are made once for several passes or packs. A function of the object hides the method that a model's
+    forward asks for them. `make` is called after the embedding, as the tower would be, and may run the tower itself:
+    gradients are ready in the reverse order (see forward.py).
     Needless when: a model's forward takes a function for its features. The argument `mm_encoder_outputs` (since 5.19)
     takes features alone, made before the embedding.
     """
 
-    def made(*pixels: Any, **options: Any) -> Any:
+    def get_image_features(*pixels: Any, **options: Any) -> Any:
         del backbone.get_image_features
         return make()
 
-    backbone.get_image_features = made
+    backbone.get_image_features = get_image_features
     try:
-        yield {"pixel_values": torch.empty(0)}  # asked for, and not looked at
+        yield {"pixel_values": torch.empty(0)}  # the forward asks for pixels, and reads none
     finally:
         vars(backbone).pop("get_image_features", None)

@@ -20,27 +20,31 @@ from mm_grpo.learner.transformers_patches import use_patch_product, use_varlen_a
 
 @dataclass(frozen=True)
 class VarlenBatches:
-    """Cuts of a sequence of S patches: `batches` are (count, length), lengths as they come by.
-
-    `order` [S] lists the patches batch by batch, `back` [S] undoes it; both are None where one length is all.
-    """
+    """Cuts of a sequence of S patches into batches of one length each."""
 
     batches: tuple[tuple[int, int], ...]
+    """(count, length) of each batch."""
     order: Tensor | None
+    """[S]: the patches batch by batch; None if all have one length."""
     back: Tensor | None
+    """[S]: undoes `order`."""
 
 
 def varlen_batches(cuts: Tensor) -> VarlenBatches:
-    """The parts between the places `cuts` [n + 1], which begin with 0 and end with S."""
-    places: list[int] = cuts.tolist()
-    starts: dict[int, list[int]] = {}
-    for start, end in pairwise(places):
-        starts.setdefault(end - start, []).append(start)
-    batches = tuple((len(own), length) for length, own in starts.items())
+    """Return the batches of the parts between `cuts` [n + 1], which begin with 0 and end with S."""
+    positions: list[int] = cuts.tolist()
+    starts_by_length: dict[int, list[int]] = {}
+    for start, end in pairwise(positions):
+        starts_by_length.setdefault(end - start, []).append(start)
+    batches = tuple((len(starts), length) for length, starts in starts_by_length.items())
     if len(batches) == 1:
         return VarlenBatches(batches, None, None)
-    each = [(torch.tensor(own)[:, None] + torch.arange(length)).flatten() for length, own in starts.items()]
-    order = torch.cat(each)
+    order = torch.cat(
+        [
+            (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+            for length, starts in starts_by_length.items()
+        ]
+    )
     return VarlenBatches(batches, order.to(cuts.device), order.argsort().to(cuts.device))
 
 
@@ -56,37 +60,37 @@ def varlen_attention(
     cu_seq_lens_q: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Queries, keys and values [1, H, S, d]; returns [1, S, H, d], as transformers asks."""
+    """Run attention of queries, keys and values [1, H, S, d]; return [1, S, H, d] for transformers."""
     if cu_seq_lens_q is None:
-        whole: tuple[Tensor, None] = sdpa_attention_forward(
+        result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return whole
-    cut = _kept(cu_seq_lens_q)
+        return result
+    cut = _cached_batches(cu_seq_lens_q)
     inputs = [x[0].transpose(0, 1) for x in (query, key, value)]  # [S, H, d]
     if cut.order is not None:
         inputs = [x.index_select(0, cut.order) for x in inputs]
     outs, start = [], 0
     for count, length in cut.batches:
-        own = slice(start, start + count * length)
-        q, k, v = (x[own].unflatten(0, (count, length)).transpose(1, 2) for x in inputs)
+        batch = slice(start, start + count * length)
+        q, k, v = (x[batch].unflatten(0, (count, length)).transpose(1, 2) for x in inputs)
         out = scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling)
         outs.append(out.transpose(1, 2).flatten(0, 1))
-        start = own.stop
+        start = batch.stop
     joined = outs[0] if cut.back is None else torch.cat(outs).index_select(0, cut.back)
     return joined[None], None
 
 
 def patch_vision_tower(tower: nn.Module) -> None:
-    """Patch a tower of transformers to attend so, where it is built that way and runs sdpa. In place."""
+    """Patch a tower of transformers in place to use `varlen_attention`, if it takes cuts and runs sdpa."""
     use_varlen_attention(tower, varlen_attention)
     use_patch_product(tower)
 
 
-def _kept(cuts: Tensor) -> VarlenBatches:
-    """`varlen_batches`, once per tensor: all layers of a pass are handed the same one or two."""
-    found: VarlenBatches | None = getattr(cuts, "_mm_grpo_varlen", None)
-    if found is None:
-        found = varlen_batches(cuts)
-        cuts._mm_grpo_varlen = found  # type: ignore[attr-defined]
-    return found
+def _cached_batches(cuts: Tensor) -> VarlenBatches:
+    """Return `varlen_batches` of a tensor, computed once: all layers of a pass get the same one or two tensors."""
+    batches: VarlenBatches | None = getattr(cuts, "_mm_grpo_varlen", None)
+    if batches is None:
+        batches = varlen_batches(cuts)
+        cuts._mm_grpo_varlen = batches  # type: ignore[attr-defined]
+    return batches

@@ -89,11 +89,11 @@ class ZeroOptimizer(BaseOptimizer):
         return torch.tensor(total["squares"], dtype=torch.float64)
 
     def _boundaries(self) -> int:
-        found, self.boundaries = self.boundaries, 0
-        return found
+        boundaries, self.boundaries = self.boundaries, 0
+        return boundaries
 
     def _mappings(self) -> Iterator[tuple[str, Any]]:
-        """Parameters of which this process holds elements, by name: DeepSpeed's addresses of their fp32 fragments."""
+        """Yield the parameters of which this process holds elements, with DeepSpeed's addresses of the fragments."""
         for name, param in self.named.items():
             mapping: Any = param._hp_mapping  # type: ignore[attr-defined]
             if mapping is not None:
@@ -101,7 +101,7 @@ class ZeroOptimizer(BaseOptimizer):
 
 
 def settings(config: OptimConfig, dtype: torch.dtype, gpu: bool, module: nn.Module) -> dict[str, Any]:
-    """DeepSpeed's config. Batch sizes are formal: the learner accumulates by itself."""
+    """Return DeepSpeed's config. Batch sizes are formal, because the learner accumulates by itself."""
     largest = min(BUCKET, sum(p.numel() for p in module.parameters() if p.requires_grad))
     zero: dict[str, Any] = {
         "stage": config.zero_stage,

@@ -99,7 +99,7 @@ def log_columns(sights: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict
                 "nats": round(sum(tokens), 4),
                 "tokens": [round(value, 4) for value in tokens],
                 "pieces": list(sight.pieces[generation]),
-                "other": sight.other,
+                "other": sight.lender,
             }
         }
         for sight in sights

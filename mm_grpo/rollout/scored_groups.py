@@ -32,6 +32,7 @@ def with_scores(groups: Sequence[Group], scores: Scores) -> list[Group]:
         turns = zip(masked, scores.turns[start:end], strict=True) if scores.turns else ()
         group = replace(
             group,
+            # None and not 0: a masked completion leaves the baseline of its group
             rewards=tuple(None if skip else total for skip, total in totals),
             turn_rewards=tuple(tuple(None if skip else r for r in rewards) for skip, rewards in turns),
             parts={name: values[start:end] for name, values in scores.parts.items()},
@@ -75,6 +76,7 @@ def compute_advantages(
 ) -> list[tuple[float, ...]]:
     """Return the advantages [P][G] of P scored groups; with `kl_in_reward` beta times the KL comes off first."""
     rewards = [group.rewards for group in groups]
+    # not in `has_zero_std`: the KL tells completions apart, and says nothing of their quality
     if config.kl_in_reward:
         rewards = penalised(rewards, [[config.beta * kl for kl in group.kl] for group in groups])
     return advantages(rewards, config, objectives(groups, specs))

@@ -39,7 +39,6 @@ PUBLIC = {
     "trainer": ("environment_factory", "save_adapter"),
     "rollout/engine": ("adapter",),
     "parity/sync": ("adapter",),
-    "learner/learner": ("adapter",),
 }
 """Names of the public API, and the word of the engine's interface, that a file of the spine may hold."""
 ANNEXES = words("""environments run trained pages preflight cli testing migrate user_code hub terminal""")

@@ -1,10 +1,10 @@
 """Credit by sight in an update: which completions are run after masked images, and the advantages that come of it.
 
 A step has one more pass without gradients: the completions with an advantage after their row's masked prompt
-(perception.py). Log-probs after the row's own images are there already: those of the policy at the start of the step
-where the learner has run it, for later minibatches and where samples may be stale, else the engine's, which are those
-of the same weights (guard `logp_gap`). In conversations of several turns observations stay, with their images, and have
-no advantage to be weighed.
+(perception.py). Log-probs after the row's own images exist already. If the learner ran the policy at the start of the
+step (for later minibatches, and when samples may be stale), its values count; else the engine's, which come from the
+same weights (guard `logp_gap`). In conversations of several turns observations stay, with their images, and have no
+advantage to be weighed.
 
 Axes: [T], the tokens of a completion; `Item.index` names it.
 """
@@ -36,7 +36,7 @@ class Credit(LossFeature):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """True if the engine's log-probs may be those of another policy."""
+        """Return True if the engine's log-probs may come from another policy."""
         return self.learner.config.rollout.max_staleness > 0
 
     @classmethod
