@@ -209,7 +209,7 @@ def test_a_pass_without_gradients_keeps_a_prompt_as_long_as_it_is_needed(models:
             for pack in whole.packs():
                 yield pack
                 assert module.prompts is not None
-                held.append(len(module.prompts._kept))
+                held.append(len(module.prompts._states))
 
         found = logprobs_and_entropies(module, packs())[0]
     assert all(torch.allclose(found[i], want[i], atol=1e-5) for i in want)

@@ -42,7 +42,7 @@ def test_sight_is_the_difference_of_plain_forwards(packs: int, models: dict[str,
     learner = learner_of(models["qwen2_5_vl"], optim={"max_tokens_per_pack": packs})
     groups = make_groups(learner.processor)
     found = measure(groups, learner, packs, Ranks())
-    assert [(one.slot, one.other) for one in found] == [(0, "r:2"), (2, "r:3"), (3, "r:0")]
+    assert [(one.slot, one.lender) for one in found] == [(0, "r:2"), (2, "r:3"), (3, "r:0")]
     lenders = {0: groups[2], 2: groups[3], 3: groups[0]}
     for one in found:
         wanted = by_plain(learner, groups[one.slot], lenders[one.slot])
