@@ -12,7 +12,6 @@ from mm_grpo.algorithm.advantages import Objective, gdpo, grpo
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.rewards.resolve import resolve_entries
 from mm_grpo.rewards.scorer import Scores
-from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rollout.group_metrics import group_metrics, turn_metrics
 from mm_grpo.rollout.scored_groups import compute_advantages, has_zero_std, with_scores
 from mm_grpo.types import Completion, Group, Turn
@@ -20,21 +19,12 @@ from mm_grpo.types import Completion, Group, Turn
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
 
 
-def right(completion: str) -> float:
+def zero(completion: str) -> float:
     return 0.0
 
 
-def short(completion: str) -> float:
-    return 0.0
-
-
-def seen(completion: str) -> float:
-    return 0.0
-
-
-def specs() -> list[RewardSpec]:
-    entries: list[Any] = [right, {"name": short, "weight": 0.5}, {"name": seen, "weight": 0.0}]
-    return resolve_entries(entries)
+WEIGHTS = {"right": 1.0, "short": 0.5, "seen": 0.0}
+SPECS = resolve_entries([{"name": zero, "as": name, "weight": weight} for name, weight in WEIGHTS.items()])
 
 
 SCORES = Scores(
@@ -66,7 +56,7 @@ def test_scores_are_cut_in_order() -> None:
 
 def test_totals_are_what_sum_then_normalize_looks_at() -> None:
     want = grpo([[1.0, 1.0], [None, 1.5]])
-    assert compute_advantages(scored(2, 2), specs(), AlgorithmConfig()) == want == [(0.0, 0.0), (0.0, 0.0)]
+    assert compute_advantages(scored(2, 2), SPECS, AlgorithmConfig()) == want == [(0.0, 0.0), (0.0, 0.0)]
 
 
 def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() -> None:
@@ -74,7 +64,7 @@ def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() ->
         [[1.0, 1.0], [None, 1.5]],
         [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 9.0], [None, 1.0]])],
     )
-    got = compute_advantages(scored(2, 2), specs(), GDPO)
+    got = compute_advantages(scored(2, 2), SPECS, GDPO)
     assert got == want
     assert got[0][0] > 0 > got[0][1] and got[1] == (0.0, 0.0)
 
@@ -82,7 +72,7 @@ def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() ->
 def test_the_kl_comes_off_the_totals() -> None:
     config = AlgorithmConfig(kl_in_reward=True, beta=0.5, kl_estimator="k1", scale_rewards="none")
     # 1 - 0.5 * 2 and 1 - 0.5 * -1: 0 and 1.5, less their mean of 0.75
-    assert compute_advantages(scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0))), specs(), config) == [
+    assert compute_advantages(scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0))), SPECS, config) == [
         (-0.75, 0.75),
         (0.0, 0.0),
     ]
@@ -91,11 +81,11 @@ def test_the_kl_comes_off_the_totals() -> None:
 def test_zero_std_is_looked_for_where_advantages_are_and_before_any_kl() -> None:
     paid = scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0)))
     taken = AlgorithmConfig(kl_in_reward=True, beta=0.5)
-    assert [has_zero_std(s, specs(), taken) for s in paid] == [True, True]  # totals 1, 1 and a lone 1.5
-    assert [has_zero_std(s, specs(), GDPO) for s in paid] == [False, True]  # the parts of the first differ
+    assert [has_zero_std(s, SPECS, taken) for s in paid] == [True, True]  # totals 1, 1 and a lone 1.5
+    assert [has_zero_std(s, SPECS, GDPO) for s in paid] == [False, True]  # the parts of the first differ
     (one, other) = scored(1, 3)
-    assert has_zero_std(one, specs(), AlgorithmConfig())
-    assert not has_zero_std(other, specs(), AlgorithmConfig(scale_rewards="batch"))
+    assert has_zero_std(one, SPECS, AlgorithmConfig())
+    assert not has_zero_std(other, SPECS, AlgorithmConfig(scale_rewards="batch"))
 
 
 def test_metrics_of_groups_by_hand() -> None:

@@ -294,7 +294,7 @@ def test_servers_are_watched_whatever_becomes_of_a_log_or_a_start(
 PARENT = """
 import sys, time, signal
 from pathlib import Path
-from mm_grpo.cli.serve import _end
+from mm_grpo.cli.serve import _interrupt
 from mm_grpo.rollout.served import launch
 from mm_grpo.rollout.served.launch import ServerSettings
 from mm_grpo.rollout.vllm.launch import EngineSettings
@@ -302,7 +302,7 @@ fake, pids, *how = sys.argv[1:]
 launch.server_command = lambda s: [sys.executable, "-S", fake, str(s.socket), pids, *how]
 launch.STOP_TIMEOUT = 3600.0
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, _interrupt)
     with launch.serve([ServerSettings(EngineSettings("x", "float32", 64))] * 2):
         Path(pids + ".ready").touch()
         time.sleep(300)

@@ -82,9 +82,10 @@ def test_what_cannot_be_drawn_is_a_note(entry: str, columns: dict[str, Any]) -> 
 
 
 def test_rows_without_gold_or_image() -> None:
-    assert gold_overlays([resolve_entry("iou")], prompt(box=None)) == ([], [])
     without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
-    assert gold_overlays([resolve_entry("iou")], without) == ([], [])
+    for row in (prompt(box=None), without):
+        assert gold_overlays([resolve_entry("iou")], row) == ([], [])
+        assert predicted_overlays([resolve_entry("iou")], row, "[1, 2, 30, 40]") == []
 
 
 def test_every_reward_on_boxes_and_points_is_known() -> None:
@@ -118,8 +119,5 @@ def test_predictions_are_shared_and_those_of_rewards_that_apply() -> None:
     assert mark.as_dict() == {
         "image": 0, "label": "iou, giou", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
     }  # fmt: skip
-    assert predicted_overlays(specs, prompt(box=None), "[1, 2, 30, 40]") == []
-    without = replace(prompt(box=[0, 0, 1, 1]), engine_prompt=EnginePrompt((), ()))
-    assert predicted_overlays(specs, without, "[1, 2, 30, 40]") == []
     elsewhere = resolve_entry({"name": "iou", "image_index": 3})
     assert predicted_overlays([elsewhere], prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]") == []
