@@ -269,9 +269,3 @@ def test_an_environment_that_hangs_when_it_is_made(workers: int) -> None:
     with pytest.raises(ConfigError, match=r"stuck.*rollout\.tool_timeout"):
         Toolbox(small_config("m", rollout=options), [], stuck)
     release.set()
-
-
-def test_a_tool_does_not_end_the_trainers_process() -> None:
-    box = Toolbox(small_config("m", rollout={"environment_workers": 0}), [misbehave], None)
-    assert begun(box)[0].call("misbehave", {"how": "sys.exit"}).text == "error: SystemExit: 0"
-    box.close()

@@ -83,10 +83,6 @@ class World:
             return misbehave(how)
         return [self.picture.rotate(self.total), f"total {self.total}", {"a": 1}]
 
-    def paint(self) -> None:
-        """Paint over the picture."""
-        self.picture.paste("red", (0, 0, 40, 40))
-
     def where(self) -> str:
         """The process."""
         return str(os.getpid())

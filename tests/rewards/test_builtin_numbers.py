@@ -29,19 +29,9 @@ def test_numbers_in_digits(text, values):
 
 
 def test_percent_and_units():
-    read = [
-        (n.value, n.percent) for n in numbers("12 % of 5 cm, 3 m/s, 20°C, 4 percent, 7 m², 90^\\circ, 6\\%")
-    ]
-    assert read == [
-        (12, True),
-        (5, False),
-        (3, False),
-        (20, False),
-        (4, True),
-        (7, False),
-        (90, False),
-        (6, True),
-    ]
+    matches = list(numbers("12 % of 5 cm, 3 m/s, 20°C, 4 percent, 7 m², 90^\\circ, 6\\%"))
+    assert [number.value for number in matches] == [12, 5, 3, 20, 4, 7, 90, 6]
+    assert [number.value for number in matches if number.percent] == [12, 4, 6]
 
 
 @pytest.mark.parametrize(

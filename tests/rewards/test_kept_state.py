@@ -78,22 +78,12 @@ def looked(rows: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
     """Two conversations in which the model looked at a picture."""
     gold = [[{"boxes": [[1, 2]], "image": Image.new("RGB", (4, 4))}] for _ in range(2)]
     prompts, completions = rows("ab", gold=gold)
-    turns = [
-        (
-            Turn("assistant", "look", 1, seed=0),
-            Turn(
-                "tool",
-                "seen",
-                1,
-                name="look",
-                arguments={"box": [[0, 1]]},
-                images=(Image.new("RGB", (4, 4)),),
-            ),
-            Turn("assistant", text, 1, seed=1),
-        )
-        for text in "ab"
-    ]
-    return prompts, [replace(c, turns=t) for c, t in zip(completions, turns, strict=True)]
+    for i, text in enumerate("ab"):
+        picture = Image.new("RGB", (4, 4))
+        tool = Turn("tool", "seen", 1, name="look", arguments={"box": [[0, 1]]}, images=(picture,))
+        turns = (Turn("assistant", "look", 1, seed=0), tool, Turn("assistant", text, 1, seed=1))
+        completions[i] = replace(completions[i], turns=turns)
+    return prompts, completions
 
 
 @pytest.mark.parametrize("how", ["plain", "async", "isolated"])

@@ -194,14 +194,7 @@ def in_main(completion):
 in_main.__module__ = "__main__"
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda completion: 1.0,
-        in_main,
-        functions.Judge(),
-    ],
-)
+@pytest.mark.parametrize("fn", [lambda completion: 1.0, in_main, functions.Judge()])
 def test_functions_that_no_other_process_finds_are_refused_at_the_start(fn):
     with fails("reward 'own' cannot be isolated: .*path/to/file.py:function"):
         Scorer([{"name": fn, "as": "own", "isolated": True}])

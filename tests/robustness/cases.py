@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from robustness import parts
 from robustness.case import Case, cut, fifo
 from robustness.hubs import refusing, silent
 from robustness.parts import (
@@ -17,25 +18,13 @@ from robustness.parts import (
     MASK,
     SEGFAULT,
     WEIGHTS,
-    at_hub,
     body,
-    broken_learner,
-    changed_log,
     checkpoint,
-    engine_fails,
-    faulty_engine,
-    flip,
-    no_error,
-    one_row_a_step,
-    other_model,
     picture,
-    remove_all,
-    rename_newest,
     replaced,
-    reward_file,
     row,
     variables,
-)  # fmt: skip
+)
 from robustness.runs import REWARD, complete, whole
 
 TRAIN, CHECK, RESUME = "train config.yaml", "check config.yaml", "train config.yaml --resume"
@@ -140,7 +129,7 @@ TRAINED: list[tuple[str, str, Mapping[str, Any], int, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("an empty folder", remove_all, ("model.path", "config.json")),
+    ("an empty folder", parts.remove_all, ("model.path", "config.json")),
     ("a model of text", lambda m: (m / "config.json").write_text('{"model_type": "llama"}'), ("llama",)),
     ("weights cut in half", lambda m: cut(m / WEIGHTS), ("model.path",)),
     ("weights that are a Git LFS pointer",
@@ -148,9 +137,9 @@ MODELS: list[tuple[str, Any, tuple[str, ...]]] = [
     ("no chat template", lambda m: (m / "chat_template.jinja").unlink(), ("chat",)),
 ]  # fmt: skip
 HUBS: list[tuple[str, str, Any, tuple[str, ...]]] = [
-    ("HF_HUB_OFFLINE", "org/name", at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
-    ("a mistyped folder with a dot", "./MODLE", at_hub(refusing), ("model.path", "MODEL")),
-    ("a mistyped folder", "MODLE", at_hub(refusing), ("model.path", "MODEL")),
+    ("HF_HUB_OFFLINE", "org/name", parts.at_hub(silent, offline=True), ("model.path", "HF_HUB_OFFLINE")),
+    ("a mistyped folder with a dot", "./MODLE", parts.at_hub(refusing), ("model.path", "MODEL")),
+    ("a mistyped folder", "MODLE", parts.at_hub(refusing), ("model.path", "MODEL")),
 ]  # fmt: skip
 
 STATE, MANIFEST, LOG = "state-00000-of-00001.safetensors", "manifest.json", "metrics.jsonl"
@@ -158,11 +147,11 @@ PASSED_OVER = ("step-000003", "resuming from step-000002")
 PUT_BACK = (LOG, "put back from the checkpoint of step 3")
 DAMAGED: list[tuple[str, Any, tuple[str, ...]]] = [
     (f"{STATE} cut in half", checkpoint(STATE, cut), PASSED_OVER),
-    (f"{STATE} with a flipped bit", checkpoint(STATE, flip), PASSED_OVER),
+    (f"{STATE} with a flipped bit", checkpoint(STATE, parts.flip), PASSED_OVER),
     (f"{MANIFEST} empty", checkpoint(MANIFEST, lambda path: path.write_bytes(b"")), PASSED_OVER),
     (f"{MANIFEST} with another number", checkpoint(MANIFEST, replaced('"updates": 3', '"updates": 1')), PASSED_OVER),
-    ("a renamed one", rename_newest, ("step-000009", "renamed")),
-    ("the log with a hole", changed_log(lambda rows: rows[:1] + rows[2:]), PUT_BACK),
+    ("a renamed one", parts.rename_newest, ("step-000009", "renamed")),
+    ("the log with a hole", parts.changed_log(lambda rows: rows[:1] + rows[2:]), PUT_BACK),
     ("the log gone", lambda out: (out / LOG).unlink(), PUT_BACK),
     ("no config.yaml in the run folder", lambda out: (out / "config.yaml").unlink(), ()),
 ]  # fmt: skip
@@ -233,8 +222,8 @@ CASES: list[Case] = [
     *(Case(f"rewards: {name}", CHECK, words, config={"rewards": rewards}) for name, rewards, words in REWARDS),
     *(
         Case(
-            f"rewards: {name}", TRAIN, words, code, reward_file(**options), {"r.py": text},
-            after=one_row_a_step if code == 0 else lambda folder: None,
+            f"rewards: {name}", TRAIN, words, code, parts.reward_file(**options), {"r.py": text},
+            after=parts.one_row_a_step if code == 0 else lambda folder: None,
         )
         for name, text, options, code, words in TRAINED
     ),
@@ -257,8 +246,8 @@ CASES: list[Case] = [
     Case("resume: of a run that has ended", RESUME, ("done: 4 steps",), 0, run="ended", after=complete),
     Case("run folder: that of a finished run", TRAIN, ("run.dir", "4 rows"), run="ended"),
     Case("resume: of a folder of the user's", RESUME, ("run.dir",), files={"out/model/notes.txt": "mine"}),
-    Case("resume: another base of adapters", RESUME, ("step-000003", "not trained"), run="stopped", damage=other_model,
-        config={"model": {"lora": {"rank": 2}}}, model=lambda m: flip(m / WEIGHTS)),
+    Case("resume: another base of adapters", RESUME, ("step-000003", "not trained"), run="stopped",
+        damage=parts.other_model, config={"model": {"lora": {"rank": 2}}}, model=lambda m: parts.flip(m / WEIGHTS)),
     *(
         Case(
             f"resume: a reward {name}", f"{RESUME} run.allow_changed_code=true" if "allowed" in name else RESUME,
@@ -269,8 +258,8 @@ CASES: list[Case] = [
             ("with other code", REWARD.replace("3", "2"), 2, ("rewards", "f changed")),
         ]
     ),
-    Case("engines: stale version", TRAIN, ("weight update",), 3, within=faulty_engine("stale version")),
-    Case("engines: one that ends", TRAIN, ("engine", "has ended"), 1, within=engine_fails),
+    Case("engines: stale version", TRAIN, ("weight update",), 3, within=parts.faulty_engine("stale version")),
+    Case("engines: one that ends", TRAIN, ("engine", "has ended"), 1, within=parts.engine_fails),
     *(
         Case(f"run folder: {name}", TRAIN, words, config={"run": {"dir": value}}, files=files)
         for name, value, files, words in RUN_FOLDERS
@@ -287,8 +276,8 @@ CASES: list[Case] = [
         for name, value in RANKS
     ),
     Case("machine: a full disk behind stdout", CHECK, ("No space left",), 1, full_disk=True),
-    Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=broken_learner,
+    Case("machine: a fault of ours", TRAIN, ("ZeroDivisionError", "error.txt"), 1, within=parts.broken_learner,
         after=lambda folder: (folder / "out" / "error.txt").read_text().index("Traceback")),
     Case("machine: the error of a run that goes on", RESUME, code=0, run="stopped",
-        damage=lambda out: (out / "error.txt").write_text("Traceback"), after=no_error),
+        damage=lambda out: (out / "error.txt").write_text("Traceback"), after=parts.no_error),
 ]  # fmt: skip

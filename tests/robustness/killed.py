@@ -11,6 +11,8 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,51 +25,48 @@ from mm_grpo.run.folder import RunFolder
 Act = Callable[[], None]
 
 
+def replace_second_call(holder: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Let the second call of a function be `replacement(function, *arguments)`."""
+    real, calls = getattr(holder, name), count(1)
+
+    @wraps(real)  # callbacks get the arguments that their signature names
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(real, *args, **kwargs) if next(calls) == 2 else real(*args, **kwargs)
+
+    setattr(holder, name, call)
+
+
 def before(holder: Any, name: str, act: Act) -> None:
     """Act before the second call of a function."""
-    real, count = getattr(holder, name), 0
 
-    def acting(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 2:
-            act()
+    def acting(real: Any, *args: Any, **kwargs: Any) -> Any:
+        act()
         return real(*args, **kwargs)
 
-    setattr(holder, name, acting)
+    replace_second_call(holder, name, acting)
 
 
 def half_a_state(act: Act) -> None:
-    real, count = state._write, 0
-
-    def write(path: Path, *rest: Any) -> Any:
-        nonlocal count
+    def write(real: Any, path: Path, *rest: Any) -> Any:
         mark = real(path, *rest)
-        count += 1
-        if count == 2:
-            data = path.read_bytes()
-            path.write_bytes(data[: len(data) // 2])
-            act()
-            path.write_bytes(data)  # a signal that is noted lets the write go on
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        act()
+        path.write_bytes(data)  # a signal that is noted lets the write go on
         return mark
 
-    state._write = write
+    replace_second_call(state, "_write", write)
 
 
 def half_a_row(act: Act) -> None:
-    real, count = RunFolder.on_log, 0
+    def append(real: Any, folder: RunFolder, step: int, metrics: Any) -> None:
+        data = folder.paths.metrics.read_bytes()
+        folder.paths.metrics.write_bytes(data + b'{"step": 2, "lo')
+        act()
+        folder.paths.metrics.write_bytes(data)
+        real(folder, step, metrics)
 
-    def append(self: RunFolder, step: int, metrics: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            data = self.paths.metrics.read_bytes()
-            self.paths.metrics.write_bytes(data + b'{"step": 2, "lo')
-            act()
-            self.paths.metrics.write_bytes(data)
-        real(self, step, metrics)
-
-    RunFolder.on_log = append  # type: ignore[method-assign]
+    replace_second_call(RunFolder, "on_log", append)
 
 
 def renaming(act: Act) -> None:

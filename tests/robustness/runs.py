@@ -106,14 +106,10 @@ def lay(folder: Path, config: Mapping[str, Any], *, ended: bool = False) -> None
     (out / "metrics.jsonl").write_text("".join(rows[:LAST]))
 
 
-def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """Rows of the log without times."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "step_time"))} for row in rows]
-
-
 def complete(folder: Path) -> None:
     """AssertionError unless out/ holds a run of all steps, with the numbers of one that was never stopped."""
+    from helpers.run_folders import metrics_of
+
     whole(folder)
     other = straight(folder, json.loads((folder / "config.yaml").read_text()))
     assert metrics_of(folder / "out") == metrics_of(other)
