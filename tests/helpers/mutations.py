@@ -88,11 +88,12 @@ learner/minibatch.py < learner/test_minibatch.py learner/test_learner.py learner
 learner/learner.py < learner/test_learner.py ! slow
     stale cache | {**logprobs.first, **logprobs.old} ==> {**logprobs.old, **logprobs.first}
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
-    skipped step | self.factored) if as_sent ==> self.factored) if False
+    skipped step | self.weights_as_sent() if as_sent ==> self.weights_as_sent() if False
+learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.py
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if frozen or not self.factored or ==> if not self.factored or
-    not merged | dict(lora.merged_tensors(self.model))} if ==> dict(lora.merged_tensors(self.model, self.factored))} if
+    not merged | dict(lora.merged_tensors(self.model))} if adapted ==> dict(lora.merged_tensors(self.model, self.factored))} if adapted
 learner/lora.py < learner/test_lora.py
     * merges beside factors | leaf == "weight" and owner not in factored ==> leaf == "weight" and not factored
     * merged twice | if name in factored: ==> if factored:
@@ -100,7 +101,7 @@ learner/lora.py < learner/test_lora.py
     dropped factor | (up * layer.scaling[ADAPTER]).to(dtype) ==> up.to(dtype)
     dtype | lora_A.weight", down.to(dtype) ==> lora_A.weight", down
     dropped bias | inputs, _merged(layer, base.weight), base.bias) ==> inputs, _merged(layer, base.weight))
-    * shared base | for name, p in named if not p.requires_grad} ==> for name, p in named}
+    * shared base | for name, p in parameters if not p.requires_grad} ==> for name, p in parameters}
 build.py < learner/test_lora.py
     * shared base | or engine.adapter_layers(layers) != layers: ==> or not engine.adapter_layers(layers):
     * shared base | chain(merged_tensors(model, layers), ==> chain(merged_tensors(model),
@@ -109,7 +110,7 @@ learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test
     * state on resume | self.updates = updates ==> self.updates = adam_steps
     * state on resume | return max((int(state["step"]) for ==> return self.updates or max((int(state["step"]) for
     * schedule | self.updates += 1 ==> self.updates += stepped
-    * dtype of sums | if master is not param:  # as soon as ==> if False:  # as soon as
+    * dtype of sums | hook = param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master)) ==> hook = param.register_post_accumulate_grad_hook(lambda p: None)
     wrong group | {"params": plain, "weight_decay": 0.0} ==> {"params": plain, "weight_decay": config.weight_decay}
 learner/prompt_states.py < learner/test_prompt_states.py
     * dtype of sums | grad.float() if total is None ==> grad if total is None
