@@ -35,25 +35,16 @@ test-long: setup  ## run the others
 test-all: setup  ## run both
 	$(BIN)/python $(PYTEST)
 
-# pyproject.toml says from which versions on its packages serve; nothing else would notice where that is wrong.
-# Run is, for each package with such a version, what uses it the most: pydantic and ruamel.yaml (config), typer and rich
+# pyproject.toml names the oldest version of each package that serves; nothing else would notice a wrong one. Tests with
+# the mark `lowest` use one of these packages the most: pydantic and ruamel.yaml (config), typer and rich
 # (cli), datasets, pillow and qwen-vl-utils (data), jinja2 (processors), transformers, torch and numpy (processors,
 # rollout, learner, trainer), peft (learner, trained), bitsandbytes (learner), accelerate and deepspeed (distributed),
 # safetensors, xxhash and tensorboard (run), httpx and websockets (environments, rollout), and jsonschema, openai and, in
 # the examples of docstrings, math-verify and rapidfuzz (rewards). What is our own is the same with every version; vLLM
 # and TRL are tested with the pins of requirements/cpu.txt alone.
-LOWEST := cli/test_cli.py::test_train_and_check_do_what_they_say cli/test_cli_help.py config/test_fields.py config/test_yaml_file.py \
-	data/test_images.py data/test_sources.py \
-	distributed/test_accelerate_env.py distributed/test_launches.py distributed/test_zero_updates.py \
-	environments/test_openenv.py rollout/test_served_client.py rollout/test_transformers_engine.py \
-	learner/test_lora.py learner/test_quantization.py learner/test_transformers_patches.py \
-	learner/test_vision_attention.py \
-	processors/test_families.py processors/test_qwen_vl.py processors/test_resize.py \
-	rewards/test_builtin_all.py::test_the_examples_in_the_docstrings_run \
-	rewards/test_builtin_judge.py rewards/test_builtin_values.py \
-	run/test_checkpoint.py run/test_trackers.py trained/test_export.py::test_every_family_is_exported trainer/test_trainer.py
+LOWEST = $(shell grep -rl "pytest.mark.lowest" tests --include='test_*.py')
 test-lowest: .venv-lowest/.ready  ## run the tests of our dependencies that are not long with the oldest packages allowed
-	.venv-lowest/bin/python $(PYTEST) -m "not long" $(addprefix tests/,$(LOWEST))
+	.venv-lowest/bin/python $(PYTEST) -m "lowest and not long" $(LOWEST)
 
 # Those of tests/ whose examples hypothesis makes; `make test` takes the same ones each time.
 RANDOM_FILES = $(shell grep -lE "^from hypothesis|^import hypothesis" $$(find tests -name 'test_*.py'))

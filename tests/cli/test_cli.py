@@ -15,6 +15,7 @@ from helpers import forkserver
 from helpers.processes import alone
 
 
+@pytest.mark.lowest
 def test_train_and_check_do_what_they_say(command: Any, config_path: Path) -> None:
     checked = command("check", config_path)
     assert checked.code == 0 and "train" in checked.out and "ok" in checked.out

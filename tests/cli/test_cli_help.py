@@ -15,6 +15,8 @@ from mm_grpo.cli.help import EXAMPLES, GROUPS
 from mm_grpo.cli.main import app
 from mm_grpo.config import GRPOConfig
 
+pytestmark = pytest.mark.lowest
+
 
 def commands() -> list[str]:
     from typer.main import get_command

@@ -10,6 +10,8 @@ import pytest
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 
+pytestmark = pytest.mark.lowest
+
 MODEL = {"path": "a/model"}
 
 

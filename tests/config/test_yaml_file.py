@@ -13,6 +13,8 @@ from mm_grpo.config import GRPOConfig, apply_overrides
 from mm_grpo.config.yaml_file import read_yaml, write_yaml
 from mm_grpo.errors import ConfigError
 
+pytestmark = pytest.mark.lowest
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:

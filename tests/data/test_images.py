@@ -17,6 +17,8 @@ from PIL import Image
 from mm_grpo.data.images import FORMATS, open_image
 from mm_grpo.errors import DataError
 
+pytestmark = pytest.mark.lowest
+
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
 

@@ -16,6 +16,8 @@ from mm_grpo.data.sources import load, load_eval, load_train
 from mm_grpo.errors import DataError, UserError
 from mm_grpo.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.lowest
+
 ROW = {"prompt": "?", "answer": 1}
 
 

@@ -13,6 +13,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.accelerate_env import check_launcher
 from mm_grpo.errors import ConfigError
 
+pytestmark = pytest.mark.lowest
+
 NUMBERED = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 PLAIN = {**NUMBERED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
 """What accelerate 1.15 sets where its file says nothing about training."""

@@ -18,6 +18,8 @@ import pytest
 from helpers import processes
 from launches import TORCHRUN, children, running
 
+pytestmark = pytest.mark.lowest
+
 SCRIPT = Path(peers.__file__)
 DEADLINE = 300.0
 

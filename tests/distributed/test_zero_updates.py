@@ -25,6 +25,8 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.health.checks import update_happens
 from mm_grpo.types import UpdateRecord
 
+pytestmark = pytest.mark.lowest
+
 LIMIT = 1e-5
 DECAYS = (".A_log", ".dt_bias")
 """Whose gradients, sums of large parts that cancel, round more (learner/linear_attention.py): prompt and completions

@@ -20,6 +20,8 @@ from mm_grpo.environments.openenv import OpenEnv, shown
 from mm_grpo.environments.toolbox import Toolbox, toolbox_of
 from mm_grpo.errors import ConfigError, ToolError
 
+pytestmark = pytest.mark.lowest
+
 
 def box_of(what: Any, **rollout: Any) -> Toolbox:
     """A toolbox over a server's address, or over what makes environments."""

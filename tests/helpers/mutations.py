@@ -93,7 +93,7 @@ learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.p
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if frozen or not self.factored or ==> if not self.factored or
-    not merged | dict(lora.merged_tensors(self.model))} if adapted ==> dict(lora.merged_tensors(self.model, self.factored))} if adapted
+    not merged | dict(lora.merged_tensors(self.model))} ==> dict(lora.merged_tensors(self.model, self.factored))}
 learner/lora.py < learner/test_lora.py
     * merges beside factors | leaf == "weight" and owner not in factored ==> leaf == "weight" and not factored
     * merged twice | if name in factored: ==> if factored:
@@ -110,7 +110,7 @@ learner/optimizer.py < learner/test_learner.py learner/test_overflow.py run/test
     * state on resume | self.updates = updates ==> self.updates = adam_steps
     * state on resume | return max((int(state["step"]) for ==> return self.updates or max((int(state["step"]) for
     * schedule | self.updates += 1 ==> self.updates += stepped
-    * dtype of sums | hook = param.register_post_accumulate_grad_hook(partial(accumulate_into_master, master)) ==> hook = param.register_post_accumulate_grad_hook(lambda p: None)
+    * dtype of sums | _hook(partial(accumulate_into_master, master)) ==> _hook(lambda param: None)
     wrong group | {"params": plain, "weight_decay": 0.0} ==> {"params": plain, "weight_decay": config.weight_decay}
 learner/prompt_states.py < learner/test_prompt_states.py
     * dtype of sums | grad.float() if total is None ==> grad if total is None

@@ -36,6 +36,8 @@ from mm_grpo.processors.qwen_vl import QwenVLFamily
 from mm_grpo.rollout.weights import WeightLedger, digest
 from mm_grpo.run.same_run import deciding_fields
 
+pytestmark = pytest.mark.lowest
+
 FAMILY = QwenVLFamily()
 SMALL = LoRAConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj"])
 

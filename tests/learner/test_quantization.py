@@ -27,6 +27,8 @@ from mm_grpo.rollout.weights import WeightLedger
 from mm_grpo.trained.export import export_run
 from mm_grpo.trained.source import model_to_evaluate
 
+pytestmark = pytest.mark.lowest
+
 pytest.importorskip("bitsandbytes")
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,

@@ -20,6 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from mm_grpo.learner import transformers_patches as patches
 from mm_grpo.learner.attention import prefix_attention
 
+pytestmark = pytest.mark.lowest
+
 
 @pytest.fixture
 def calls() -> Any:

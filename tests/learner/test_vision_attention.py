@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mm_grpo.learner import vision_attention as towers
 
+pytestmark = pytest.mark.lowest
+
 # patches (time, height, width): windows are 8 x 8 where there are any, so these have whole and cut ones
 GRIDS = [[1, 12, 20], [1, 8, 8], [1, 12, 20], [1, 4, 26]]
 

@@ -40,6 +40,8 @@ from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.types import Prompt
 
+pytestmark = pytest.mark.lowest
+
 ALIKE = ("qwen2_vl", "idefics3")
 """Families whose models are built and run as another one's of the table; what runs a model leaves them out."""
 DIFFERENT = [family for family in TABLE if family not in ALIKE]

@@ -15,6 +15,8 @@ from helpers import tiny
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import load_processor
 
+pytestmark = pytest.mark.lowest
+
 
 def test_a_text_only_prompt_counts_upwards(models: dict[str, Any]) -> None:
     prompt = load_processor(str(models["qwen3_vl"])).prompt(tiny.sample("r", "hello"))

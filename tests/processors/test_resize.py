@@ -16,6 +16,8 @@ from PIL import Image
 from mm_grpo.processors.image_size import NoFixedPoint, resize_to, settle
 from mm_grpo.processors.qwen_vl import fixed_size
 
+pytestmark = pytest.mark.lowest
+
 SIDES = st.integers(1, 4000)
 
 

@@ -96,6 +96,7 @@ def test_every_built_in_is_registered() -> None:
     assert {*ARGUMENTS, "judge", "reward_model"} == set(BUILTINS)
 
 
+@pytest.mark.lowest
 @pytest.mark.parametrize("module", MODULES)
 def test_the_examples_in_the_docstrings_run(module: str) -> None:
     found = doctest.testmod(importlib.import_module(f"{builtins.__name__}.{module}"))

@@ -13,6 +13,8 @@ from PIL import Image
 
 from mm_grpo.rewards.builtins.judge import parse_verdict
 
+pytestmark = pytest.mark.lowest
+
 
 def test_the_request_holds_question_gold_completion_and_image(server: Server, rows: Any, scorer: Any) -> None:
     server.answer = lambda _, body: says("It names the animal.\nScore: 7.5")

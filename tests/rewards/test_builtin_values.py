@@ -9,6 +9,8 @@ import pytest
 
 from mm_grpo.rewards import Scorer, get
 
+pytestmark = pytest.mark.lowest
+
 TWO = [[0, 0, 10, 10], [20, 0, 30, 10]]
 TRIANGLE = [[0, 0], [40, 0], [0, 40]]
 MANY = [[i, 0, i + 1, 1] for i in range(120)]

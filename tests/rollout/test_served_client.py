@@ -16,6 +16,8 @@ from helpers.processes import refusing_port
 
 from mm_grpo.rollout.served.client import ServerClient, ServerRefused, ServerUnreachable
 
+pytestmark = pytest.mark.lowest
+
 
 @pytest.fixture
 def server(held: ExitStack) -> FakeVLLM:

@@ -15,6 +15,8 @@ from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.types import Prompt
 
+pytestmark = pytest.mark.lowest
+
 TWELVE = Sampling(max_tokens=12)
 
 

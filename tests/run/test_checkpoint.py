@@ -28,6 +28,8 @@ from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
 from mm_grpo.types import Completion, Group
 
+pytestmark = pytest.mark.lowest
+
 
 def config_for(path: Path, **changes: Any) -> GRPOConfig:
     values = {

@@ -15,6 +15,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.trackers import Trackers, rollout_table
 
+pytestmark = pytest.mark.lowest
+
 
 def config(folder: Path, **run: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({"model": {"path": "base"}, "run": {"dir": str(folder), **run}})

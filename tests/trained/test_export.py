@@ -80,6 +80,7 @@ def test_an_export_answers_as_the_trainer_did(
     assert adapter or "model-00002-of-" in " ".join(names)
 
 
+@pytest.mark.lowest
 @pytest.mark.parametrize("family", list(TABLE))
 def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Adapters with factors that act, without a run: tied in every other family."""

@@ -20,6 +20,8 @@ from mm_grpo.learner.loss import pack_loss
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.metrics import read_metrics
 
+pytestmark = pytest.mark.lowest
+
 
 @pytest.fixture(scope="module")
 def finished(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
