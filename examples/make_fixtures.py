@@ -2,11 +2,11 @@ r"""Draws the fixtures of the recipes: a few rows of our own in the published fo
 
     python examples/make_fixtures.py
 
-Of each recipe of a public dataset, `fixture/published.jsonl` holds rows as the hub has them (with paths where
-the hub holds pictures), and `fixture/train.jsonl` what the recipe's prepare.py makes of them. `mm-grpo check
+For each recipe of a public dataset, `fixture/published.jsonl` holds rows as on the hub (with paths in place of
+pictures), and `fixture/train.jsonl` holds the rows that the recipe's prepare.py makes from them. `mm-grpo check
 RECIPE --smoke` and `mm-grpo train RECIPE --smoke` read the second; the tests hold it against the first. No
-picture and no text is taken from a dataset. That of mixture holds the others' rows, each in a folder of its
-name; that of digits are drawn digits in place of scikit-learn's, which may not be installed.
+picture and no text is taken from a dataset. The fixture of mixture holds the rows of its recipes, each in a folder
+of its name. The fixture of digits is drawn, because scikit-learn may not be installed.
 """
 
 from __future__ import annotations
@@ -83,15 +83,15 @@ def geometry3k() -> Iterator[dict[str, Any]]:
 
 
 def refcoco_grounding() -> Iterator[dict[str, Any]]:
-    """Two things apart on a plain ground; the row's box is that of one. Boxes have fractions, as COCO's do."""
+    """Draw two things apart on a plain ground; the row's box is around the ball. Boxes have fractions, as in COCO."""
     sizes = ((280, 210), (210, 280), (320, 240), (250, 187))
     for index, (width, height) in enumerate(sizes):
         rng = random.Random(f"refcoco/{index}")
         image = Image.new("RGB", (width, height), (150, 170, 150))
-        colour, other = rng.sample(list(COLOURS), 2)
+        colour, cube_colour = rng.sample(list(COLOURS), 2)
         first, second = _apart(2, width, height, rng)
         _thing(image, first, "ball", COLOURS[colour])
-        _thing(image, second, "cube", COLOURS[other])
+        _thing(image, second, "cube", COLOURS[cube_colour])
         name = f"COCO_train2014_{index:012d}.jpg"
         box = [first[0] + 0.25, first[1] + 0.5, first[2] + 0.75, first[3] + 0.0]
         info = {"file_name": name, "height": height, "width": width, "id": index}
@@ -126,10 +126,10 @@ def chartqa() -> Iterator[dict[str, Any]]:
         draw.text((110, 6), f"Visitors in {2010 + index}", fill="black")
         colours = rng.sample(list(COLOURS.values()), len(names))
         for place, (name, value, colour) in enumerate(zip(names, values, colours, strict=True)):
-            left = 30 + 72 * place
-            draw.rectangle((left, 210 - 2 * value, left + 45, 210), fill=colour)
-            draw.text((left + 12, 196 - 2 * value), str(value), fill="black")
-            draw.text((left + 8, 214), name, fill="black")
+            x = 30 + 72 * place
+            draw.rectangle((x, 210 - 2 * value, x + 45, 210), fill=colour)
+            draw.text((x + 12, 196 - 2 * value), str(value), fill="black")
+            draw.text((x + 8, 214), name, fill="black")
         query, label = (
             (f"How many visitors came from the {names[0].lower()}?", str(values[0])),
             ("Which bar is the tallest?", names[values.index(max(values))]),
@@ -198,16 +198,16 @@ def clicking() -> Iterator[dict[str, Any]]:
         image = Image.new("RGB", (width, height), (225, 228, 232))
         draw = ImageDraw.Draw(image)
         draw.rectangle((0, 0, width, 24), fill=(60, 80, 120))
-        shown = rng.sample(names, 3)
+        labels = rng.sample(names, 3)
         boxes = [(20, 50 + 70 * place, 120 + rng.randrange(60), 90 + 70 * place) for place in range(3)]
-        for name, box in zip(shown, boxes, strict=True):
+        for name, box in zip(labels, boxes, strict=True):
             draw.rectangle(box, fill="white", outline="black")
             draw.text((box[0] + 12, box[1] + 14), name, fill="black")
         box = boxes[index % 3]
         yield {
             "file_name": f"drawn_{index}.png",
             "bbox": [box[0] / width, box[1] / height, box[2] / width, box[3] / height],
-            "instruction": f"press {shown[index % 3].lower()}.",
+            "instruction": f"press {labels[index % 3].lower()}.",
             "data_type": "text",
             "data_source": "windows",
             "image": image,
@@ -234,31 +234,31 @@ def digits() -> None:
 
 
 def mixture() -> None:
-    """The rows of the four recipes that the mixture draws from, with their pictures."""
+    """Copy the rows of the four recipes that the mixture draws from, with their pictures."""
     folder = HERE / "mixture" / "fixture"
     shutil.rmtree(folder, ignore_errors=True)
     for recipe in ("clevr_count", "geometry3k", "chartqa", "clicking"):
-        own = HERE / recipe / "fixture"
-        shutil.copytree(own / "images", folder / recipe / "images")
-        shutil.copyfile(own / "train.jsonl", folder / recipe / "train.jsonl")
+        source = HERE / recipe / "fixture"
+        shutil.copytree(source / "images", folder / recipe / "images")
+        shutil.copyfile(source / "train.jsonl", folder / recipe / "train.jsonl")
 
 
 def write(recipe: str, rows: Iterator[dict[str, Any]]) -> None:
-    """The published rows of a recipe with their pictures, and what prepare.py makes of them."""
+    """Write the published rows of a recipe, their pictures, and the rows that prepare.py makes from them."""
     folder = HERE / recipe / "fixture"
     folder.mkdir(exist_ok=True)
     published = []
     for index, row in enumerate(rows):
-        if "_picture" in row:  # the hub's row holds no picture, only where it lies
+        if "_picture" in row:  # the hub's row holds only the path of its picture
             place = folder / row["image_path"]
             place.parent.mkdir(parents=True, exist_ok=True)
             row.pop("_picture").save(place, quality=80)
         for column in {"image", "images"} & set(row):
             pictures = row[column] if column == "images" else [row[column]]
-            own = [
+            file_names = [
                 f"{index}-{at}.png" if len(pictures) > 1 else f"{index}.png" for at in range(len(pictures))
             ]
-            names = [_save(picture, folder, name) for picture, name in zip(pictures, own, strict=True)]
+            names = [_save(picture, folder, name) for picture, name in zip(pictures, file_names, strict=True)]
             row[column] = names if column == "images" else names[0]
         published.append(row)
     _lines(folder / "published.jsonl", published)
@@ -266,10 +266,10 @@ def write(recipe: str, rows: Iterator[dict[str, Any]]) -> None:
 
 
 def mapped(recipe: str, published: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a recipe's prepare.py makes of published rows."""
+    """Return the rows that a recipe's prepare.py makes from published rows."""
     prepare = runpy.run_path(str(HERE / recipe / "prepare.py"), run_name="prepare")
     if "to_rows" in prepare:
-        return [ours for row in published for ours in prepare["to_rows"](row)]
+        return [task_row for row in published for task_row in prepare["to_rows"](row)]
     return [prepare["to_row"](row) for row in published]
 
 
@@ -284,7 +284,7 @@ def _lines(path: Path, rows: list[Mapping[str, Any]] | list[dict[str, Any]]) -> 
 
 
 def _apart(count: int, width: int, height: int, rng: random.Random) -> list[Box]:
-    """Boxes that do not touch."""
+    """Return `count` boxes that do not touch."""
     boxes: list[Box] = []
     while len(boxes) < count:
         side = rng.randint(width // 10, width // 5)

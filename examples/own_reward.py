@@ -32,13 +32,13 @@ def one_word(completions: list[Any], **columns: Any) -> list[float]:
 # With the image as the model saw it. None means that the reward has no opinion about a completion.
 @reward("seen", weight=0.1)
 def seen(completion: str, images: list[Image]) -> float | None:
-    """1 when the colour that is named is somewhere in the image, 0 when it is not, None when none is named."""
-    named = COLOURS.get(completion.strip())
-    if named is None:
+    """1 when the image shows the colour that the completion names, 0 when not, None when it names no colour."""
+    colour = COLOURS.get(completion.strip())
+    if colour is None:
         return None
     pixels = images[0].convert("RGB").resize((16, 16)).tobytes()
     nearest = min(
-        sum(abs(pixels[start + channel] - named[channel]) for channel in range(3))
+        sum(abs(pixels[start + channel] - colour[channel]) for channel in range(3))
         for start in range(0, len(pixels), 3)
     )
     return float(nearest < 60)

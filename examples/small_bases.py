@@ -129,9 +129,9 @@ def make_model(tokenizer: Qwen2Tokenizer, seed: int, size: Mapping[str, int]) ->
 
 
 def encode(processor: Processor, conversations: Sequence[Conversation]) -> dict[str, torch.Tensor]:
-    """Model inputs for a batch, with `labels`: -100 outside what the assistant writes and its end tokens."""
+    """Return model inputs for a batch, with `labels`: -100 outside what the assistant writes and its end tokens."""
     texts = [processor.apply_chat_template(messages, tools=tools) for messages, _, tools in conversations]
-    images = [image for _, own, _ in conversations for image in own]
+    images = [image for _, pictures, _ in conversations for image in pictures]
     batch = dict(
         processor(text=texts, images=images or None, padding=True, padding_side="right", return_tensors="pt")
     )
@@ -149,7 +149,7 @@ def encode(processor: Processor, conversations: Sequence[Conversation]) -> dict[
 def train(
     model: Model, batch_at: Callable[[int], dict[str, torch.Tensor]], *, steps: int, rate: float
 ) -> None:
-    """Supervised steps in fp32 on the batches of `batch_at(step)`: a short warm-up, then a cosine to `rate` / 20."""
+    """Train in fp32 on the batches of `batch_at(step)`: a short warm-up, then a cosine to `rate` / 20."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.01)
     warmup = min(100, max(1, steps // 10))
@@ -175,9 +175,9 @@ def train(
 
 @torch.inference_mode()
 def reply_shares(model: Model, batch: dict[str, torch.Tensor], eos: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a batch of `encode`: probabilities of the last turns, [rows], and whether greedy decoding writes them."""
+    """Return the probabilities of the last turns of a batch [rows], and if greedy decoding writes them."""
     labels = batch.pop("labels")
-    for row in range(len(labels)):  # an earlier turn was given
+    for row in range(len(labels)):  # earlier turns are context
         ends = (labels[row] == eos).nonzero().flatten().tolist()
         if len(ends) > 1:
             labels[row, : ends[-2] + 1] = -100
@@ -191,7 +191,7 @@ def reply_shares(model: Model, batch: dict[str, torch.Tensor], eos: int) -> tupl
 def base_arguments(
     description: str, size: Mapping[str, int], *, steps: int, check_rows: int
 ) -> argparse.ArgumentParser:
-    """The options that every make_base.py has: where to, how long, from which seed, and the model's size."""
+    """Return a parser of the options of every make_base.py: output, steps, seed and the model's size."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=steps, help="supervised steps")

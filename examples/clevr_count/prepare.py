@@ -24,8 +24,8 @@ INSTRUCTION = "Think first, inside <think> </think>. Then give the number alone,
 
 def to_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A published row as ours: the question with the instruction, the image, and the bare number as text."""
-    found = re.search(r"<answer>\s*(.*?)\s*</answer>", row["solution"], re.DOTALL)
-    answer = found.group(1) if found else row["solution"].strip()
+    match = re.search(r"<answer>\s*(.*?)\s*</answer>", row["solution"], re.DOTALL)
+    answer = match.group(1) if match else row["solution"].strip()
     return {"prompt": f"{row['problem']} {INSTRUCTION}", "image": row["image"], "answer": answer}
 
 
@@ -37,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def rows(held_out: bool) -> Iterator[dict[str, Any]]:
-        found = published(HUB, "train")
-        kept = len(found) - min(HELD_OUT, len(found) // 10)
-        last = kept if args.rows is None else min(args.rows, kept)
-        return (to_row(found[index]) for index in (range(kept, len(found)) if held_out else range(last)))
+        dataset = published(HUB, "train")
+        train_size = len(dataset) - min(HELD_OUT, len(dataset) // 10)
+        last = train_size if args.rows is None else min(args.rows, train_size)
+        indices = range(train_size, len(dataset)) if held_out else range(last)
+        return (to_row(dataset[index]) for index in indices)
 
     prepare(args.out / "train.jsonl", lambda: rows(False), again=args.again)
     prepare(args.out / "eval.jsonl", lambda: rows(True), again=args.again)

@@ -38,7 +38,7 @@ def to_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_held_out(file_name: str) -> bool:
-    """Whether a screenshot is for evaluation: a pure function of its name."""
+    """Return True if a screenshot is for evaluation: a pure function of its name."""
     digest = hashlib.sha256(file_name.encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELDOUT_SHARE * 2**64
 

@@ -1,10 +1,10 @@
 """The digits task: handwritten digits of scikit-learn, two pictures in a prompt, and their sum as the answer.
 
-The pictures are the 1,797 of `sklearn.datasets.load_digits` (8 x 8 pixels, 17 levels), which come with
-scikit-learn and need no network. Each is drawn larger, dark on light. A hash of a picture's own pixels, and
-nothing else, decides which split it belongs to, so that no held-out picture was ever in a training prompt,
-whatever the seed or the number of rows. Which pictures a row has is a pure function of (seed, index, split). Sums
-are balanced: a constant answer is right in 1 of 19 rows (in 1 of 9 with `largest: 4`).
+The pictures are the 1,797 of `sklearn.datasets.load_digits` (8 x 8 pixels, 17 levels), which come with scikit-learn
+and need no network. Each is drawn larger, dark on light. Only a hash of a picture's pixels decides which split it
+belongs to, so that no held-out picture is ever in a training prompt, whatever the seed or the number of rows. The
+pictures of a row are a pure function of (seed, index, split). Sums are balanced: a constant answer is right in 1 of
+19 rows (in 1 of 9 with `largest: 4`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "heldout"]
 
 SIDE = 8
-"""Pixels on each side of a picture as it comes."""
+"""Pixels on each side of a picture in scikit-learn."""
 LEVELS = 16
 """The darkest ink."""
 PAPER, INK = 245, 20
@@ -35,7 +35,7 @@ IMAGE_SIZES = (56, 224)
 
 @dataclass(frozen=True)
 class Digit:
-    """One picture: SIDE x SIDE levels of ink from 0 to LEVELS, row by row, and the digit that it shows."""
+    """Picture of a digit: SIDE x SIDE levels of ink from 0 to LEVELS, row by row, and the digit that it shows."""
 
     levels: bytes
     value: int
@@ -48,7 +48,7 @@ class Digit:
 
 @functools.cache
 def digits(split: Split) -> tuple[tuple[Digit, ...], ...]:
-    """The pictures of a split by the digit that they show, 0 to 9.
+    """Return the pictures of a split by the digit that they show, 0 to 9.
 
     Raises:
         DataError: `split` is unknown, or scikit-learn is not installed.
@@ -63,16 +63,16 @@ def digits(split: Split) -> tuple[tuple[Digit, ...], ...]:
             "pip install 'mm_grpo[digits]'"
         ) from None
     pictures, values = load_digits(return_X_y=True)
-    found: list[list[Digit]] = [[] for _ in range(10)]
+    by_value: list[list[Digit]] = [[] for _ in range(10)]
     for picture, value in zip(pictures, values, strict=True):
-        one = Digit(bytes(int(level) for level in picture), int(value))
-        if one.split == split:
-            found[one.value].append(one)
-    return tuple(tuple(same) for same in found)
+        digit = Digit(bytes(int(level) for level in picture), int(value))
+        if digit.split == split:
+            by_value[digit.value].append(digit)
+    return tuple(map(tuple, by_value))
 
 
 def render(levels: Sequence[int], image_size: int = 56) -> Image:
-    """A picture's levels of ink as an RGB image of `image_size` pixels on each side."""
+    """Return a picture's levels of ink as an RGB image of `image_size` pixels on each side."""
     from PIL import Image
 
     picture = Image.frombytes(
@@ -82,7 +82,7 @@ def render(levels: Sequence[int], image_size: int = 56) -> Image:
 
 
 def pair(*, split: Split, index: int, seed: int = 0, largest: int = 9) -> tuple[Digit, Digit]:
-    """The two pictures of one row, of digits from 0 to `largest`. Sums take turns: all are equally frequent."""
+    """Draw the two pictures of a row, of digits from 0 to `largest`. Sums take turns: all are equally frequent."""
     rng = random.Random(f"digits/{seed}/{split}/{index}")
     total = index % (2 * largest + 1)
     first = rng.randint(max(0, total - largest), min(largest, total))
@@ -93,7 +93,7 @@ def pair(*, split: Split, index: int, seed: int = 0, largest: int = 9) -> tuple[
 def digits_rows(
     *, split: Split, size: int, seed: int = 0, largest: int = 9, image_size: int = 56
 ) -> list[dict[str, Any]]:
-    """`size` rows of the task, with digits from 0 to `largest`, in TRL's layout.
+    """Return `size` rows of the task, with digits from 0 to `largest`, in TRL's layout.
 
     Returns:
         Rows of `prompt` (one user message: two images, then the question), `images` (two PIL images), `answer` (the sum
@@ -102,9 +102,9 @@ def digits_rows(
     Raises:
         DataError: an option is out of range, or scikit-learn is not installed.
     """
-    least, most = IMAGE_SIZES
-    if not least <= image_size <= most:
-        raise DataError(f"image_size is {image_size}; it is in pixels and must lie in {least}..{most}")
+    smallest, biggest = IMAGE_SIZES
+    if not smallest <= image_size <= biggest:
+        raise DataError(f"image_size is {image_size}; it is in pixels and must lie in {smallest}..{biggest}")
     if not 1 <= largest <= 9:
         raise DataError(f"largest is {largest}; it is the largest digit that is shown and must lie in 1..9")
     if size < 1:
@@ -113,16 +113,17 @@ def digits_rows(
 
     rows, square = [], (image_size, image_size)
     for index in range(size):
-        shown = pair(split=split, index=index, seed=seed, largest=largest)
+        pictures = pair(split=split, index=index, seed=seed, largest=largest)
         content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
                 "images": [
-                    LazyImage(square, functools.partial(render, one.levels, image_size)) for one in shown
+                    LazyImage(square, functools.partial(render, digit.levels, image_size))
+                    for digit in pictures
                 ],
-                "answer": str(sum(one.value for one in shown)),
-                "digits": " ".join(str(one.value) for one in shown),
+                "answer": str(sum(digit.value for digit in pictures)),
+                "digits": " ".join(str(digit.value) for digit in pictures),
             }
         )
     return rows

@@ -7,8 +7,8 @@ of the digits task's train split, with the task's own question, and a reply that
 number from 0 to 18 that is drawn at random, uniformly, whatever the pictures show: "3+5=11". Pictures are shifted by up
 to a pixel and their ink is varied, because there are only some 1,400 of them.
 
-No right sum was ever shown to it: that it pays to state the sum of what was read is what GRPO finds. What lands in
-`--out` is an ordinary Hugging Face folder. The last lines printed say how well it reads and how evenly it guesses.
+It never sees a right sum: GRPO has to find that the sum of both digits is rewarded. `--out` becomes an ordinary
+Hugging Face folder. The last lines printed say how well it reads and how evenly it guesses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration as Model
 from transformers import Qwen2_5_VLProcessor as Processor
 
-sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # where the task and small_bases.py lie
+sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # the folders of the task and of small_bases.py
 import small_bases
 from digits import LEVELS, PAPER, QUESTION, SIDE, Digit, digits, pair, render
 from small_bases import Conversation, base_arguments, encode, make_model, make_tokenizer
@@ -34,57 +34,62 @@ SUMS = range(19)
 
 
 def make_processor() -> Processor:
-    """A byte-level BPE tokenizer in which every number up to 18 is one token, and Qwen2.5-VL's image processing."""
+    """Make a byte-level BPE tokenizer in which every number up to 18 is one token, and an image processor."""
     words = ["user", "assistant", "system", "\n"]
     texts = [*words, *(f" {word}" for word in words), QUESTION]
     tokenizer = make_tokenizer(texts, pieces=[str(number) for number in SUMS if number > 9])
     return small_bases.make_processor(tokenizer, max_pixels=224 * 224, background=[PAPER] * 3)
 
 
-def varied(one: Digit, rng: random.Random) -> list[int]:
-    """The picture shifted by up to a pixel, with somewhat more or less ink and some noise."""
+def augment(digit: Digit, rng: random.Random) -> list[int]:
+    """Return the picture shifted by up to a pixel, with somewhat more or less ink and some noise."""
     right, down, ink = rng.choice((-1, 0, 0, 1)), rng.choice((-1, 0, 0, 1)), rng.uniform(0.8, 1.2)
     levels = []
     for y in range(SIDE):
         for x in range(SIDE):
             inside = 0 <= x - right < SIDE and 0 <= y - down < SIDE
-            level = one.levels[(y - down) * SIDE + x - right] if inside else 0
+            level = digit.levels[(y - down) * SIDE + x - right] if inside else 0
             levels.append(min(LEVELS, max(0, round(level * ink + rng.gauss(0, 0.7)))))
     return levels
 
 
-def reply(shown: Sequence[Digit], number: int) -> str:
-    """What the base says of two pictures: the digits, and a number."""
-    first, second = shown
+def reply(pictures: Sequence[Digit], number: int) -> str:
+    """Return the base's reply to two pictures: the digits, and a number."""
+    first, second = pictures
     return f"{first.value}+{second.value}={number}"
 
 
 def conversation(pictures: Sequence[Sequence[int]], text: str) -> Conversation:
-    """The task's question about two pictures and a reply, as `encode` takes them."""
+    """Return the task's question about two pictures and a reply, as input of `encode`."""
     content = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": QUESTION}]
     messages = [{"role": "user", "content": content}, {"role": "assistant", "content": text}]
     return messages, [render(levels, IMAGE_SIZE) for levels in pictures], None
 
 
 def lesson(index: int, seed: int) -> Conversation:
-    """Two pictures of the train split, their digits, and a number drawn blindly."""
+    """Return two pictures of the train split, their digits, and a number drawn blindly."""
     rng = random.Random(f"digits base/{seed}/{index}")
-    shown = [rng.choice(rng.choice(digits("train"))) for _ in range(2)]
-    return conversation([varied(one, rng) for one in shown], reply(shown, rng.choice(SUMS)))
+    pictures = [rng.choice(rng.choice(digits("train"))) for _ in range(2)]
+    return conversation([augment(digit, rng) for digit in pictures], reply(pictures, rng.choice(SUMS)))
 
 
 def figures(model: Model, processor: Processor, *, rows: int) -> dict[str, float]:
-    """What the base sees and does with held-out pictures.
+    """Measure how well the base reads held-out pictures and how evenly it guesses.
 
-    `pairs read`: the share of pairs whose two digits greedy decoding writes right. The others are of replies that
-    start with the right digits. `in form`: the probability that a number from 0 to 18 and the end follow. `spread`: the
-    entropy of that number, over that of the uniform distribution. `right`: the probability that it is the sum.
+    `pairs read`: the share of pairs of which greedy decoding writes both digits right. The other figures are for
+    replies that start with the right digits. `in form`: the probability that a number from 0 to 18 and the end
+    follow. `spread`: the entropy of that number, over that of the uniform distribution. `right`: the probability
+    that it is the sum.
     """
     pairs = [pair(split="heldout", index=index, seed=1) for index in range(rows)]
-    shares, read = [], []
+    shares, pairs_read = [], []
     for number in SUMS:
         batch = encode(
-            processor, [conversation([one.levels for one in two], reply(two, number)) for two in pairs]
+            processor,
+            [
+                conversation([digit.levels for digit in digit_pair], reply(digit_pair, number))
+                for digit_pair in pairs
+            ],
         )
         labels = batch.pop("labels")[:, 1:]
         with torch.inference_mode():
@@ -94,14 +99,14 @@ def figures(model: Model, processor: Processor, *, rows: int) -> dict[str, float
         picked = logprobs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         shares.append((picked[at, starts + 4] + picked[at, starts + 5]).exp())
         best = logprobs.argmax(-1) == labels
-        read.append(best[at, starts] & best[at, starts + 2])
+        pairs_read.append(best[at, starts] & best[at, starts + 2])
     share = torch.stack(shares, 1)  # [rows, numbers]
-    own = share / share.sum(1, keepdim=True)
-    true = torch.tensor([sum(one.value for one in two) for two in pairs])
+    conditional = share / share.sum(1, keepdim=True)
+    true = torch.tensor([sum(digit.value for digit in digit_pair) for digit_pair in pairs])
     return {
-        "pairs read": read[0].float().mean().item(),
+        "pairs read": pairs_read[0].float().mean().item(),
         "in form": share.sum(1).mean().item(),
-        "spread": -(own * own.log()).sum(1).mean().item() / math.log(len(SUMS)),
+        "spread": -(conditional * conditional.log()).sum(1).mean().item() / math.log(len(SUMS)),
         "right": share[torch.arange(rows), true].mean().item(),
     }
 

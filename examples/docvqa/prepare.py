@@ -43,10 +43,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--again", action="store_true", help="write files anew that are there")
     args = parser.parse_args(argv)
     for split, limit in LIMITS.items():
-        most = getattr(args, limit)
+        max_rows = getattr(args, limit)
         prepare(
             args.out / f"{split}.jsonl",
-            lambda split=split, most=most: itertools.islice(map(to_row, published(HUB, split)), most),
+            lambda split=split, max_rows=max_rows: itertools.islice(
+                map(to_row, published(HUB, split)), max_rows
+            ),
             again=args.again,
         )
 

@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     def rows(held_out: bool) -> Iterator[dict[str, Any]]:
-        found = published(HUB, "train", CONFIG)
-        kept = len(found) - min(HELD_OUT, len(found) // 10 or 1)
-        last = kept if args.rows is None else min(args.rows, kept)
-        for index in range(kept, len(found)) if held_out else range(last):
-            yield from to_rows(found[index])
+        dataset = published(HUB, "train", CONFIG)
+        train_size = len(dataset) - min(HELD_OUT, len(dataset) // 10 or 1)
+        last = train_size if args.rows is None else min(args.rows, train_size)
+        for index in range(train_size, len(dataset)) if held_out else range(last):
+            yield from to_rows(dataset[index])
 
     prepare(args.out / "train.jsonl", lambda: rows(False), again=args.again)
     prepare(args.out / "eval.jsonl", lambda: rows(True), again=args.again)

@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     photographs = os.path.relpath(args.coco, args.out)
 
     def rows(split: str) -> Iterator[dict[str, Any]]:
-        made = (ours for row in published(HUB, split) for ours in to_rows(row, photographs))
-        return itertools.islice(made, None if split == "train" else args.eval_rows)
+        task_rows = (task_row for row in published(HUB, split) for task_row in to_rows(row, photographs))
+        return itertools.islice(task_rows, None if split == "train" else args.eval_rows)
 
     for split, name in FILES.items():
         prepare(args.out / name, lambda split=split: rows(split), again=args.again)

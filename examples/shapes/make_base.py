@@ -10,10 +10,10 @@ on two things, both drawn from the train split of the shapes task:
 (b) the task's questions with an answer drawn at random, uniformly, among the right class of answers:
     "What colour is the circle?" gets each of the five colours equally often, whatever the image shows.
 
-The right answer to a question is never used here: finding it is what GRPO is for. What lands in
-`--out` is an ordinary Hugging Face folder (weights, tokenizer, chat template, image processor), loaded
-by AutoProcessor and Qwen2_5_VLForConditionalGeneration or served by vLLM. The last lines printed say
-how well the base sees and how evenly it guesses.
+The right answer to a question is never used here: GRPO has to find it. `--out` becomes an ordinary Hugging Face
+folder (weights, tokenizer, chat template, image processor), loaded by AutoProcessor and
+Qwen2_5_VLForConditionalGeneration or served by vLLM. The last lines printed say how well the base sees and how
+evenly it guesses.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from mm_grpo.data.shapes import (
     scene,
 )
 
-sys.path.append(str(Path(__file__).parents[1]))  # examples/, where small_bases.py lies
+sys.path.append(str(Path(__file__).parents[1]))  # examples/, the folder of small_bases.py
 import small_bases
 from small_bases import base_arguments, make_model, make_tokenizer, reply_shares
 
@@ -61,7 +61,7 @@ MAX_PIXELS = 224 * 224
 
 
 def make_processor() -> Processor:
-    """A byte-level BPE tokenizer trained on the task's own words, and Qwen2.5-VL's image processing."""
+    """Make a byte-level BPE tokenizer trained on the task's own words, and Qwen2.5-VL's image processing."""
     # Each word twice: at the start of an answer, and after a space.
     words = [*COLOURS, *SHAPES, *NUMBERS, *SIDES, "and", "in", "user", "assistant", "system", "\n"]
     texts = [*words, *(f" {word}" for word in words), *QUESTIONS.values(), *CAPTIONS]
@@ -76,7 +76,7 @@ def caption(scene: Scene, prompt: str, rng: random.Random) -> str:
 
 
 def lesson(index: int, seed: int, progress: float, options: dict[str, int]) -> tuple[str, str, Image]:
-    """One (prompt, reply, image): a caption, or a question with an answer drawn blindly.
+    """Return (prompt, reply, image): a caption, or a question with an answer drawn blindly.
 
     `progress` runs from 0 to 1: captions of single objects, then of whole scenes, then questions too.
     """
@@ -86,15 +86,15 @@ def lesson(index: int, seed: int, progress: float, options: dict[str, int]) -> t
         kind: Kind = "colour"
     else:
         kind = rng.choice(get_args(Kind))
-    shown = scene(split="train", index=index, seed=seed, kind=kind, **options)
+    picture = scene(split="train", index=index, seed=seed, kind=kind, **options)
     if progress >= CAPTIONS_ONLY and rng.random() < QUESTION_SHARE:
-        return question(shown, kind), rng.choice(answers(kind, options["max_objects"])), render(shown)
+        return question(picture, kind), rng.choice(answers(kind, options["max_objects"])), render(picture)
     prompt = rng.choice(tuple(CAPTIONS))
-    return prompt, caption(shown, prompt, rng), render(shown)
+    return prompt, caption(picture, prompt, rng), render(picture)
 
 
 def conversation(prompt: str, image: Image, reply: str | None = None) -> small_bases.Conversation:
-    """A prompt with its image, and the reply, as `encode` takes them."""
+    """Return a prompt with its image, and the reply, as input of `encode`."""
     content = [{"type": "image"}, {"type": "text", "text": prompt}]
     replies = [] if reply is None else [{"role": "assistant", "content": reply}]
     return [{"role": "user", "content": content}, *replies], [image], None
@@ -103,14 +103,14 @@ def conversation(prompt: str, image: Image, reply: str | None = None) -> small_b
 def encode(
     processor: Processor, prompts: list[str], images: list[Image], replies: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Model inputs for a batch, with `labels`."""
+    """Return model inputs for a batch, with `labels`."""
     return small_bases.encode(
-        processor, [conversation(*each) for each in zip(prompts, images, replies, strict=True)]
+        processor, [conversation(*parts) for parts in zip(prompts, images, replies, strict=True)]
     )
 
 
 def encode_prompts(processor: Processor, prompts: list[str], images: list[Image]) -> dict[str, torch.Tensor]:
-    """Model inputs for a batch that is to be answered."""
+    """Return model inputs for a batch of prompts without replies."""
     texts = [
         processor.apply_chat_template(conversation(prompt, image)[0], add_generation_prompt=True)
         for prompt, image in zip(prompts, images, strict=True)
@@ -120,20 +120,20 @@ def encode_prompts(processor: Processor, prompts: list[str], images: list[Image]
 
 @torch.inference_mode()
 def eyes(model: Model, processor: Processor, *, rows: int, options: dict[str, int]) -> float:
-    """The share of the objects of held-out scenes that greedy captions name right; extra ones are misses."""
+    """Return the share of the objects of held-out scenes that greedy captions name right; extra ones are misses."""
     right = wrong = 0
     for prompt in CAPTIONS:
         scenes = [scene(split="heldout", index=index, kind="position", **options) for index in range(rows)]
-        batch = encode_prompts(processor, [prompt] * rows, [render(one) for one in scenes])
+        batch = encode_prompts(processor, [prompt] * rows, [render(picture) for picture in scenes])
         out = model.generate(**batch, max_new_tokens=24, do_sample=False)
         replies = processor.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        for shown, reply in zip(scenes, replies, strict=True):
-            named = Counter(reply.split(" and "))
+        for picture, reply in zip(scenes, replies, strict=True):
+            captioned = Counter(reply.split(" and "))
             true = Counter(
-                CAPTIONS[prompt].format(colour=thing.colour, shape=thing.shape) for thing in shown.objects
+                CAPTIONS[prompt].format(colour=thing.colour, shape=thing.shape) for thing in picture.objects
             )
-            right += (named & true).total()
-            wrong += max((named - true).total(), (true - named).total())
+            right += (captioned & true).total()
+            wrong += max((captioned - true).total(), (true - captioned).total())
     return right / (right + wrong)
 
 
@@ -141,7 +141,7 @@ def eyes(model: Model, processor: Processor, *, rows: int, options: dict[str, in
 def guesses(
     model: Model, processor: Processor, kind: Kind, *, rows: int, options: dict[str, int]
 ) -> dict[str, float]:
-    """How the base answers held-out questions of a kind.
+    """Measure the base's answers to held-out questions of a kind.
 
     `in form` and `right`: the probability that a sampled reply is one word of the right class and its end,
     and that it is the answer. `spread`: the entropy of that answer, over that of the uniform distribution.
@@ -149,10 +149,10 @@ def guesses(
     legal = answers(kind, options["max_objects"])
     right = [row % len(legal) for row in range(rows)]
     scenes = [
-        scene(split="heldout", index=index, kind=kind, answer=legal[which], **options)
-        for index, which in enumerate(right)
+        scene(split="heldout", index=index, kind=kind, answer=legal[answer], **options)
+        for index, answer in enumerate(right)
     ]
-    prompts, images = [question(one, kind) for one in scenes], [render(one) for one in scenes]
+    prompts, images = [question(picture, kind) for picture in scenes], [render(picture) for picture in scenes]
     eos = processor.tokenizer.eos_token_id
     shares = [
         reply_shares(model, encode(processor, prompts, images, [word] * rows), eos)[0] for word in legal
@@ -187,9 +187,9 @@ def main(argv: list[str] | None = None) -> None:
     small_bases.train(model, batch_at, steps=args.steps, rate=args.learning_rate)
     model.save_pretrained(args.out)
     processor.save_pretrained(args.out)
-    for most in sorted({1, args.max_objects}):
-        seen = eyes(model, processor, rows=args.check_rows, options={**options, "max_objects": most})
-        print(f"eyes: {seen:.3f} of held-out objects captioned right, at most {most} in a scene")
+    for max_objects in sorted({1, args.max_objects}):
+        share = eyes(model, processor, rows=args.check_rows, options={**options, "max_objects": max_objects})
+        print(f"eyes: {share:.3f} of held-out objects captioned right, at most {max_objects} in a scene")
     for kind in QUESTIONS:
         measured = guesses(model, processor, kind, rows=args.check_rows, options=options)
         print(f"{kind}: " + "  ".join(f"{name} {value:.3f}" for name, value in measured.items()))

@@ -2,9 +2,9 @@
 
     python examples/zoom/make_base.py --out examples/zoom/base     # 1 CPU core, about 12 minutes
 
-The base must see, and must write answers and calls of the tool `zoom` in the right form, but must not know when and
-where to look. It is trained on scenes of the patterns task's train split, at the size that `--max-pixels` leaves of
-them, in four kinds of lessons:
+The base must see, and must write answers and calls of the tool `zoom` in the right form, but must not know when to
+look, and at which cell. It is trained on scenes of the patterns task's train split, at the size that `--max-pixels`
+leaves of them, in four kinds of lessons:
 
 (a) with the tool, a call with one of the nine cells' boxes, drawn at random, whichever cell is framed; the tool's
     answer, the cut at full size; and the pattern in that cut, which is right about the cut, not about the question;
@@ -13,9 +13,8 @@ them, in four kinds of lessons:
 (d) "Which cell is in the frame?" with its place in words, "top left", and in a short second stage, in place of that,
     "Where is the frame?" with its box in numbers: what to see in the whole picture.
 
-That a question is answered by looking into the framed cell is never shown: finding it is what GRPO is for. What lands
-in `--out` is an ordinary Hugging Face folder. The last lines
-printed say how well the base sees, and how evenly it guesses and looks.
+The lessons never show that a look into the framed cell answers the question: GRPO has to find it. `--out` becomes an
+ordinary Hugging Face folder. The last lines printed say how well the base sees, and how evenly it guesses and looks.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from mm_grpo.environments.builtins import Zoom
 from mm_grpo.processors.image_size import resize_to
 from mm_grpo.processors.qwen_vl import fixed_size
 
-sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # where the task and small_bases.py lie
+sys.path += [str(Path(__file__).parents[n]) for n in (0, 1)]  # the folders of the task and of small_bases.py
 import small_bases
 from patterns import (
     COLUMNS,
@@ -79,7 +78,7 @@ Conversation = tuple[list[dict[str, Any]], bool, list[Image]]
 
 
 def make_processor() -> Processor:
-    """A byte-level BPE tokenizer of the task's words and the pieces of a call, and Qwen2.5-VL's image processing."""
+    """Make a byte-level BPE tokenizer of the task's words and the pieces of a call, and an image processor."""
     words = [*PATTERNS, *COLUMNS, *ROWS, "user", "assistant", "system", "zoom", "bbox", "image", "\n"]
     texts = [*words, *(f" {word}" for word in words), QUESTION, WHICH, "Tools: zoom(bbox, image)"]
     texts += ["<tool_response>\n", "\n</tool_response>"]
@@ -92,7 +91,7 @@ def make_processor() -> Processor:
 
 
 def call(cell: int) -> str:
-    """The text of a call that looks at a cell."""
+    """Return the text of a call that looks at a cell."""
     return OPENING + numbers(cell) + CLOSING
 
 
@@ -101,45 +100,49 @@ def numbers(cell: int) -> str:
 
 
 def small(image: Image, max_pixels: int) -> Image:
-    """An image as the model gets it."""
+    """Return an image at the size that the model gets."""
     limits = {"factor": PATCH * MERGE, "min_pixels": MIN_PIXELS, "max_pixels": max_pixels}
     return resize_to(image, fixed_size(image.height, image.width, **limits))
 
 
-def asked(question: str = QUESTION) -> dict[str, Any]:
+def user_turn(question: str = QUESTION) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}
 
 
-def said(text: str) -> dict[str, Any]:
+def assistant_turn(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 
-def looked(shown: Scene, cell: int, max_pixels: int) -> Conversation:
-    """The question, a look at a cell, and the pattern that is seen in it."""
-    picture, zoom = render(shown), Zoom()
+def look(picture_scene: Scene, cell: int, max_pixels: int) -> Conversation:
+    """Return the question, a look at a cell, and the pattern in it."""
+    picture, zoom = render(picture_scene), Zoom()
     zoom.reset([picture])
     images = [small(picture, max_pixels), small(zoom.zoom(bbox(cell)), max_pixels)]
     answer = {"role": "tool", "content": [{"type": "image"}]}
-    return [asked(), said(call(cell)), answer, said(shown.cells[cell].pattern)], True, images
+    return (
+        [user_turn(), assistant_turn(call(cell)), answer, assistant_turn(picture_scene.cells[cell].pattern)],
+        True,
+        images,
+    )
 
 
 def lesson(index: int, seed: int, max_pixels: int, *, boxes: bool) -> Conversation:
-    """One of the four kinds of lessons; `boxes` says in which stage."""
+    """Draw a lesson of one of the four kinds; `boxes` is True in the second stage."""
     rng = random.Random(f"zoom base/{seed}/{index}")
-    shown = scene(split="train", index=index, seed=seed)
+    picture_scene = scene(split="train", index=index, seed=seed)
     kind = rng.random()
     if kind < 0.35:
-        return looked(shown, rng.randrange(SIDE**2), max_pixels)
-    images = [small(render(shown), max_pixels)]
+        return look(picture_scene, rng.randrange(SIDE**2), max_pixels)
+    images = [small(render(picture_scene), max_pixels)]
     if kind < 0.8:
-        return [asked(), said(rng.choice(PATTERNS))], kind < 0.7, images
+        return [user_turn(), assistant_turn(rng.choice(PATTERNS))], kind < 0.7, images
     if boxes:
-        return [asked(WHERE), said(numbers(shown.framed))], False, images
-    return [asked(WHICH), said(place(shown.framed))], False, images
+        return [user_turn(WHERE), assistant_turn(numbers(picture_scene.framed))], False, images
+    return [user_turn(WHICH), assistant_turn(place(picture_scene.framed))], False, images
 
 
 def encode(processor: Processor, conversations: list[Conversation]) -> dict[str, torch.Tensor]:
-    """Model inputs for a batch, with `labels`: -100 outside what the assistant says and its end tokens."""
+    """Return model inputs for a batch, with `labels`: -100 outside the assistant's turns and their end tokens."""
     schema = get_json_schema(Zoom().zoom)
     return small_bases.encode(
         processor,
@@ -150,38 +153,39 @@ def encode(processor: Processor, conversations: list[Conversation]) -> dict[str,
 def shares(
     model: Model, processor: Processor, conversations: list[Conversation]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities of the assistant's last turns, [rows], and whether greedy decoding writes it."""
+    """Return the probabilities of the assistant's last turns [rows], and if greedy decoding writes them."""
     return small_bases.reply_shares(model, encode(processor, conversations), processor.tokenizer.eos_token_id)
 
 
 def figures(model: Model, processor: Processor, *, rows: int, max_pixels: int) -> dict[str, float]:
-    """What the base sees and does, on held-out scenes.
+    """Measure how well the base sees and how evenly it acts, on held-out scenes.
 
     `seen in a cut`, `seen in the whole`: the share of patterns in cuts, and of places of the frame, that greedy
     decoding names right. `calls`: the probability that a sampled first turn is one of the nine calls; `answers`: that
-    it is one of the answers. `calls at the frame`, `answers that are right`: the share of those that are.
+    it is one of the answers. `calls at the frame`, `answers that are right`: the right share of these.
     """
     scenes = [
         scene(split="heldout", index=i, answer=PATTERNS[i % len(PATTERNS)], framed=i % SIDE**2)
         for i in range(rows)
     ]
-    pictures = [small(render(shown), max_pixels) for shown in scenes]
+    pictures = [small(render(picture_scene), max_pixels) for picture_scene in scenes]
 
     def turns(text: str, tool: bool) -> torch.Tensor:
-        return shares(model, processor, [([asked(), said(text)], tool, [one]) for one in pictures])[0]
+        messages = [user_turn(), assistant_turn(text)]
+        return shares(model, processor, [(messages, tool, [picture]) for picture in pictures])[0]
 
     at = torch.arange(rows)
     calls = torch.stack([turns(call(cell), True) for cell in range(SIDE**2)], 1)
     answers = torch.stack([turns(pattern, True) for pattern in PATTERNS], 1)
     framed, right = (
-        torch.tensor(each)
-        for each in ([s.framed for s in scenes], [PATTERNS.index(s.answer) for s in scenes])
+        torch.tensor(indices)
+        for indices in ([s.framed for s in scenes], [PATTERNS.index(s.answer) for s in scenes])
     )
     wholes = [
-        ([asked(WHERE), said(numbers(s.framed))], False, [one])
-        for s, one in zip(scenes, pictures, strict=True)
+        ([user_turn(WHERE), assistant_turn(numbers(s.framed))], False, [picture])
+        for s, picture in zip(scenes, pictures, strict=True)
     ]
-    cuts = [looked(shown, number % SIDE**2, max_pixels) for number, shown in enumerate(scenes)]
+    cuts = [look(picture_scene, i % SIDE**2, max_pixels) for i, picture_scene in enumerate(scenes)]
     return {
         "seen in a cut": shares(model, processor, cuts)[1].float().mean().item(),
         "seen in the whole": shares(model, processor, wholes)[1].float().mean().item(),
@@ -196,7 +200,7 @@ def figures(model: Model, processor: Processor, *, rows: int, max_pixels: int) -
 def main(argv: list[str] | None = None) -> None:
     text = "Makes the small Qwen2.5-VL that the zoom recipe starts from."
     parser = base_arguments(text, SIZE, steps=1600, check_rows=180)
-    parser.add_argument("--box-steps", type=int, default=300, help="those of the second stage")
+    parser.add_argument("--box-steps", type=int, default=300, help="supervised steps of the second stage")
     parser.add_argument("--max-pixels", type=int, default=MAX_PIXELS, help="data.max_pixels of the recipe")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -52,7 +52,7 @@ CUTS = ((0, 333), (334, 667), (667, 1000))
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: its pattern, how far that is shifted to the right and down, and the name of its ink."""
+    """Cell of a picture: its pattern, the shift to the right and down in pixels, and the name of its ink."""
 
     pattern: str
     shift: tuple[int, int]
@@ -61,7 +61,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Scene:
-    """The cells row by row, and which of them is framed."""
+    """Cells of a picture row by row, and the index of the framed one."""
 
     cells: tuple[Cell, ...]
     framed: int
@@ -87,7 +87,7 @@ def place(cell: int) -> str:
 
 
 def bbox(cell: int) -> list[int]:
-    """The cell as [left, top, right, bottom] in thousandths of the picture's sides.
+    """Return the cell as [left, top, right, bottom] in thousandths of the picture's sides.
 
     >>> bbox(5)
     [667, 334, 1000, 667]
@@ -97,7 +97,7 @@ def bbox(cell: int) -> list[int]:
 
 
 def box(cell: int, cell_size: int) -> Pixels:
-    """The cell as (x0, y0, x1, y1) in pixels of a picture with cells of so many pixels."""
+    """Return the cell as (x0, y0, x1, y1) in pixels, if a cell has `cell_size` pixels on each side."""
     row, column = divmod(cell, SIDE)
     x, y = column * cell_size, row * cell_size
     return x, y, x + cell_size, y + cell_size
@@ -106,7 +106,7 @@ def box(cell: int, cell_size: int) -> Pixels:
 def scene(
     *, split: Split, index: int, seed: int = 0, answer: str | None = None, framed: int | None = None
 ) -> Scene:
-    """The scene of one row; `answer` and `framed` are drawn at random where they are not given.
+    """Draw the scene of a row, with random `answer` and `framed` if they are None.
 
     Raises:
         DataError: an option is out of range.
@@ -128,13 +128,13 @@ def scene(
         at = rng.randrange(SIDE**2) if framed is None else framed
         if answer is not None:
             cells[at] = Cell(answer, cells[at].shift, cells[at].ink)
-        found = Scene(tuple(cells), at)
-        if found.split == split:
-            return found
+        candidate = Scene(tuple(cells), at)
+        if candidate.split == split:
+            return candidate
 
 
 def render(scene: Scene, cell_size: int = 84) -> Image:
-    """The scene at full size: RGB, 3 * cell_size pixels on each side."""
+    """Draw the scene at full size: RGB, 3 * cell_size pixels on each side."""
     import numpy as np
     from PIL import Image
 
@@ -162,11 +162,11 @@ def render(scene: Scene, cell_size: int = 84) -> Image:
 
 
 def patterns_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84) -> list[dict[str, Any]]:
-    """`size` rows of the task, in TRL's layout; answers and framed cells are equally frequent.
+    """Return `size` rows of the task, in TRL's layout; answers and framed cells are equally frequent.
 
     Returns:
         Rows of `prompt` (one user message: the image, then the question), `images` (one PIL image at full size),
-        `answer` (a word), `place` (where the framed cell is, in words) and `box` (the framed cell as (x0, y0, x1, y1)
+        `answer` (a word), `place` (the framed cell's place, in words) and `box` (the framed cell as (x0, y0, x1, y1)
         in pixels of the image).
 
     Raises:
@@ -181,24 +181,24 @@ def patterns_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84
     for index in range(size):
         answer = PATTERNS[index % len(PATTERNS)]
         # 9 cells and 5 answers have no common divisor, so that all pairs of them take turns
-        shown = scene(split=split, index=index, seed=seed, answer=answer, framed=index % SIDE**2)
+        picture_scene = scene(split=split, index=index, seed=seed, answer=answer, framed=index % SIDE**2)
         content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
         rows.append(
             {
                 "prompt": [{"role": "user", "content": content}],
-                "images": [LazyImage((side, side), partial(render, shown, cell_size))],
+                "images": [LazyImage((side, side), partial(render, picture_scene, cell_size))],
                 "answer": answer,
-                "place": place(shown.framed),
-                "box": box(shown.framed, cell_size),
+                "place": place(picture_scene.framed),
+                "box": box(picture_scene.framed, cell_size),
             }
         )
     return rows
 
 
 def _check_cell_size(cell_size: int) -> None:
-    least, most = CELL_SIZES
-    if not least <= cell_size <= most or cell_size % PERIOD:
+    smallest, biggest = CELL_SIZES
+    if not smallest <= cell_size <= biggest or cell_size % PERIOD:
         raise DataError(
             f"cell_size is {cell_size}; it is the side of a cell in pixels, and must be a multiple of {PERIOD} in "
-            f"{least}..{most}"
+            f"{smallest}..{biggest}"
         )

@@ -52,7 +52,7 @@ class AdvantageOptions(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """One reward: its weight, and its unweighted scores [P][G]."""
+    """Reward of a step: its weight, and its unweighted scores [P][G]."""
 
     weight: float
     scores: Rewards

@@ -61,7 +61,7 @@ class GRPOConfig(Section):
     data: DataConfig = DataConfig()
     """The rows, and the limits on their images and prompts."""
     rollout: RolloutConfig = RolloutConfig()
-    """How many completions a step samples, and how."""
+    """Number of completions of a step, and how they are sampled."""
     rewards: Annotated[
         list[RewardEntry],
         Accepts("a list of names or mappings with a name, such as [iou]"),

@@ -160,7 +160,7 @@ class DataConfig(Section):
 
 
 class EvalSampling(Section):
-    """How completions are drawn in evaluation. Truncated sampling is legal here."""
+    """Sampling options of evaluation. Truncated sampling is legal here."""
 
     where: ClassVar[str] = "rollout.eval"
     temperature: Number = Field(default=0.0, ge=0)
@@ -237,7 +237,7 @@ class ServerConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How many completions a step samples, and how."""
+    """Number of completions of a step, and how they are sampled."""
 
     where: ClassVar[str] = "rollout"
     engine: Annotated[Literal["transformers", "vllm", "vllm_server"], Essential()] = "transformers"

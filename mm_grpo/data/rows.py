@@ -1,4 +1,4 @@
-"""One dataset row (a mapping) becomes `Fields`: messages, image sources, columns.
+"""Parsing of a dataset row (a mapping) into `Fields`: messages, image sources, columns.
 
 layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. `image` or
 `images` are optional, and every other field of the row is a column for the rewards. Names that differ are mapped

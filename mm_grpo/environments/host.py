@@ -35,7 +35,7 @@ REMEDY = "rollout.environment_workers > 0 runs it in a process that can be kille
 
 @dataclass(eq=False)
 class Episode:
-    """One conversation with an environment, tools or both."""
+    """Conversation with an environment, tools or both."""
 
     uid: str
     host: Host
@@ -72,7 +72,7 @@ class Episode:
 
 @dataclass(eq=False)
 class Task:
-    """One call of the user's code."""
+    """Call of the user's code."""
 
     episode: Episode
     operation: Operation

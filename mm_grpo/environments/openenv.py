@@ -202,12 +202,12 @@ class _Conversation:
 
 
 def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
-    observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
-    if not isinstance(observation, Mapping) or not isinstance(done, bool):
+    observation, reward, is_over = data["observation"], data.get("reward"), data.get("done", False)
+    if not isinstance(observation, Mapping) or not isinstance(is_over, bool):
         raise TypeError("observation or done")
     if reward is not None and not math.isfinite(reward):
         raise ValueError("reward")
-    return observation, None if reward is None else float(reward), done
+    return observation, None if reward is None else float(reward), is_over
 
 
 def shown(observation: Any) -> list[Any]:

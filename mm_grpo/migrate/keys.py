@@ -1,4 +1,4 @@
-"""One table of keys that mm_grpo does not have: those of TRL, ms-swift, verl and EasyR1.
+"""Table of keys of TRL, ms-swift, verl and EasyR1 that mm_grpo does not have.
 
 A row has our field, if the value means the same, and advice. `unknown_key` gives the advice, or the full path of a
 right name in the wrong place, or the nearest name; `convert` uses the field. Nothing here knows the config classes: the

@@ -63,7 +63,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One update of the engine's weights: what was sent, and how far the engine is from the learner after it.
+    """Update of the engine's weights: the tensors sent, and the distance of the engine from the learner after it.
 
     Gaps and moves are in nats per token, and None if nothing was scored. Of several servers they are the worst.
     """

@@ -195,7 +195,7 @@ def show(
     for index, memory in enumerate(estimates):
         if memory in estimates[:index]:  # printed already, in the table of an equal estimate
             continue
-        equal = [f"{card:g}" for card, other in zip(cards, estimates, strict=True) if other == memory]
+        equal = [f"{card:g}" for card, estimate in zip(cards, estimates, strict=True) if estimate == memory]
         console.print(_table(memory, " or ".join(dict.fromkeys(equal))))
         sequences = f"{memory.cache // lengths.sequence:,} sequences of {lengths.sequence:,}"
         note = memory.fault

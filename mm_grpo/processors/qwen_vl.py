@@ -47,7 +47,7 @@ class QwenVLFamily(Family):
         return tower
 
     def blank(self, model: Any) -> dict[str, Tensor]:
-        """One merged patch of zeros: the least that the vision tower accepts."""
+        """Return one merged patch of zeros: the smallest input that the vision tower accepts."""
         vision = model.config.vision_config
         merge, width = vision.spatial_merge_size, vision.temporal_patch_size * vision.patch_size**2
         return {

@@ -38,7 +38,7 @@ LONGEST = 2000
 
 @dataclass(frozen=True)
 class Call:
-    """One call of one reward function for `rows`: a single row, or a batch."""
+    """Call of a reward function for `rows`: a single row, or a batch."""
 
     batch: Batch
     spec: RewardSpec
@@ -105,7 +105,7 @@ def calls_of(batch: Batch, spec: RewardSpec, rows: Iterable[int]) -> list[Call]:
 
 @dataclass
 class RewardCalls:
-    """One reward's calls in a step and their results. A fault is raised at once if the reward's options say "stop"."""
+    """Calls of a reward in a step, and their results. A fault is raised at once if the reward's options say "stop"."""
 
     spec: RewardSpec
     scores: list[Score]

@@ -54,7 +54,7 @@ Values = Annotated[tuple[str | bool | int | float | None, ...], Field(min_length
 
 
 class RewardOptions(Section):
-    """How one reward is run and how its scores enter the total."""
+    """Options of a reward: how it is run and how its scores enter the total."""
 
     model_config = ConfigDict(defer_build=True)  # the import of mm_grpo.rewards need not wait for it
 

@@ -30,7 +30,7 @@ _OF_KIND = {"completion": TURN_ARGUMENTS - {"environments"}, "batch": TURN_ARGUM
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One reward, ready to be called."""
+    """Reward that is ready to be called."""
 
     name: str
     fn: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its folder, and everything in it that can be read without the trainer.
+"""Output of a run: its folder, and everything in it that can be read without the trainer.
 
     folder       RunFolder: a new run's folder, or one that is there already
     paths        RunPaths: where each file is

@@ -62,7 +62,7 @@ def packed(values: Mapping[str, Any]) -> bytes:
 
 
 class Worker:
-    """One process. `since` is when its start or current call began, `until` its deadline."""
+    """Worker process. `since` is when its start or current call began, `until` its deadline."""
 
     def __init__(self, target: str, load: bytes, longest_answer: int) -> None:
         self.longest_answer = longest_answer

@@ -10,7 +10,7 @@ from PIL import Image
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.builtins.boxes import Frame, boxes_in, iou_of, point_in
 from mm_grpo.rewards.builtins.clicking import clicking
-from mm_grpo.rewards.builtins.grounding import box_match, giou, iou, most_pairs
+from mm_grpo.rewards.builtins.grounding import box_match, giou, iou, max_pairs
 from mm_grpo.types import Sample
 
 SEEN = (Image.new("RGB", (56, 28)),)
@@ -123,4 +123,4 @@ def test_no_other_pairs_are_more(hits):
         sum(hits[i][j] if n <= m else hits[j][i] for i, j in zip(range(small), chosen, strict=True))
         for chosen in itertools.permutations(range(large), small)
     )
-    assert most_pairs(hits) == best
+    assert max_pairs(hits) == best

@@ -10,15 +10,14 @@
 - `shaping.py`       format, length, soft_overlong, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server
 - `reward_model.py`  reward_model
-- `answers.py`       where the final answer stands, gold answers, normal forms of texts
+- `answers.py`       the final answer of a completion, gold answers, normal forms of texts
 
 To add one: a function whose docstring gives units, range, edge cases, the data it serves and a doctest; its name in
-`registry.BUILTINS`; a test of its boundaries; then `python docs/make_rewards.py`. Every one takes time linear in
-the length of the completion, but for edit distances, which have short golds or fast code.
+`registry.BUILTINS`; a test of its boundaries; then `python docs/make_rewards.py`. Each takes time linear in the
+length of the completion, except edit distances, which have short golds or fast code.
 
-Packages that only some of them need are imported when such a reward first scores: `LIBRARIES` says which reward needs
-which, `require` is called when a config names a reward, so that a missing one fails before a model is loaded, and
-`library` imports it.
+Optional packages are imported when their reward first scores. `LIBRARIES` maps a reward to its package. `require` is
+called when a config names a reward, so that a missing package fails before a model is loaded; `library` imports it.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ LIBRARIES = {
 
 
 def require(reward: str) -> None:
-    """RewardError when the library that a built-in needs is not installed."""
+    """Raise RewardError if the library that a built-in needs is not installed."""
     if reward in LIBRARIES and importlib.util.find_spec(LIBRARIES[reward][0]) is None:
         raise RewardError(_missing(reward))
 
 
 @functools.cache
 def library(reward: str, submodule: str = "") -> Any:
-    """The imported module that a built-in needs; RewardError when it is not installed."""
+    """Import and return the library of a built-in. Raise RewardError if it is not installed."""
     try:
         return importlib.import_module(LIBRARIES[reward][0] + submodule)
     except ModuleNotFoundError:

@@ -24,7 +24,7 @@ _PAIRS = {'"': '"', "'": "'", "`": "`", "*": "*", "“": "”", "‘": "’", "�
 
 
 def final_part(text: str) -> str:
-    """The inside of the last `<answer>` block (to the end of the text when it is not closed), else
+    """Return the inside of the last `<answer>` block (to the end of the text when it is not closed), else
     what follows the last `</think>`, else the whole text.
 
     >>> final_part("<think>4? no</think> <answer> 3 </answer>")
@@ -38,7 +38,7 @@ def final_part(text: str) -> str:
 
 
 def boxed(text: str) -> str | None:
-    r"""The inside of the last closed `\boxed{...}`, with nested braces kept; None without one.
+    r"""Return the inside of the last closed `\boxed{...}`, with its nested braces; None without one.
 
     >>> boxed(r"so \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -51,15 +51,15 @@ def boxed(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(text[at], 0)
             if depth == 0:
                 return text[start + len(opening) : at]
-        stop = start  # never closed: the braces of an earlier one end before it
+        stop = start  # never closed: the braces of an earlier box end before it
     return None
 
 
 def normalise(text: str, *, ignore_case: bool = True) -> str:
-    """Canonical Unicode (NFC), one space for each run of white space, none at the ends; without the
-    punctuation that ends a sentence and the quotes, asterisks or backticks that wrap the whole.
+    """Return the text in canonical Unicode (NFC), stripped, with one space for each run of white space.
 
-    Signs, brackets, units and decimal points stay. Text made of nothing else is kept as it is.
+    The punctuation that ends it and the quotes, asterisks or backticks that wrap the whole text are removed.
+    Signs, brackets, units and decimal points stay. Text made of nothing else is returned as it is.
 
     >>> normalise(' **"The  Cat."** ')
     'the cat'
@@ -83,8 +83,9 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
 
 
 def gold_texts(answer: Answer) -> list[str]:
-    """The gold answers of a row as texts that are not blank: one, or one of several. A whole float is
-    written as an integer, because a column of integers with gaps arrives as floats.
+    """Return the gold answers of a row as texts that are not blank; any of them is right.
+
+    A whole float is written as an integer, because a column of integers with gaps arrives as floats.
 
     >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts(None)
     (['3'], ['a'], [])
@@ -99,7 +100,7 @@ def gold_texts(answer: Answer) -> list[str]:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """The last match of a pattern; None without one."""
+    """Return the last match of a pattern; None without one."""
     last = None
     for last in pattern.finditer(text):  # noqa: B007
         pass
@@ -107,7 +108,7 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def column_value(value: Any) -> Any:
-    """A gold value as plain Python: JSON text parsed (None when it is none), an array as lists."""
+    """Return a gold value as plain Python: JSON text parsed (None if it is not JSON), an array as lists."""
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -117,6 +118,6 @@ def column_value(value: Any) -> Any:
 
 
 def check_choice(option: str, value: str, *legal: str) -> None:
-    """ValueError unless an option has one of its legal values."""
+    """Raise ValueError unless an option has one of its legal values."""
     if value not in legal:
         raise ValueError(f"{option}={value!r}; legal are {', '.join(map(repr, legal))}")

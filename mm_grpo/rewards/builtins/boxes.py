@@ -3,7 +3,7 @@
 The spaces, and what a coordinate counts in each:
 
 - `pixel`       pixels of the image as the model saw it, after our resizing (Qwen2.5-VL)
-- `original`    pixels of the image as the dataset holds it, upright; where most gold boxes live
+- `original`    pixels of the image as the dataset holds it, upright; the space of most gold boxes
 - `normalized`  shares of the image's width and height, 0 to 1
 - `0-1000`      thousandths of the width and height (Qwen2-VL, Qwen3-VL, InternVL)
 
@@ -33,7 +33,7 @@ Layout = Literal["xyxy", "xywh", "yxyx"]
 
 _PARTS = {"normalized": 1.0, "0-1000": 1000.0}  # how many parts the width and the height have
 _PIXELS = ("original", "pixel")
-_LARGEST = 1e7  # a coordinate beyond it is none
+_LARGEST = 1e7  # larger numbers are not read as coordinates
 _OUTSIDE = 0.1  # a gold box that leaves its image by more than this share is in another space
 
 # Every repeat is bounded and a number starts at no digit's right: a search takes linear time.
@@ -53,29 +53,30 @@ _BARE_POINT = re.compile(rf"\s{{0,9}}{_TWO}\s{{0,9}}\.?\s{{0,9}}")
 
 @dataclass(frozen=True)
 class Frame:
-    """The (width, height) of a row's image as the model saw it and as the dataset holds it, in pixels; None
-    where the row has no image, and then pixels are the same in both."""
+    """Sizes (width, height) of a row's image, in pixels; None if the row has no image: both spaces are one then."""
 
-    seen: tuple[int, int] | None = None
-    original: tuple[int, int] | None = None
+    model_size: tuple[int, int] | None = None
+    """As the model saw it, after our resizing."""
+    original_size: tuple[int, int] | None = None
+    """As the dataset holds it, upright."""
 
     @classmethod
     def of(cls, images: Sequence[Image], sample: Sample | None, image_index: int = 0) -> Frame:
-        """Make the frame of one of the row's images, counted from 0."""
+        """Make the frame of the row's image `image_index`, counted from 0. Raise ValueError if the row lacks it."""
         originals = () if sample is None else sample.images
         if (images or originals) and not 0 <= image_index < max(len(images), len(originals)):
             raise ValueError(
                 f"image_index={image_index}, and the row has {len(images)} image(s), counted from 0"
             )
-        seen = images[image_index].size if images else None
-        original = originals[image_index].size if originals else None
-        return cls(seen or original, original or seen)
+        model_size = images[image_index].size if images else None
+        original_size = originals[image_index].size if originals else None
+        return cls(model_size or original_size, original_size or model_size)
 
     def extent(self, space: str) -> tuple[float, float]:
-        """The width and height of the whole image in this space."""
+        """Return the width and height of the whole image in this space."""
         if space in _PARTS:
             return _PARTS[space], _PARTS[space]
-        size = self.seen if space == "pixel" else self.original
+        size = self.model_size if space == "pixel" else self.original_size
         if size is None:
             raise ValueError(
                 f"coordinates in the space {space!r} need the image's size, and the row has no image"
@@ -83,26 +84,27 @@ class Frame:
         return float(size[0]), float(size[1])
 
     def scale(self, source: str, target: str) -> tuple[float, float]:
-        """Factors of x and y from one space to the other."""
-        if source == target or (self.seen == self.original and source in _PIXELS and target in _PIXELS):
+        """Return the factors of x and y from one space to the other."""
+        same_pixels = self.model_size == self.original_size and source in _PIXELS and target in _PIXELS
+        if source == target or same_pixels:
             return 1.0, 1.0
         (from_x, from_y), (to_x, to_y) = self.extent(source), self.extent(target)
         return to_x / from_x, to_y / from_y
 
     def gold(self, value: Any, layout: Layout, space: str) -> Box:
-        """A gold box from a column (see `gold_box`); ValueError when it clearly does not lie in its image."""
+        """Return a gold box from a column (see `gold_box`). Raise ValueError if it clearly lies outside its image."""
         box = gold_box(value, layout)
         self.check(box, space)
         return box
 
     def moved(self, box: Box, source: str, target: str) -> Box:
-        """The box in another space."""
+        """Return the box in another space."""
         x, y = self.scale(source, target)
         return box if (x, y) == (1.0, 1.0) else (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
 
     def check(self, box: Box, space: str) -> None:
-        """ValueError when a gold box clearly does not lie in its image, and so not in its space."""
-        if space in _PIXELS and self.seen is None:
+        """Raise ValueError if a gold box clearly does not lie in its image: its space is another one then."""
+        if space in _PIXELS and self.model_size is None:
             return
         width, height = self.extent(space)
         low, high = -_OUTSIDE, 1 + _OUTSIDE
@@ -117,14 +119,14 @@ class Frame:
 
 
 def check_space(space: str, gold_space: str) -> None:
-    """ValueError unless both are spaces."""
+    """Raise ValueError unless both are spaces."""
     check_choice("space", space, "pixel", *_PARTS)
     check_choice("gold_space", gold_space, *_PIXELS, *_PARTS)
 
 
 def boxes_in(text: str, layout: Layout = "xyxy") -> list[Box]:
-    """All boxes in a text's final part, in order: [1, 2, 3, 4], (1, 2), (3, 4), (1,2,3,4), <box>1 2 3 4</box>,
-    or a text of nothing but four numbers. Without brackets, numbers among words are no box.
+    """Return all boxes in a text's final part, in order: [1, 2, 3, 4], (1, 2), (3, 4), (1,2,3,4), <box>1 2 3 4</box>,
+    or a text of nothing but four numbers. Numbers among words are a box only in brackets.
 
     >>> boxes_in('{"bbox_2d": [1, 2, 30, 40.5]} and <|box_start|>(5,6),(7,8)<|box_end|>')
     [(1.0, 2.0, 30.0, 40.5), (5.0, 6.0, 7.0, 8.0)]
@@ -136,7 +138,7 @@ def boxes_in(text: str, layout: Layout = "xyxy") -> list[Box]:
 
 
 def point_in(text: str, layout: Layout = "xyxy") -> Point | None:
-    """The last point in a text's final part, and of a box its centre: (1, 2), [1, 2], x=1, y=2,
+    """Return the last point in a text's final part, or the centre of a box: (1, 2), [1, 2], x=1, y=2,
     <point x="1" y="2">, or nothing but two numbers.
 
     >>> point_in("click(x=10, y=20)"), point_in("[0, 0, 4, 2]")
@@ -158,7 +160,7 @@ def point_in(text: str, layout: Layout = "xyxy") -> Point | None:
 
 
 def corners(numbers: Sequence[Any], layout: Layout) -> Box:
-    """Four numbers in a layout as (x0, y0, x1, y1)."""
+    """Return four numbers in a layout as (x0, y0, x1, y1)."""
     a, b, c, d = (float(number) for number in numbers)
     if layout == "xyxy":
         return a, b, c, d
@@ -170,7 +172,7 @@ def corners(numbers: Sequence[Any], layout: Layout) -> Box:
 
 
 def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
-    """A gold box from a column: four finite numbers in a list, tuple, array or JSON text, corners in order."""
+    """Return a gold box from a column: four finite numbers in a list, tuple, array or JSON text, corners in order."""
     value = column_value(value)
     if not isinstance(value, list | tuple) or len(value) != 4 or not all(map(is_coordinate, value)):
         raise ValueError(
@@ -186,32 +188,34 @@ def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
 
 
 def is_coordinate(value: Any) -> bool:
-    """True for a number that a coordinate may be."""
+    """Return True if a value is a number that a coordinate may be."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def has_area(box: Box) -> bool:
-    """True when the corners are in order and the box is not empty."""
+    """Return True if the corners are in order and the box is not empty."""
     return box[0] < box[2] and box[1] < box[3]
 
 
-def overlap(one: Box, other: Box) -> tuple[float, float, float]:
-    """The areas of the intersection, the union and the smallest box around two boxes that have an area."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
+def overlap(box: Box, target: Box) -> tuple[float, float, float]:
+    """Return the areas of the intersection, the union and the smallest box around two boxes that have an area."""
+    width = min(box[2], target[2]) - max(box[0], target[0])
+    height = min(box[3], target[3]) - max(box[1], target[1])
     shared = max(0.0, width) * max(0.0, height)
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
-    hull = (max(one[2], other[2]) - min(one[0], other[0])) * (max(one[3], other[3]) - min(one[1], other[1]))
+    areas = [(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (box, target)]
+    hull = (max(box[2], target[2]) - min(box[0], target[0])) * (
+        max(box[3], target[3]) - min(box[1], target[1])
+    )
     return shared, sum(areas) - shared, hull
 
 
-def iou_of(one: Box, other: Box) -> float:
-    """Intersection over union, in [0, 1]; 0 when a box has no area.
+def iou_of(box: Box, target: Box) -> float:
+    """Return intersection over union, in [0, 1]; 0 when a box has no area.
 
     >>> iou_of((0, 0, 10, 10), (0, 0, 10, 20)), iou_of((0, 0, 1, 1), (1, 1, 0, 0))
     (0.5, 0.0)
     """
-    if not (has_area(one) and has_area(other)):
+    if not (has_area(box) and has_area(target)):
         return 0.0
-    shared, union, _ = overlap(one, other)
+    shared, union, _ = overlap(box, target)
     return min(1.0, shared / union) if union > 0 else 0.0

@@ -1,10 +1,10 @@
-"""Client of an OpenAI-compatible server: `ask` sends one chat request and gives the text of the answer.
+"""Client of an OpenAI-compatible server: `ask` sends one chat request and returns the text of the answer.
 
-The `openai` package sends it, and tries again what may pass: no connection, a broken one, a time-out, 408, 409, 429
-(after its Retry-After) and 5xx. Other answers are a mistake in the settings and are raised at once.
+The `openai` package sends it. It tries again after a failed or broken connection, a time-out, 408, 409, 429 (after its
+Retry-After) and 5xx. Other answers are a mistake in the settings and are raised at once.
 
-The key is read from its environment variable for each request, is in no variable of ours, and is cut out of
-whatever the server echoes. Proxies of the environment (HTTPS_PROXY, NO_PROXY) are used, but never for this machine.
+The key is read from its environment variable for each request, is never in a variable here, and is cut out of
+what the server echoes. Proxies of the environment (HTTPS_PROXY, NO_PROXY) are used, but never for this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mm_grpo.errors import RewardError
 from mm_grpo.rewards.builtins import library
 from mm_grpo.terminal import redact
 
-# By event loop, for connections belong to the loop that they were made in.
+# By event loop, because a connection belongs to the loop that opened it.
 _CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str | None, int], Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -30,14 +30,14 @@ _CLIENTS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, s
 async def ask(
     url: str, body: Mapping[str, Any], *, key_env: str | None, attempts: int, seconds: float
 ) -> str:
-    """The text of a chat model's answer to the request `body`, posted to {url}/chat/completions; empty when it is no
-    chat completion.
+    """Post the request `body` to {url}/chat/completions and return the text of the model's answer; empty when the
+    answer is no chat completion.
 
-    `seconds` bounds each of at most `attempts` tries. RewardError when none gave an answer.
+    `seconds` bounds each of at most `attempts` tries. Raise RewardError if all of them fail.
     """
     openai = library("judge")
     create = _client(url, key_env, attempts).chat.completions.with_raw_response.create
-    # Without a key of its own the client must send none: it would take OPENAI_API_KEY, whatever server this is.
+    # Without key_env no key may be sent: the client would take OPENAI_API_KEY, whatever server this is.
     headers = {"Authorization": openai.Omit()} if key_env is None else {}
     # Nothing is raised in these handlers: the frames of `openai`, which hold the key, would hang on the error.
     try:
@@ -56,8 +56,8 @@ async def ask(
 def _client(url: str, key_env: str | None, attempts: int) -> Any:
     """Return the running loop's client, with the key as the environment holds it now."""
     clients = _CLIENTS.setdefault(asyncio.get_running_loop(), {})
-    which = url, key_env, attempts
-    if which not in clients:
+    settings = url, key_env, attempts
+    if settings not in clients:
         openai = library("judge")
         http = openai.DefaultAsyncHttpxClient(
             trust_env=not _is_this_machine(urlsplit(url).hostname or ""),
@@ -66,12 +66,12 @@ def _client(url: str, key_env: str | None, attempts: int) -> Any:
             limits=type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=0),
         )
         client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=attempts - 1, http_client=http)
-        client.organization = client.project = None  # else those of OPENAI_ORG_ID and OPENAI_PROJECT_ID
-        clients[which] = client
+        client.organization = client.project = None  # else it sends OPENAI_ORG_ID and OPENAI_PROJECT_ID
+        clients[settings] = client
     if key_env is not None:
         _check_key(key_env)
-        clients[which].api_key = os.environ[key_env].strip()
-    return clients[which]
+        clients[settings].api_key = os.environ[key_env].strip()
+    return clients[settings]
 
 
 def _is_this_machine(host: str) -> bool:
@@ -82,7 +82,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 def _check_key(key_env: str) -> None:
-    """RewardError unless the variable holds a key. The key is in no local variable, because a traceback shows those."""
+    """Raise RewardError unless the variable holds a key. It is in no local variable: a traceback would show it."""
     if not os.environ.get(key_env, "").strip():
         raise RewardError(
             f"the environment variable {key_env} is not set, and key_env says that it holds the key; set it, or "

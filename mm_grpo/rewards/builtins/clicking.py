@@ -1,7 +1,7 @@
 """The reward `clicking`: a point against a gold box or polygon, and the geometry that it needs.
 
-Points, boxes and coordinate spaces are those of `boxes.py`. A point on the edge is inside. Of a polygon that crosses
-itself, inside is what a ray leaves through an odd number of edges.
+Points, boxes and coordinate spaces are read as in `boxes.py`. A point on the edge is inside. A polygon that crosses
+itself contains the points from which a ray crosses an odd number of edges.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def clicking(
     """Nearness of the completion's last point to the gold box or polygon; 1 inside.
 
     The gold column is a box of four numbers (in `gold_layout`), a polygon ([x0, y0, x1, y1, x2, y2, ...] or [[x0, y0],
-    [x1, y1], ...]), or a list of polygons of which any counts; JSON text is read too. A point
-    is read from the final part (the last `<answer>` block, else what follows `</think>`, else everything): (x, y),
-    [x, y], x=1, y=2, <point x="1" y="2"> or two numbers alone; of a box (in `layout`) the centre counts. `space`,
-    `gold_space` and `image_index` are those of the reward `iou`; edges are inside.
+    [x1, y1], ...]), or a list of polygons, any of which counts; JSON text is read too. A point is read from the final
+    part (the last `<answer>` block, else what follows `</think>`, else everything): (x, y), [x, y], x=1, y=2,
+    <point x="1" y="2"> or nothing but two numbers. A box (in `layout`) counts as its centre. `space`, `gold_space`
+    and `image_index` mean the same as in the reward `iou`. Edges are inside.
 
     Without `reach` a point outside scores 0. With it the score falls linearly with the distance from the shape, from
     1 at its edge to 0 at `reach`, which is a share of the image's diagonal (0.1 is a tenth). Distances are measured
@@ -65,8 +65,8 @@ def clicking(
         return None
     frame, space, gold_space, layout, gold_layout = box_options(images, sample, **spaces)
     shapes = moved_shapes(gold_shapes(target, frame, gold_layout, gold_space), frame, gold_space, space)
-    measured = "pixel" if frame.seen is not None else space
-    diagonal = 0.0 if reach is None else math.hypot(*frame.extent(measured))
+    distance_space = "pixel" if frame.model_size is not None else space
+    diagonal = 0.0 if reach is None else math.hypot(*frame.extent(distance_space))
     point = point_in(completion, layout)
     if point is None:
         return 0.0
@@ -74,39 +74,41 @@ def clicking(
         return 1.0
     if reach is None:
         return 0.0
-    x, y = frame.scale(space, measured)
-    near = min(
+    x, y = frame.scale(space, distance_space)
+    nearest = min(
         distance((point[0] * x, point[1] * y), shape)
-        for shape in moved_shapes(shapes, frame, space, measured)
+        for shape in moved_shapes(shapes, frame, space, distance_space)
     )
-    return max(0.0, 1.0 - near / (reach * diagonal))
+    return max(0.0, 1.0 - nearest / (reach * diagonal))
 
 
 def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[Polygon, ...]:
-    """The polygons of a gold column, a box as four corners; ValueError when it holds none, or they do not lie in
-    their image."""
-    given, value = value, column_value(value)
+    """Return the polygons of a gold column, a box as four corners.
+
+    Raise ValueError if it holds no polygon, or one that has no extent or does not lie in the image.
+    """
+    text, value = str(value)[:80], column_value(value)
     if isinstance(value, list | tuple) and len(value) == 4 and all(isinstance(n, int | float) for n in value):
         x0, y0, x1, y1 = frame.gold(value, layout, space)
         return (((x0, y0), (x1, y0), (x1, y1), (x0, y1)),)
-    one = _polygon(value)
-    several = (one,) if one else tuple(map(_polygon, value if isinstance(value, list | tuple) else ()))
-    shapes = tuple(shape for shape in several if shape)
-    if not shapes or len(shapes) < len(several):
+    single = _polygon(value)
+    polygons = (single,) if single else tuple(map(_polygon, value if isinstance(value, list | tuple) else ()))
+    shapes = tuple(polygon for polygon in polygons if polygon)
+    if not shapes or len(shapes) < len(polygons):
         raise ValueError(
-            f"the gold target is {str(given)[:80]}; it must be a box of four numbers, or a polygon of at least three "
+            f"the gold target is {text}; it must be a box of four numbers, or a polygon of at least three "
             "points as [x0, y0, x1, y1, x2, y2] or [[x0, y0], [x1, y1], [x2, y2]]"
         )
     for shape in shapes:
-        around = bounds(shape)
-        if not has_area(around):
-            raise ValueError(f"the gold target {str(given)[:80]} has no extent")
-        frame.check(around, space)
+        box = bounds(shape)
+        if not has_area(box):
+            raise ValueError(f"the gold target {text} has no extent")
+        frame.check(box, space)
     return shapes
 
 
 def _polygon(value: Any) -> Polygon | None:
-    """One polygon from a flat list of coordinates or a list of points; None from anything else."""
+    """Return a polygon from a flat list of coordinates or a list of points; None from anything else."""
     if isinstance(value, list | tuple) and value and all(isinstance(point, list | tuple) for point in value):
         value = [number for point in value for number in point] if all(len(p) == 2 for p in value) else None
     if not isinstance(value, list | tuple) or len(value) < 6 or len(value) % 2:
@@ -115,19 +117,19 @@ def _polygon(value: Any) -> Polygon | None:
 
 
 def moved_shapes(shapes: Sequence[Polygon], frame: Frame, source: str, target: str) -> tuple[Polygon, ...]:
-    """The polygons in another space."""
+    """Return the polygons in another space."""
     x, y = frame.scale(source, target)
     return tuple(tuple((px * x, py * y) for px, py in shape) for shape in shapes)
 
 
 def bounds(polygon: Polygon) -> Box:
-    """The smallest box around a polygon."""
+    """Return the smallest box around a polygon."""
     xs, ys = [x for x, _ in polygon], [y for _, y in polygon]
     return min(xs), min(ys), max(xs), max(ys)
 
 
 def is_inside(point: Point, polygon: Polygon) -> bool:
-    """True when a point lies in a polygon or on its edge.
+    """Return True if a point lies in a polygon or on its edge.
 
     >>> is_inside((1, 1), ((0, 0), (4, 0), (0, 4))), is_inside((3, 3), ((0, 0), (4, 0), (0, 4)))
     (True, False)
@@ -144,7 +146,7 @@ def is_inside(point: Point, polygon: Polygon) -> bool:
 
 
 def distance(point: Point, polygon: Polygon) -> float:
-    """Distance of a point from a polygon; 0 inside.
+    """Return the distance of a point from a polygon; 0 inside.
 
     >>> distance((7, 9), ((0, 0), (4, 0), (4, 5), (0, 5)))
     5.0
@@ -153,8 +155,10 @@ def distance(point: Point, polygon: Polygon) -> float:
 
 
 def point_inside(polygon: Polygon) -> Point:
-    """A point in a polygon, away from its edges: on the line half-way through the tallest band between two heights
-    of corners, the middle of the widest stretch that is inside. Of a box the centre.
+    """Return a point in a polygon, away from its edges; the centre of a box.
+
+    Take the tallest band between neighbouring heights of corners. On its middle line, return the middle of the widest
+    stretch that is inside.
 
     >>> point_inside(((0, 0), (4, 0), (4, 2), (0, 2)))
     (2.0, 1.0)
@@ -175,7 +179,7 @@ def _edges(polygon: Polygon) -> list[tuple[Point, Point]]:
 
 
 def _to_edge(point: Point, polygon: Polygon) -> float:
-    """The distance of a point from the nearest edge."""
+    """Return the distance of a point from the nearest edge."""
     shortest = math.inf
     for (ax, ay), (bx, by) in _edges(polygon):
         dx, dy = bx - ax, by - ay

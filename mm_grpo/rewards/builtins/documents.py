@@ -19,15 +19,15 @@ def json_schema(completion: str, schema: Mapping[str, Any] | str | None = None) 
     """1 when the completion's final part is JSON, and valid against a JSON schema.
 
     The final part is the inside of the last `<answer>` block, else what follows `</think>`, else
-    everything; one Markdown fence around the whole of it is taken off. Nothing else may stand beside
+    everything, without a Markdown fence around all of it. No other text may stand before or after
     the JSON. NaN and Infinity are not JSON. `schema` is a mapping or JSON text, from the config or from
-    a column of that name (a column had better hold text: a table of mappings fills missing keys with
-    None); null asks for any JSON. The draft is that of its `$schema`, else 2020-12; references to
-    other documents are not fetched.
+    a column of that name; null asks for any JSON. Let the column hold text: a table of mappings fills missing
+    keys with None. Its `$schema` names the draft, else it is 2020-12. References to other documents are not
+    fetched.
 
-    Returns 1.0 or 0.0, never None; 0.0 too for what nests deeper than Python can follow. A schema that backtracks
-    ends the run after `timeout`, 120 s for a step: set `isolated: true` in the entry. ValueError when the schema is no
-    schema. For structured extraction: receipts and forms, such as CORD and SROIE. Needs the package jsonschema.
+    Returns 1.0 or 0.0, never None; 0.0 too for JSON that nests deeper than Python can follow. A schema that backtracks
+    ends the run after `timeout`, 120 s for a step: set `isolated: true` in the entry. ValueError when `schema` is no
+    JSON schema. For structured extraction: receipts and forms, such as CORD and SROIE. Needs the package jsonschema.
 
     >>> json_schema('{"total": 12.5}', schema={"type": "object", "required": ["total"]})
     1.0
@@ -74,22 +74,22 @@ def _validator(schema: str) -> Any:
         kind.check_schema(parsed)
     except jsonschema.exceptions.SchemaError as error:
         raise ValueError(f"the schema is not a JSON schema: {error.message}") from error
-    # The library compares any two objects of an array. A "$schema" inside would bring its own comparison back.
+    # The library compares all pairs of an array's objects. A "$schema" inside would bring that comparison back.
     kind = jsonschema.validators.extend(kind, {"uniqueItems": _unique_items})
     if isinstance(parsed, dict):
         parsed.pop("$schema", None)
-    # With a registry of our own nothing is fetched; the default one opens the address of a "$ref".
+    # With this empty registry nothing is fetched; the default one opens the address of a "$ref".
     return kind(parsed, registry=importlib.import_module("referencing").Registry())
 
 
-def _unique_items(validator: Any, wanted: bool, items: Any, schema: Any) -> Iterator[Exception]:
-    """Judge `uniqueItems` as jsonschema does, in a time that grows with the size alone."""
-    if wanted and validator.is_type(items, "array") and len({_key(item) for item in items}) < len(items):
+def _unique_items(validator: Any, required: bool, items: Any, schema: Any) -> Iterator[Exception]:
+    """Check `uniqueItems` as jsonschema does, in time linear in the size."""
+    if required and validator.is_type(items, "array") and len({_key(item) for item in items}) < len(items):
         yield library("json_schema").exceptions.ValidationError("items are not unique")
 
 
 def _key(value: Any) -> Hashable:
-    """Return what is equal for values that JSON schema calls equal: 1 is 1.0, and not true."""
+    """Return a key that is equal for values that JSON schema calls equal: 1 equals 1.0, but not true."""
     if isinstance(value, dict):
         return dict, frozenset((name, _key(item)) for name, item in value.items())
     if isinstance(value, list):

@@ -1,8 +1,8 @@
 """Rewards for grounding: `iou`, `giou` and `box_match`.
 
-Boxes are (x0, y0, x1, y1). How they are read from a text, and the spaces that coordinates live in, are in
-`boxes.py`. They and `clicking` share their last options, which `box_options` declares: their
-`**spaces` stands for its keyword-only parameters, in `inspect.signature` and so in configs and docs too.
+Boxes are (x0, y0, x1, y1). `boxes.py` reads them from a text and converts coordinate spaces. These rewards and
+`clicking` share options, which `box_options` declares: their `**spaces` stands for its keyword-only parameters, in
+`inspect.signature` and so in configs and docs too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MOST_BOXES = 100
+MAX_BOXES = 100
 
 
 class BoxOptions(NamedTuple):
-    """The frame of a row's image, and the spaces and layouts of the model's and of the gold boxes."""
+    """Frame of a row's image, and the spaces and layouts of the model's and of the gold boxes."""
 
     frame: Frame
     space: Space
@@ -45,7 +45,7 @@ class BoxOptions(NamedTuple):
     gold_layout: Layout
 
     def gold(self, box: Any) -> Box:
-        """A gold box in the model's space; ValueError when it has no area or does not lie in its image."""
+        """Return a gold box in the model's space. Raise ValueError if it has no area or does not lie in its image."""
         return self.frame.moved(
             self.frame.gold(box, self.gold_layout, self.gold_space), self.gold_space, self.space
         )
@@ -61,17 +61,17 @@ def box_options(
     gold_layout: Layout = "xyxy",
     image_index: int = 0,
 ) -> BoxOptions:
-    """The options that rewards of boxes share; ValueError when a space is none or the row lacks the image."""
+    """Return the options that rewards of boxes share. Raise ValueError if a space is unknown or the image missing."""
     check_space(space, gold_space)
     return BoxOptions(Frame.of(images, sample, image_index), space, gold_space, layout, gold_layout)
 
 
 def takes_box_options(fn: F) -> F:
-    """Put the options of `box_options` in the place of the function's `**spaces` for `inspect.signature`."""
+    """Replace the function's `**spaces` by the options of `box_options`, for `inspect.signature`."""
     signature = inspect.signature(fn)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     shared = [p for p in inspect.signature(box_options).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    fn.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    fn.__signature__ = signature.replace(parameters=[*parameters, *shared])  # type: ignore[attr-defined]
     return fn
 
 
@@ -88,20 +88,20 @@ def iou(
 ) -> float | None:
     """Intersection over union of the completion's last box and the gold box.
 
-    `space` is where the model's coordinates live: "pixel" (pixels of the image as the model saw it,
-    after resizing), "normalized" (0 to 1) or "0-1000". `gold_space` is where the gold box lives: one of
-    these, or "original", the pixels of the image as the dataset holds it. Both are converted with the
-    row's own image sizes (`image_index` is its number when there are several, from 0); without an image, pixels are
-    pixels. `layout` and `gold_layout` are "xyxy" (corners), "xywh" (corner, width, height: COCO) or "yxyx".
+    `space` is the space of the model's coordinates: "pixel" (pixels of the image as the model saw it, after
+    resizing), "normalized" (0 to 1) or "0-1000". `gold_space` is the space of the gold box: one of these, or
+    "original", the pixels of the image as the dataset holds it. Both are converted with the sizes of the row's image
+    (of several, `image_index`, counted from 0); without an image "original" and "pixel" are the same. `layout` and
+    `gold_layout` are "xyxy" (corners), "xywh" (corner, width, height: COCO) or "yxyx".
 
     Boxes are read from the final part (the last `<answer>` block, else what follows `</think>`, else
     everything), as [x0, y0, x1, y1], (x0, y0), (x1, y1) and the like; of several the last counts. A
-    predicted box is not clipped: what sticks out of the image counts against it. With `threshold` the
-    score is 1.0 where the overlap reaches it, else 0.0.
+    predicted box is not clipped: the part outside the image lowers its score. With `threshold` the
+    score is 1.0 if the overlap reaches it, else 0.0.
 
     Returns a score in [0, 1], 0.0 when no box parses or its corners are swapped; None when the row has
-    no gold box. ValueError when the gold box has no area or does not lie in its image, which most often
-    means another gold_space. For RefCOCO, RefCOCO+, RefCOCOg, Visual Genome.
+    no gold box. ValueError when the gold box has no area or does not lie in its image: most often
+    gold_space is wrong. For RefCOCO, RefCOCO+, RefCOCOg, Visual Genome.
 
     >>> iou("[0, 0, 10, 10]", box=(0, 0, 10, 20))
     0.5
@@ -131,9 +131,8 @@ def giou(
 ) -> float | None:
     """Generalised IoU of the completion's last box and the gold box (Rezatofighi et al., 2019).
 
-    IoU - (hull - union) / hull, where hull is the smallest box around both: two boxes apart score
-    below 0, and the less the farther, so that a near miss scores more than a far one. Options, spaces, and how
-    boxes are read, are those of the reward `iou`.
+    IoU - (hull - union) / hull; hull is the area of the smallest box around both. Two boxes apart score below 0,
+    a near miss more than a far one. Options, spaces and the reading of boxes are the same as in the reward `iou`.
 
     Returns a score in (-1, 1], and -1.0 when no box parses or its corners are swapped; None when the row
     has no gold box. ValueError as `iou`. For RefCOCO and other grounding data while IoU is mostly 0.
@@ -150,11 +149,11 @@ def giou(
     return giou_of(predictions[-1], gold) if predictions else -1.0
 
 
-def giou_of(one: Box, other: Box) -> float:
-    """Generalised IoU of two boxes; -1 when one has no area."""
-    if not (has_area(one) and has_area(other)):
+def giou_of(box: Box, target: Box) -> float:
+    """Return the generalised IoU of two boxes; -1 when one has no area."""
+    if not (has_area(box) and has_area(target)):
         return -1.0
-    shared, union, hull = overlap(one, other)
+    shared, union, hull = overlap(box, target)
     if union <= 0 or hull <= 0:  # too small for a float
         return -1.0
     outside = max(0.0, hull - union) / hull  # rounding can leave the hull a hair below the union
@@ -174,13 +173,13 @@ def box_match(
 ) -> float | None:
     """F1 of the completion's boxes and the gold boxes, each matched at most once.
 
-    It is the largest number of pairs with IoU >= `threshold` that shares no box, doubled and divided by the
-    number of boxes on both sides. Options, spaces, and how boxes are read, are those of the reward `iou`;
-    classes are not compared.
+    A match is a pair with IoU >= `threshold`; as many pairs as possible are matched. The score is twice their number,
+    divided by the number of boxes on both sides. Options, spaces and the reading of boxes are the same as in the
+    reward `iou`. Classes are not compared.
 
     Returns a score in [0, 1]. An empty list of gold boxes says that there is nothing to find: 1.0 without
     a box, else 0.0. More than 100 boxes score 0.0, unless gold has as many. None when the row has no gold
-    list. ValueError as `iou`, or when the threshold means nothing. For COCO, LVIS, PixMo, Visual Genome.
+    list. ValueError as `iou`, or when the threshold is not in (0, 1]. For COCO, LVIS, PixMo, Visual Genome.
 
     >>> box_match("[0, 0, 10, 10] [50, 50, 60, 60]", boxes=[[0, 0, 10, 10]])
     0.6666666666666666
@@ -197,27 +196,27 @@ def box_match(
     gold, predictions = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
     if not gold or not predictions:
         return float(len(gold) == len(predictions))
-    if len(predictions) > max(MOST_BOXES, len(gold)):
+    if len(predictions) > max(MAX_BOXES, len(gold)):
         return 0.0
     hits = [[iou_of(box, target) >= threshold - 1e-9 for target in gold] for box in predictions]
-    return 2 * most_pairs(hits) / (len(predictions) + len(gold))
+    return 2 * max_pairs(hits) / (len(predictions) + len(gold))
 
 
-def most_pairs(hits: Sequence[Sequence[bool]]) -> int:
-    """The largest number of true entries of which no two share a row or a column (augmenting paths, O(rows²·columns)).
+def max_pairs(hits: Sequence[Sequence[bool]]) -> int:
+    """Return the largest number of true entries that share no row and no column (augmenting paths, O(rows²·columns)).
 
-    >>> most_pairs([[True, True], [True, False]])
+    >>> max_pairs([[True, True], [True, False]])
     2
     """
     row_of: dict[int, int] = {}
 
-    def placed(row: int, seen: set[int]) -> bool:
+    def assign(row: int, tried_columns: set[int]) -> bool:
         for column, hit in enumerate(hits[row]):
-            if hit and column not in seen:
-                seen.add(column)
-                if column not in row_of or placed(row_of[column], seen):
+            if hit and column not in tried_columns:
+                tried_columns.add(column)
+                if column not in row_of or assign(row_of[column], tried_columns):
                     row_of[column] = row
                     return True
         return False
 
-    return sum(placed(row, set()) for row in range(len(hits)))
+    return sum(assign(row, set()) for row in range(len(hits)))

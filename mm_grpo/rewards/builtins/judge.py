@@ -1,6 +1,6 @@
 """The reward `judge`: a model behind an OpenAI-compatible server scores the answer, and sees the image.
 
-The client is in `chat.py`; here are the question, the cache and the verdict.
+The client is in `chat.py`. This file makes the question, keeps the cache and reads the verdict.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ or two sentences, and end with a line "Score: N", where N is a number from 0 (wr
 VERDICT = re.compile(r"Score:[\s*]{0,4}([-+]?\d{1,9}(?:\.\d{1,9})?)")
 HIGHEST = 10
 CACHE_SIZE = 50_000  # verdicts
-IMAGES_HELD = 32
+IMAGES_KEPT = 32
 
 _verdicts: OrderedDict[str, float] = OrderedDict()
 _locks: weakref.WeakValueDictionary[tuple[int, str], asyncio.Lock] = weakref.WeakValueDictionary()
-# by id; the image is held, so the id stays its own
+# By id. The image is kept too: the id of a freed image could become another image's.
 _encoded: OrderedDict[int, tuple[Any, str]] = OrderedDict()
 
 
@@ -77,27 +77,27 @@ async def judge(
     there. `key_env` names the environment variable that holds the key; null sends none. The request is one
     user message: the row's images, as the model saw them, as PNG data URLs unless `send_images` is false,
     then `template` with {question}, {answer} and {completion} filled in; the default one asks how well
-    the completion agrees with the gold answer, and any has to ask for a line "Score: N". The question is the
+    the completion agrees with the gold answer, and each must ask for a line "Score: N". The question is the
     text of the prompt. Several gold answers are joined by " or ". The template's own tags are taken out of the
-    completion, so that it cannot leave its place.
+    completion, so that it cannot close them.
 
-    The last "Score: N" of the reply counts. A reply without one, or with one out of range, is no score: it is
-    asked for again, and after `attempts` tries in all it raises.
+    The last "Score: N" of the reply counts. If a reply has none, or one out of range, the judge is
+    asked again, at most `attempts` times in all.
 
-    Tries are repeated, with doubling waits, when the server drops, takes longer than `request_timeout`
-    seconds, or answers 429 (after its Retry-After) or 5xx; other answers raise at once. At most 8 calls are in
-    flight; `max_concurrency` in the entry changes it, and `timeout` bounds the step. Equal requests are asked once
-    in a process (the last 50,000), also when they come together.
+    A request is repeated, with doubling waits, when the connection drops, the server takes longer than
+    `request_timeout` seconds, or answers 429 (after its Retry-After) or 5xx; other answers raise at once. At most 8
+    calls are in flight; `max_concurrency` in the entry changes it, and `timeout` bounds the step. Equal requests are
+    sent once in a process (the last 50,000 are remembered), also when they are made at the same time.
 
     Returns a score in [0, 1]; None when the template asks for {answer} and the row has no gold answer.
     RewardError when no verdict came, which stops the run or masks the completion, as on_error says.
-    ValueError for settings that mean nothing. For open answers that no rule can grade: LLaVA-Bench, MM-Vet.
+    ValueError for invalid settings. For open answers that no rule can grade: LLaVA-Bench, MM-Vet.
     Needs the package openai.
 
     >>> parse_verdict("It misses the cat. **Score:** 7.5")
     0.75
     """
-    # They have defaults so that a column of one of these names is never taken for the setting.
+    # model and url have defaults so that a column with such a name is never taken for the setting.
     if not model or not url.startswith(("http://", "https://")):
         raise ValueError(f"model={model!r}, url={redact(url)!r}; set both, such as url: http://host:8000/v1")
     if attempts < 1 or request_timeout <= 0:
@@ -106,12 +106,12 @@ async def judge(
     golds = gold_texts(answer)
     if "{answer}" in template and not golds:
         return None
-    filled = {
+    fields = {
         "question": _question(prompt),
         "answer": " or ".join(golds),
-        "completion": _defused(completion, template),
+        "completion": _without_tags(completion, template),
     }
-    text = re.sub(r"\{(question|answer|completion)\}", lambda match: filled[match[1]], template)
+    text = re.sub(r"\{(question|answer|completion)\}", lambda match: fields[match[1]], template)
     pictures = await asyncio.to_thread(lambda: [_data_url(image) for image in images]) if send_images else []
     content = [
         *({"type": "image_url", "image_url": {"url": picture}} for picture in pictures),
@@ -147,14 +147,14 @@ async def judge(
 
 
 def parse_verdict(reply: str) -> float | None:
-    """The last verdict in a reply, scaled to [0, 1]; None when there is none in the range."""
+    """Return the last verdict in a reply, scaled to [0, 1]; None if it is missing or out of range."""
     verdict = last_match(VERDICT, reply)
     score = float(verdict[1]) / HIGHEST if verdict else -1.0
     return score if 0 <= score <= 1 else None
 
 
 def _question(prompt: Any) -> str:
-    """The prompt's text; with the roles where it has several messages besides the system's."""
+    """Return the prompt's text without the system message. Several messages are prefixed with their roles."""
     if isinstance(prompt, str):
         return prompt
     turns = [message for message in prompt if message.get("role") != "system"]
@@ -164,21 +164,21 @@ def _question(prompt: Any) -> str:
     return "\n".join(f"{turn.get('role')}: {text}" for turn, text in zip(turns, texts, strict=True))
 
 
-def _defused(completion: str, template: str) -> str:
-    """The completion without the template's own tags."""
+def _without_tags(completion: str, template: str) -> str:
+    """Return the completion without the brackets of the template's tags."""
     for tag in set(re.findall(r"</?\w{1,40}>", template)):
         completion = re.sub(re.escape(tag), tag.strip("<>"), completion, flags=re.IGNORECASE)
     return completion
 
 
 def _data_url(image: Image) -> str:
-    """The image as a PNG data URL; the G completions of a prompt share one encoding."""
-    held = _encoded.get(id(image))
-    if held is None:
+    """Return the image as a PNG data URL; the G completions of a prompt share one encoding."""
+    entry = _encoded.get(id(image))
+    if entry is None:
         buffer = io.BytesIO()
         image.save(buffer, format="PNG")
-        held = image, "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        _encoded[id(image)] = held
-        while len(_encoded) > IMAGES_HELD:
+        entry = image, "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+        _encoded[id(image)] = entry
+        while len(_encoded) > IMAGES_KEPT:
             _encoded.popitem(last=False)
-    return held[1]
+    return entry[1]

@@ -11,10 +11,10 @@ from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import Answer, boxed, final_part, gold_texts
 from mm_grpo.rewards.registry import reward
 
-LONGEST = 500  # characters of an answer; of other text the last 1,000 are read
+MAX_LENGTH = 500  # characters of an answer; of other text the last 1,000 are read
 _WORDS = re.compile(r"(?<!\\)\b[A-Za-z]{2,} [a-z]{2,}")
 
-for _name in ("parser", "grader"):  # they warn that their time-out is off; ours is the scorer's
+for _name in ("parser", "grader"):  # they warn that their time-out is off; the scorer has its own
     logging.getLogger(f"math_verify.{_name}").addFilter(
         lambda record: "Timeout is disabled" not in record.getMessage()
     )
@@ -27,16 +27,16 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     The answer is the inside of the last `\boxed{...}` of the final part (the last `<answer>` block,
     else what follows `</think>`, else everything); without one, a whole `<answer>` block is read as
     LaTeX, and of other text the last formula or number. 0.5, 1/2 and \frac{1}{2} are equal, and so are
-    (x+1)^2 and x^2+2x+1; sets, intervals, matrices, units and percent are read too. Plain words do not
-    equal anything but themselves. `digits` are the decimals to which floats are compared. Several gold
+    (x+1)^2 and x^2+2x+1; sets, intervals, matrices, units and percent are read too. Plain words equal
+    only themselves. `digits` are the decimals to which floats are compared. Several gold
     answers mean any of them. An answer of more than 500 characters is wrong.
 
     Returns 1.0 or 0.0 (0.0 when nothing can be parsed); None when the row has no gold answer.
     ValueError when the gold answer cannot be parsed. For GEOQA, geometry3k, MathVista and MATH.
 
-    math-verify's own time-outs are off: they work by signals, and so in a main thread alone. Ours is the
-    deadline of the isolated reward: a call that hangs is killed, and by default its completion is masked
-    and counted, because it is the completion's doing. Needs the package math-verify.
+    math-verify's time-outs are off, because they use signals, which only a main thread gets. The deadline of the
+    isolated reward replaces them: a call that hangs is killed. By default its completion is masked and counted,
+    because the completion caused it. Needs the package math-verify.
 
     >>> maths(r"Half of it, so \boxed{\frac{1}{2}}.", answer="0.5")
     1.0
@@ -46,14 +46,15 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     golds = gold_texts(answer)
     if not golds:
         return None
-    parsed = [_gold(gold) for gold in golds]
-    given = _parse(*_candidates(completion))
+    gold_expressions = [_gold(gold) for gold in golds]
+    prediction = _parse(*_candidates(completion))
     verify = library("math").verify
     return float(
-        bool(given)
+        bool(prediction)
         and any(
-            _same_text(gold, given) or verify(gold, given, float_rounding=digits, timeout_seconds=None)
-            for gold in parsed
+            _same_text(gold, prediction)
+            or verify(gold, prediction, float_rounding=digits, timeout_seconds=None)
+            for gold in gold_expressions
         )
     )
 
@@ -69,22 +70,22 @@ def _gold(text: str) -> list[Any]:
 
 
 def _candidates(text: str, whole: bool = False) -> tuple[str, ...]:
-    """The readings of a text, the best first. `whole` says that all of it is the answer."""
+    """Return the readings of a text, the best first. If `whole`, all of it is the answer."""
     part = final_part(text)
     inner = boxed(part)
     if inner is not None:
-        return (f"\\boxed{{{inner}}}",) if len(inner) <= LONGEST else ()
-    tail = part[-2 * LONGEST :].strip()
+        return (f"\\boxed{{{inner}}}",) if len(inner) <= MAX_LENGTH else ()
+    tail = part[-2 * MAX_LENGTH :].strip()
     marked = any(sign in tail for sign in ("$", "\\(", "\\["))
     bare = whole or len(part) < len(text) or ("\\" in tail and not _WORDS.search(tail))
-    # A bare "2\sqrt{2}" would be read as the number 2: what is an answer as a whole is LaTeX as a whole.
-    if bare and not marked and "\n" not in tail and 0 < len(tail) <= LONGEST:
+    # math-verify would read a bare "2\sqrt{2}" as the number 2, so a whole answer goes into a box.
+    if bare and not marked and "\n" not in tail and 0 < len(tail) <= MAX_LENGTH:
         return (f"\\boxed{{{tail}}}", tail)
     return (tail,)
 
 
 def _parse(*candidates: str) -> list[Any]:
-    """The first reading that gives an expression; else the text that math-verify falls back to."""
+    """Return the first reading that gives an expression; else the text that math-verify falls back to."""
     parse = library("math").parse
     fallback: list[Any] = []
     for candidate in candidates:
@@ -95,6 +96,6 @@ def _parse(*candidates: str) -> list[Any]:
     return fallback
 
 
-def _same_text(gold: list[Any], given: list[Any]) -> bool:
+def _same_text(gold: list[Any], prediction: list[Any]) -> bool:
     texts = {item for item in gold if isinstance(item, str) and item.strip()}
-    return any(item in texts for item in given if isinstance(item, str))
+    return any(item in texts for item in prediction if isinstance(item, str))

@@ -1,6 +1,6 @@
 """Rewards for answers in numbers: `numeric`, `count` and `chart_relaxed`; and how numbers are read from a text.
 
-`numbers` finds those in digits: 1,234.5, 3.2e5, 3 × 10^5, 12 %, 1 1/2, \\frac{1}{2}, ½; `number_words` those in
+`numbers` finds numbers in digits: 1,234.5, 3.2e5, 3 × 10^5, 12 %, 1 1/2, \\frac{1}{2}, ½; `number_words` finds
 English words. Both take linear time: every repeat in a pattern is bounded or cannot fail after it. Expressions with
 variables or roots are for the reward `math` (`maths.py`).
 """
@@ -62,14 +62,14 @@ def numeric(
 ) -> float | None:
     r"""1 when the completion's last number is the gold number.
 
-    It is looked for in the last `\boxed{...}` of the final part (the last `<answer>` block, else what
-    follows `</think>`, else everything), else in the whole final part; without a number in digits, English
-    number words are read. Read are 1,234.5 and 1{,}234 (a comma groups thousands, it is never a decimal
+    The number is read from the last `\boxed{...}` of the final part (the last `<answer>` block, else what
+    follows `</think>`, else everything), else from the whole final part; without a number in digits, English
+    number words are read. The forms are 1,234.5 and 1{,}234 (a comma groups thousands, it is never a decimal
     comma), 1.5e3, 1.5 \times 10^3, 2 million, 3/4, \frac{3}{4}, 2 1/2, ½ and signs.
 
-    Right is |given - gold| <= tolerance · |gold|. A percent sign on both or on
-    neither side changes nothing; on one side, that number is right as it stands or as hundredths, because the
-    row cannot say which: gold 50 and gold 0.5 both accept "50 %". A unit, the word after
+    A number is right if |number - gold| <= tolerance · |gold|. A percent sign on both or on neither side changes
+    nothing. On one side, that number is right as it stands or as hundredths, because the row does not say
+    which: gold 50 and gold 0.5 both accept "50 %". A unit, the word after
     the number, is ignored; nothing is converted.
 
     Returns 1.0 or 0.0; None when the row has no gold answer. Several gold answers mean any of them.
@@ -87,20 +87,20 @@ def numeric(
     golds = [_gold_number(text) for text in gold_texts(answer)]
     if not golds:
         return None
-    given = last_number(completion)
-    if given is None:
+    prediction = last_number(completion)
+    if prediction is None:
         return 0.0
     return float(
         any(
             abs(value - target) <= tolerance * abs(target)
             for gold in golds
-            for value, target in _readings(given, gold)
+            for value, target in _readings(prediction, gold)
         )
     )
 
 
 def last_number(text: str) -> Number | None:
-    """The number that a text settles on; None when it holds none, or its box holds a root or a function."""
+    """Return the last number of a text; None if it has no number, or its box holds a root or a function."""
     part = final_part(text)
     inner = boxed(part)
     if inner is not None:
@@ -129,12 +129,13 @@ def _gold_number(text: str) -> Number:
     return matches[0]
 
 
-def _readings(given: Number, gold: Number) -> list[tuple[float, float]]:
-    if given.percent == gold.percent:
-        return [(given.value, gold.value)]
-    if given.percent:
-        return [(given.value, gold.value), (given.value / 100, gold.value)]
-    return [(given.value, gold.value), (given.value, gold.value / 100)]
+def _readings(prediction: Number, gold: Number) -> list[tuple[float, float]]:
+    value, target = prediction.value, gold.value
+    if prediction.percent == gold.percent:
+        return [(value, target)]
+    if prediction.percent:
+        return [(value, target), (value / 100, target)]
+    return [(value, target), (value, target / 100)]
 
 
 @reward("count", needs=("answer",))
@@ -176,9 +177,9 @@ def _gold_count(text: str) -> int:
 def chart_relaxed(completion: str, answer: Answer, *, exact_years: bool = False) -> float | None:
     """1 when the answer is the gold number within 5 %, or the gold text.
 
-    The rule of Masry et al., "ChartQA" (2022): when both are numbers and gold is not 0, right is
-    |given - gold| <= 0.05 · |gold|; otherwise the texts must be equal, case aside. "12%" is the number
-    0.12, so it is not 12. Departures: commas between thousands and a leading $, € or £ are read past, and a
+    The rule of Masry et al., "ChartQA" (2022): two numbers match if
+    |number - gold| <= 0.05 · |gold|; otherwise the texts must be equal, case aside. "12%" is the number
+    0.12, so it is not 12. Departures: commas between thousands and a leading $, € or £ are ignored, and a
     gold 0 asks for a number that is 0. By the published rule the year 2010 is right for 2015;
     `exact_years` asks for whole numbers from 1500 to 2100 exactly.
 
@@ -196,21 +197,21 @@ def chart_relaxed(completion: str, answer: Answer, *, exact_years: bool = False)
     golds = gold_texts(answer)
     if not golds:
         return None
-    given = normalise(final_part(completion))
-    return float(any(_matches(given, normalise(final_part(gold)), exact_years) for gold in golds))
+    prediction = normalise(final_part(completion))
+    return float(any(_matches(prediction, normalise(final_part(gold)), exact_years) for gold in golds))
 
 
-def _matches(given: str, gold: str, exact_years: bool) -> bool:
-    value, target = _plain_number(given), _plain_number(gold)
+def _matches(prediction: str, gold: str, exact_years: bool) -> bool:
+    value, target = _plain_number(prediction), _plain_number(gold)
     if value is None or target is None:
-        return bool(given) and given == gold
+        return bool(prediction) and prediction == gold
     if exact_years and target.is_integer() and 1500 <= target <= 2100:
         return value == target
     return abs(value - target) <= 0.05 * abs(target)
 
 
 def _plain_number(text: str) -> float | None:
-    """The text as a finite number; None when it is anything else."""
+    """Return the text as a finite number; None when it is anything else."""
     text = text.strip().lstrip("$€£").strip()
     percent = text.endswith("%")
     try:
@@ -224,16 +225,17 @@ def _plain_number(text: str) -> float | None:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a text. `value` is as written (12 for "12 %"); `span` is where it stands in the cleaned text, with
-    the unit behind it."""
+    """Number in a text."""
 
     value: float
+    """As written: 12 for "12 %"."""
     percent: bool = False
     span: tuple[int, int] = (0, 0)
+    """Its start and end in the cleaned text, with the unit."""
 
 
 def clean(text: str) -> str:
-    r"""The text with LaTeX spacing and wrappers removed and fractions written a/b.
+    r"""Return the text with LaTeX spacing and wrappers removed and fractions written a/b.
 
     >>> clean(r"$-1\dfrac{1}{2}$ \text{cm}")
     '-1 1/2  cm'
@@ -244,7 +246,7 @@ def clean(text: str) -> str:
 
 
 def numbers(text: str) -> list[Number]:
-    r"""All finite numbers in digits, in order. A comma groups thousands; a decimal comma is not read.
+    r"""Return all finite numbers in digits, in order. A comma groups thousands; a decimal comma is not read.
 
     >>> [n.value for n in numbers(r"1,234.5 and \frac{3}{4}, then -2 \times 10^{3} or 2 1/2")]
     [1234.5, 0.75, -2000.0, 2.5]
@@ -260,8 +262,9 @@ def numbers(text: str) -> list[Number]:
 
 
 def number_words(text: str) -> list[int]:
-    """All numbers up to ninety-nine in English words, in order; "none" and "nothing" are 0. None at all where a larger
-    one ("two hundred") could be cut.
+    """Return all numbers up to ninety-nine in English words, in order; "none" and "nothing" are 0.
+
+    Return an empty list if the text names a larger number, which could be cut ("two hundred").
 
     >>> number_words("Five cats, twenty-three dogs, none of them grey"), number_words("two hundred and five")
     ([5, 23, 0], [])
@@ -288,5 +291,5 @@ def _value_of(match: re.Match[str]) -> float | None:
 
 
 def _float(text: str) -> float:
-    """The value of digits with or without separators of thousands."""
+    """Return the value of digits with or without separators of thousands."""
     return float(text.replace(",", "").replace(_THIN, ""))

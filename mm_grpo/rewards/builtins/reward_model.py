@@ -28,12 +28,12 @@ def reward_model(
 
     `model` is a folder or a hub name; it is loaded at the first call and kept. With a chat template in its
     tokenizer the messages are laid out by it, otherwise prompt and completion are joined by a line
-    break. The model reads text alone: images are left out. The score is the raw logit; of several, `output`
-    says which.
+    break. The model reads text only: images are left out. The score is the raw logit; of several outputs, `output`
+    chooses one.
 
-    `batch_size` completions go through the model at once, similar lengths together; the batch does
-    not change a score beyond rounding. A text longer than the model can hold raises, because a cut one would be
-    scored as another. `device` is cpu, cuda, cuda:N or auto (a GPU if there is one).
+    `batch_size` completions go through the model at once, similar lengths together; the batch changes a
+    score by rounding only. A text longer than the model's context raises, because a cut text would get another
+    text's score. `device` is cpu, cuda, cuda:N or auto (a GPU if there is one).
 
     Returns one score a completion, unbounded; never None. RewardError when the model or `output` does not fit.
     For recipes with a preference model: Skywork-Reward, ArmoRM. Needs torch and transformers, which mm_grpo
@@ -50,7 +50,7 @@ def reward_model(
     column, outputs = (0 if output is None else output), network.config.num_labels
     if (output is None and outputs > 1) or not 0 <= column < outputs:
         raise ValueError(f"output={output}; set the one of the model's {outputs} that counts, from 0")
-    limit = _longest(network, tokenizer)
+    limit = _max_tokens(network, tokenizer)
     ids = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
     for i, row in enumerate(ids):
         if len(row) > limit:
@@ -61,26 +61,26 @@ def reward_model(
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     scores = [0.0] * len(ids)
     for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+        indices = order[start : start + batch_size]
         batch = tokenizer.pad(
-            {"input_ids": [ids[i] for i in chosen]}, padding_side="right", return_tensors="pt"
+            {"input_ids": [ids[i] for i in indices]}, padding_side="right", return_tensors="pt"
         )
         with torch.inference_mode():
             logits = network(
                 **{name: tensor.to(network.device) for name, tensor in batch.items()}
             ).logits.float()
-        for i, value in zip(chosen, logits[:, column].tolist(), strict=True):
+        for i, value in zip(indices, logits[:, column].tolist(), strict=True):
             scores[i] = value
     return scores
 
 
 def _load(model: str, device: str) -> tuple[Any, Any]:
     with _LOADING:  # lru_cache alone would let two threads load it twice
-        return _loaded(model, device)
+        return _load_once(model, device)
 
 
 @lru_cache(maxsize=2)
-def _loaded(model: str, device: str) -> tuple[Any, Any]:
+def _load_once(model: str, device: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -101,15 +101,15 @@ def _loaded(model: str, device: str) -> tuple[Any, Any]:
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if network.config.pad_token_id is None:  # decoders find the last real token by it
+    if network.config.pad_token_id is None:  # decoders use it to find the last token before the padding
         network.config.pad_token_id = tokenizer.pad_token_id
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    return network.to(where).eval(), tokenizer
+    target = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return network.to(target).eval(), tokenizer
 
 
-def _longest(network: Any, tokenizer: Any) -> int:
-    held = getattr(network.config, "max_position_embeddings", None) or 10**9
-    return int(min(held, tokenizer.model_max_length))
+def _max_tokens(network: Any, tokenizer: Any) -> int:
+    positions = getattr(network.config, "max_position_embeddings", None) or 10**9
+    return int(min(positions, tokenizer.model_max_length))
 
 
 def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
@@ -117,11 +117,11 @@ def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
         messages = [
             {"role": m["role"], "content": content_text(m.get("content"))} for m in [*prompt, *completion]
         ]
-        laid_out = tokenizer.apply_chat_template(messages, tokenize=False)
-        return list(tokenizer(laid_out, add_special_tokens=False)["input_ids"])
-    texts = [value if isinstance(value, str) else _joined(value) for value in (prompt, completion)]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    texts = [value if isinstance(value, str) else _join_texts(value) for value in (prompt, completion)]
     return list(tokenizer("\n".join(texts))["input_ids"])
 
 
-def _joined(messages: Sequence[Any]) -> str:
+def _join_texts(messages: Sequence[Any]) -> str:
     return "\n".join(content_text(message.get("content")) for message in messages)

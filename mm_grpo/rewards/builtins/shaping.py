@@ -26,7 +26,7 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
 
     A `pattern` is a Python regular expression that must match the whole completion; its `.` also
     matches newlines. A pattern can be slow on long texts (nested repeats), and ends the run
-    after `timeout`, 120 s for a step; a template is never.
+    after `timeout`, 120 s for a step; a template is always fast.
 
     Returns 1.0 or 0.0, never None. ValueError when both are given or the template is empty.
     For recipes that ask for a reasoning block before the answer.
@@ -51,8 +51,8 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
 
 @lru_cache
 def _parse(template: str) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """The texts between the `...` of a template as patterns, and what may not stand in place of a `...`: these texts,
-    and the tags in them."""
+    """Return the texts between the `...` of a template as patterns, and patterns that no `...` may contain: the same
+    texts and their tags. Raise ValueError if the template is empty or has two `...` in a row."""
     parts = [part.split() for part in template.split("...")]
     if not any(parts) or not all(parts[1:-1]):
         raise ValueError(
@@ -65,7 +65,7 @@ def _parse(template: str) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]
 
 
 def _gaps(text: str, literals: Sequence[re.Pattern[str]]) -> list[str] | None:
-    """Match the text of each `...`; None when the literals are not all there, in order."""
+    """Return the text that each `...` matched; None unless all literals are there, in order."""
     if len(literals) == 1:
         return [] if literals[0].fullmatch(text) else None
     first = literals[0].match(text)
@@ -100,7 +100,7 @@ def length(
 
     Returns a score in [0, 1], never None. ValueError when no bound is set, when they are not
     0 <= min_length <= max_length, or `unit` is another word.
-    For any recipe, beside a reward for the answer.
+    For any recipe, together with a reward for the answer.
 
     >>> length("abc", max_length=4), length("abcdef", max_length=4), length("abcdefgh", max_length=4)
     (1.0, 0.5, 0.0)
@@ -129,7 +129,7 @@ def soft_overlong(completion: str, completion_ids: Sequence[int], *, max_length:
     rollout.max_completion_length; both are in tokens, counting all sampled ones, the end token too.
 
     Returns a score in [-1, 0], never None. ValueError unless 0 < buffer <= max_length. For recipes with
-    long reasoning, beside a reward for the answer.
+    long reasoning, together with a reward for the answer.
 
     >>> [soft_overlong("", range(n), max_length=100, buffer=20) for n in (80, 90, 100, 200)]
     [0.0, -0.5, -1.0, -1.0]
@@ -151,16 +151,15 @@ def repetition_penalty(
     max_penalty: float = -1.0,
     unit: Literal["words", "tokens", "characters"] = "words",
 ) -> float:
-    """max_penalty times the share of n-grams that were there before.
+    """max_penalty times the share of n-grams that occurred before.
 
-    With all n-grams counted and the different ones among them, it is
-    max_penalty · (1 - different / all), as in Yeo et al., "Demystifying Long Chain-of-Thought Reasoning"
-    (2025). `unit` says what an n-gram is made of: "words" (split at white space, case aside), "tokens"
+    It is max_penalty · (1 - different n-grams / all n-grams), as in Yeo et al., "Demystifying Long Chain-of-Thought
+    Reasoning" (2025). `unit` says what an n-gram is made of: "words" (split at white space, case aside), "tokens"
     (the sampled ids), or "characters" for scripts without spaces.
 
     Returns a score in [max_penalty, 0], never None; 0.0 when there are fewer than `ngram` units.
     ValueError when ngram is below 1, max_penalty above 0 or `unit` another word. For recipes with long
-    reasoning, where loops appear first.
+    reasoning, because loops appear there first.
 
     >>> repetition_penalty("a b c a b c"), repetition_penalty("no loop here at all")
     (-0.25, 0.0)

@@ -1,7 +1,7 @@
 """Rewards for answers in words: `exact_match`, `contains`, `choice`, `anls` and `edit_similarity`.
 
-`choice` reads an option letter in the many ways that models state one, from the most explicit to the least, and
-only where nothing else could be meant: a false match would teach the model to write it. The other four compare
+`choice` reads an option letter in the many ways that models state one, the most explicit first. An ambiguous text
+chooses nothing, because a false match would teach the model to write it. The other four compare
 texts, `anls` and `edit_similarity` by the edits between them (rapidfuzz). Numbers are in `numeric.py`.
 """
 
@@ -25,8 +25,8 @@ from mm_grpo.rewards.builtins.answers import (
 )
 from mm_grpo.rewards.registry import reward
 
-_AROUND = r"[ \t*_`\"'“”‘’$({\[]{0,8}"  # what may stand before a letter
-# Words that follow the option A, not the article.
+_AROUND = r"[ \t*_`\"'“”‘’$({\[]{0,8}"  # marks that may stand before a letter
+# Words that follow the option A, but not the article.
 _AFTER = "and|as|based|because|but|due|for|from|given|in|is|or|since|which|with"
 _BEFORE = "answer|choice|choose|option|pick|select"
 
@@ -37,7 +37,7 @@ def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) ->
 
     The final answer is the inside of the last `<answer>` block, else what follows `</think>`, else the
     whole completion; and within that the inside of the last `\boxed{...}`, if there is one. The gold
-    text is read in the same way, so a column with "<answer> 3 </answer>" serves as it is. White space,
+    text is read in the same way, so a column may hold "<answer> 3 </answer>". White space,
     the punctuation that ends a sentence and wrapping quotes, asterisks or backticks do not count;
     nor does case, unless `ignore_case=False`. Texts are compared, not numbers: "3.0" is not "3".
     A list of gold answers means any of them. A whole gold float such as 3.0 is the text "3".
@@ -56,8 +56,8 @@ def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) ->
     texts = gold_texts(answer)
     if not texts:
         return None
-    given = _final(completion, ignore_case)
-    return float(bool(given) and any(given == _final(text, ignore_case) for text in texts))
+    prediction = _final(completion, ignore_case)
+    return float(bool(prediction) and any(prediction == _final(text, ignore_case) for text in texts))
 
 
 def _final(text: str, ignore_case: bool) -> str:
@@ -94,11 +94,11 @@ def contains(
     if not golds:
         return None
     part = normalise(final_part(completion))
-    hits = [_holds(part, gold, whole_words) for gold in golds]
+    hits = [_has_text(part, gold, whole_words) for gold in golds]
     return float(any(hits) if mode == "any" else all(hits))
 
 
-def _holds(text: str, gold: str, whole_words: bool) -> bool:
+def _has_text(text: str, gold: str, whole_words: bool) -> bool:
     if not whole_words:
         return gold in text
     return re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", text) is not None
@@ -118,7 +118,7 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
        the marker of another letter (a list of the options chooses nothing).
     3. Mentions in brackets, in bold or after a word, "(B)", "**B**", "option B", if all name one letter.
 
-    A small letter counts only where it stands alone or with a marker, and a capital A before a small word
+    A small letter counts only alone or with a marker, and a capital A before a small word
     is an article: "Answer: A dog" chooses nothing. `letters` are the legal options, in capitals. The
     gold answer is a letter in any of these forms.
 
@@ -142,7 +142,7 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
 
 
 def chosen(text: str, letters: str = "ABCDE") -> str | None:
-    """The option letter that a text settles on, as a capital; None when it settles on none.
+    """Return the option letter that a text chooses, as a capital; None if it chooses no letter.
 
     >>> chosen("b) the second"), chosen("A or B"), chosen("Answer: A. No: the answer is D")
     ('B', None, 'D')
@@ -160,7 +160,7 @@ def chosen(text: str, letters: str = "ABCDE") -> str | None:
 
 @dataclass(frozen=True)
 class _Forms:
-    """The three rules as patterns. Every repeat in them is bounded: none takes more than linear time."""
+    """The three rules as patterns. Every repeat is bounded, so that they take linear time."""
 
     explicit: re.Pattern[str]
     start: re.Pattern[str]
@@ -188,7 +188,7 @@ def _forms(letters: str) -> _Forms:
     several = rf"(?:[ \t]{{0,3}},[ \t]{{0,3}}{either}){{0,25}}"
     verdict = r"(?i:is (?:the )?correct\b|is the (?:right |best )?(?:answer|choice|option)\b)"
     explicit = (
-        rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<said>(?:{big}|{lone}){more})",
+        rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<choice>(?:{big}|{lone}){more})",
         rf"{boxed}(?P<box>{either}{several})(?:[).:][^{{}}\n]{{0,80}})?[ \t]{{0,3}}\}}",
         rf"(?<![\w'’])(?P<verdict>[{letters}])[*_)`\"'$\]]{{0,4}} {verdict}",
         rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].!]{{0,8}}$",
@@ -203,13 +203,13 @@ def _forms(letters: str) -> _Forms:
 
 
 def _letters(match: re.Match[str]) -> set[str]:
-    """All letters that an explicit statement names."""
-    said = next(group for group in match.groups() if group is not None)
-    return {word.upper() for word in re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", said)}
+    """Return all letters that an explicit statement names."""
+    statement = next(group for group in match.groups() if group is not None)
+    return {word.upper() for word in re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", statement)}
 
 
 def _letter(match: re.Match[str]) -> str:
-    """The one letter in a marker or mention: its last word of one letter."""
+    """Return the letter in a marker or mention: its last word of one letter."""
     return str(re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", match.group())[-1]).upper()
 
 
@@ -218,8 +218,8 @@ def anls(completion: str, answer: Answer) -> float | None:
     """Similarity of the completion's answer to the nearest gold text, by edits.
 
     ANLS of Biten et al., "Scene Text Visual Question Answering" (2019): with the normalised edit distance
-    d (edits divided by the length of the longer text) it is 1 - d where d < 0.5, else 0, and
-    of several gold texts the best counts. White space is collapsed and case ignored, as DocVQA's
+    d (edits divided by the length of the longer text) the score is 1 - d if d < 0.5, else 0.
+    Of several gold texts the best counts. White space is collapsed and case ignored, as DocVQA's
     evaluation does. The answer is the inside of the last `<answer>` block, else what follows
     `</think>`, else everything: extra words cost edits.
 
@@ -235,13 +235,13 @@ def anls(completion: str, answer: Answer) -> float | None:
     if not golds:
         return None
     distance = library("anls", ".distance").Levenshtein.distance
-    given = _lower(final_part(completion))
+    prediction = _lower(final_part(completion))
     best = 0.0
     for gold in golds:
-        longer = max(len(given), len(gold))
-        if abs(len(given) - len(gold)) >= 0.5 * longer > 0:
-            continue  # so many edits at least; this also keeps long texts cheap
-        share = distance(given, gold) / longer if longer else 0.0
+        longer = max(len(prediction), len(gold))
+        if abs(len(prediction) - len(gold)) >= 0.5 * longer > 0:
+            continue  # d is at least 0.5; this also keeps long texts cheap
+        share = distance(prediction, gold) / longer if longer else 0.0
         if share < 0.5:
             best = max(best, 1.0 - share)
     return best
@@ -255,8 +255,8 @@ def _lower(text: str) -> str:
 def edit_similarity(completion: str, answer: str | None) -> float | None:
     """1 - edits / length of the longer text, in characters.
 
-    Insertions, deletions and substitutions count 1 each (Levenshtein). Compared are the completion's
-    final part (the last `<answer>` block, else what follows `</think>`, else everything) and the gold
+    Insertions, deletions and substitutions count 1 each (Levenshtein). The completion's final
+    part (the last `<answer>` block, else what follows `</think>`, else everything) is compared with the gold
     text, in canonical Unicode with runs of white space as one space.
 
     Returns a score in [0, 1]; 1.0 when both are empty; None when the row has no gold text (None; an empty
@@ -268,9 +268,9 @@ def edit_similarity(completion: str, answer: str | None) -> float | None:
     if answer is None:
         return None
     texts = (unicodedata.normalize("NFC", text) for text in (final_part(completion), str(answer)))
-    given, gold = (" ".join(text.split()) for text in texts)
-    longer = max(len(given), len(gold))
+    prediction, gold = (" ".join(text.split()) for text in texts)
+    longer = max(len(prediction), len(gold))
     if longer == 0:
         return 1.0
-    distance: int = library("edit_similarity", ".distance").Levenshtein.distance(given, gold)
+    distance: int = library("edit_similarity", ".distance").Levenshtein.distance(prediction, gold)
     return 1.0 - distance / longer
