@@ -86,9 +86,8 @@ def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
     images = (*asked.images, *(picture.image for picture in pictures))
     whole, start = processor.prompt(Sample("a", messages, images)), processor.prompt(asked)
     after = whole.token_ids[len(start.token_ids) :]
-    said = after[
-        : after.index(processor.tokenizer.eos_token_id) + 1
-    ]  # in some templates with a space before it
+    end = after.index(processor.tokenizer.eos_token_id)
+    said = after[: end + 1]  # in some templates with a space before it
     made = Conversation(start, processor)
     made.add_answer(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
     made.add_observation(processor.observation(parts, row="a"), pictures)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.families import answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
-from helpers.passes import backward_of, counted, forward_of, orders_of
+from helpers.passes import backward_of, counted, forward_of, gradients, orders_of
 from helpers.steps import config_for, load, make_groups
 from torch import Tensor
 
@@ -72,10 +72,6 @@ def plainly(model: Any, processor: Processor, items: list[Item]) -> dict[int, tu
     loss = torch.stack([(i % 7 - 2.5) * (lp + 0.3 * h).sum() for i, (lp, h) in found.items()]).sum()
     loss.backward()
     return {i: (logp.detach(), entropy.detach()) for i, (logp, entropy) in found.items()}
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 class Reference:

@@ -186,9 +186,8 @@ def test_a_cpu_with_packed_kernels_computes_as_any_other(
     learner.score(group.prompt, [c.token_ids for c in group.completions])
     for name, kept in codes.items():
         weight: Any = model.get_parameter(name)
-        assert torch.equal(weight.data, kept) and not getattr(
-            weight.quant_state, "packing_format_for_cpu", False
-        )
+        assert torch.equal(weight.data, kept)
+        assert not getattr(weight.quant_state, "packing_format_for_cpu", False)
 
 
 def test_a_folder_that_is_named_is_evaluated_as_it_is(models: dict[str, Path]) -> None:
