@@ -102,9 +102,7 @@ def after_masked(path: Any, groups: list[Group], ratio: float) -> dict[int, Grou
         (70, {"credit": "vppo", "loss_type": "grpo", "perception_mask_ratio": 0.5}),
     ],
 )
-def test_the_gradient_is_that_of_plain_autograd(
-    packs: int, algorithm: dict[str, Any], models: dict[str, Any]
-) -> None:
+def test_gradients_equal_autograds(packs: int, algorithm: dict[str, Any], models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
     changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
     config = config_for(path, **changes)

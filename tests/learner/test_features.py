@@ -51,9 +51,7 @@ def test_the_example_adds_its_gradient_in_any_packs(packs: int, models: dict[str
     )
 
 
-def test_it_goes_with_other_features_in_a_run_that_is_resumed_with_the_same_code(
-    models: dict[str, Path], tmp_path: Path, imitate: str
-) -> None:
+def test_features_resume_with_the_same_code(models: dict[str, Path], tmp_path: Path, imitate: str) -> None:
     algorithm = {"features": [imitate], "perception_coef": 0.1, "top_entropy_quantile": 0.5}
     run = {"max_steps": 1, "save_every": 1}
     config = run_config(models["qwen2_vl"], tmp_path / "r", algorithm=algorithm, run=run)

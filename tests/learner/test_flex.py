@@ -75,9 +75,7 @@ def test_table_and_mask_let_through_what_the_dense_mask_does(rows: list[list[lis
 
 @settings(max_examples=15)
 @given(ROWS, st.integers(1, 7))
-def test_prompts_that_are_run_apart_are_seen_as_in_their_row(
-    rows: list[list[list[int]]], chosen: int
-) -> None:
+def test_prompts_run_apart_are_seen_as_in_their_row(rows: list[list[list[int]]], chosen: int) -> None:
     """The bits of `chosen` say which groups of a row have their prompt before it."""
     before, own = [], []
     for row in rows:

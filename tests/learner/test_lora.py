@@ -100,7 +100,7 @@ def test_what_a_merge_loses_by_hand(dtype: str, change: float, lost: float, mode
     assert merge_lost(model) == pytest.approx(lost, abs=1e-4)
 
 
-def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
+def test_a_run_saves_its_adapter_for_peft_and_reports_losses(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
@@ -258,9 +258,7 @@ def moved_policy(path: Path, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_may_take_factors_of_some_layers_and_merges_of_the_others(
-    dtype: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_engines_take_factors_or_merges_by_layer(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
     path, changes = models["qwen2_5_vl"], {"model": {"dtype": dtype}}
     model, other = (moved_policy(path, dtype) for _ in "ab")
     learner = learner_for(path, model, **changes)

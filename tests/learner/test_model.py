@@ -103,7 +103,7 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTY)
-def test_a_folder_that_cannot_be_trained_exactly_is_refused_in_one_line(fault: str, folder: Path) -> None:
+def test_a_faulty_folder_is_refused_in_one_line(fault: str, folder: Path) -> None:
     change, words = FAULTY[fault]
     change(folder)
     with refused(rf"model\.path.*{words}"):
@@ -123,9 +123,7 @@ def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(folder: Pa
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_code_that_a_model_brings_along_runs_where_it_is_trusted_and_nobody_is_asked(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_models_code_runs_if_trusted(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
@@ -145,9 +143,7 @@ def test_code_that_a_model_brings_along_runs_where_it_is_trusted_and_nobody_is_a
 # saving --------------------------------------------------------------------------------------
 
 
-def test_sampling_flags_without_do_sample_do_not_cost_the_run(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_sampling_flags_cost_no_run(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(folder / "generation_config.json", temperature=0.1, top_p=0.001)
     config = small_config(folder, tmp_path / "run", run={"max_steps": 1})
     with caplog.at_level(logging.WARNING, "mm_grpo"):

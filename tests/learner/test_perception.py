@@ -58,9 +58,7 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
     ("family", "packs", "loss_type"),
     [("qwen2_5_vl", 4096, "dapo"), ("qwen3_vl", 200, "grpo")],
 )
-def test_the_gradient_is_that_of_plain_autograd(
-    family: str, packs: int, loss_type: str, models: dict[str, Any]
-) -> None:
+def test_gradients_equal_autograds(family: str, packs: int, loss_type: str, models: dict[str, Any]) -> None:
     path = models[family]
     changes: Any = {"algorithm": {**TERM, "loss_type": loss_type}, "optim": {"max_tokens_per_pack": packs}}
     groups = make_groups(load_processor(str(path)))

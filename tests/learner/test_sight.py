@@ -60,9 +60,7 @@ def test_sight_is_the_difference_of_plain_forwards(packs: int, learner: Learner,
             assert nats == pytest.approx(float(theirs.sum()), abs=1e-4)
 
 
-def test_an_image_is_encoded_once_for_all_completions_and_counts_as_no_work_of_the_step(
-    learner: Learner, groups: list[Group]
-) -> None:
+def test_an_image_is_encoded_once_and_is_no_work_of_the_step(learner: Learner, groups: list[Group]) -> None:
     encoded = 0
     tower = learner.model.model.visual
     forward = tower.forward
@@ -96,9 +94,7 @@ def test_rows_without_images_are_never_measured(learner: Learner, groups: list[G
         assert measure(rows, learner, PACK, Ranks()) == []
 
 
-def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(
-    learner: Learner, groups: list[Group]
-) -> None:
+def test_a_conversation_goes_on_after_the_other_prompt(learner: Learner, groups: list[Group]) -> None:
     """A tail without observations is the completion itself, wherever the prompt before it ends."""
     groups[3] = replace(
         groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))

@@ -65,9 +65,7 @@ def plain_loss(model: Any, config: GRPOConfig, media: list[int], groups: list[Gr
 
 
 @pytest.mark.parametrize(("loss_type", "max_tokens"), [("dapo", 60), ("grpo", 16384)])
-def test_gradients_are_those_of_a_plain_loop(
-    loss_type: str, max_tokens: int, models: dict[str, Path]
-) -> None:
+def test_gradients_equal_a_plain_loop(loss_type: str, max_tokens: int, models: dict[str, Path]) -> None:
     path, processor = models["qwen2_5_vl"], load_processor(str(models["qwen2_5_vl"]))
     algorithm = {**GAMMA, "loss_type": loss_type}
     config = config_for(path, algorithm=algorithm, optim={"max_tokens_per_pack": max_tokens})

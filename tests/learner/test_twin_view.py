@@ -115,7 +115,7 @@ def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
         ("qwen3_vl", 70, {"twin_view": CROP}),
     ],
 )
-def test_the_gradient_is_that_of_plain_autograd(
+def test_gradients_equal_autograds(
     family: str, packs: int, algorithm: dict[str, Any], models: dict[str, Any]
 ) -> None:
     path = models[family]
@@ -209,7 +209,7 @@ def test_a_crop_is_enlarged_to_what_the_student_sees_and_limits_stay(models: dic
 @pytest.mark.parametrize(
     "family", ["qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm", "llava_onevision", "gemma3"]
 )
-def test_a_box_thinner_than_the_model_takes_is_widened_and_one_that_is_none_has_no_term(
+def test_a_thin_box_is_widened_and_an_empty_one_has_no_term(
     family: str, models: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Qwen's rule refuses ratios above 200, the others none: there the crop is the box alone."""

@@ -189,9 +189,7 @@ def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -
         *(pytest.param(family, "mixed", True, marks=pytest.mark.long) for family in LAYERS),
     ],
 )
-def test_packs_equal_the_plain_forward(
-    family: str, kind: str, checkpointing: bool, models: dict[str, Path]
-) -> None:
+def test_packs_equal_forwards(family: str, kind: str, checkpointing: bool, models: dict[str, Path]) -> None:
     """Log-probs, entropies and gradients, in several packs, with images as pixels."""
     model, reference = load(models[family]), load(models[family])
     processor = load_processor(str(models[family]))
