@@ -7,34 +7,58 @@ from typing import get_args
 
 import pytest
 
-from mm_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, Objective, advantages, gdpo, grpo
+from mm_grpo.algorithm.advantages import ADVANTAGE_ESTIMATORS, Objective, advantages, gdpo
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.errors import RewardError
 
 
-def test_group_scale_by_hand() -> None:
-    # rewards 1, 0, 0, 1: mean 0.5, sample deviation sqrt(4 * 0.25 / 3) = 0.57735
-    (a,) = grpo([[1.0, 0.0, 0.0, 1.0]])
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    assert a == pytest.approx((expected, -expected, -expected, expected), abs=1e-12)
-
-
-def test_batch_scale_by_hand() -> None:
-    # all rewards 1, 0, 2, 2: mean 1.25, deviation sqrt((.0625 + 1.5625 + .5625 * 2) / 3) = sqrt(2.75 / 3)
-    first, second = grpo([[1.0, 0.0], [2.0, 2.0]], "batch")
-    scale = math.sqrt(2.75 / 3) + 1e-4
-    assert first == pytest.approx((0.5 / scale, -0.5 / scale), abs=1e-12)
-    assert second == (0.0, 0.0)
-
-
-def test_no_scale_by_hand() -> None:
-    assert grpo([[3.0, 1.0, 2.0]], "none") == [(1.0, -1.0, 0.0)]
-
-
-def test_none_leaves_the_baseline_and_gets_zero() -> None:
-    (a,) = grpo([[1.0, None, 0.0]], "none")
-    assert a == (0.5, 0.0, -0.5)
-    assert grpo([[None, 1.0, None], [None, None, None]]) == [(0.0,) * 3, (0.0,) * 3]
+@pytest.mark.parametrize(
+    ("fields", "rewards", "wanted"),
+    [
+        # mean 0.5, sample deviation sqrt(4 * 0.25 / 3)
+        ({}, [[1.0, 0.0, 0.0, 1.0]], [[s * 0.5 / (math.sqrt(1 / 3) + 1e-4) for s in (1, -1, -1, 1)]]),
+        ({}, [[None, 1.0, None], [None] * 3], [[0.0] * 3, [0.0] * 3]),
+        # of 1, 0, 2, 2: mean 1.25, deviation sqrt((.0625 + 1.5625 + .5625 * 2) / 3)
+        (
+            {"scale_rewards": "batch"},
+            [[1.0, 0.0], [2.0, 2.0]],
+            [[s * 0.5 / (math.sqrt(2.75 / 3) + 1e-4) for s in (1, -1)], [0.0, 0.0]],
+        ),
+        (
+            {"scale_rewards": "none"},
+            [[3.0, 1.0, 2.0], [1.0, None, 0.0]],
+            [[1.0, -1.0, 0.0], [0.5, 0.0, -0.5]],
+        ),
+        # 3 less the mean of 1 and 2; 1 less that of 3 and 2; 2 less that of 3 and 1
+        (
+            {"advantage_estimator": "rloo"},
+            [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0], [1.0, None, 0.0], [None, 7.0, None]],
+            [[1.5, -1.5, 0.0], [0.0] * 3, [1.0, 0.0, -1.0], [0.0] * 3],
+        ),
+        # differences 0.5, -0.5, 0, 0, -3, 3: their squares sum to 18.5, over 5 is 3.7
+        (
+            {"advantage_estimator": "reinforce_plus_plus_baseline"},
+            [[1.0, 0.0], [5.0, 5.0], [2.0, 8.0]],
+            [[d / (math.sqrt(3.7) + 1e-4) for d in pair] for pair in ((0.5, -0.5), (0.0, 0.0), (-3.0, 3.0))],
+        ),
+        # differences over the means 1/4, 1/2 and 3/8; a group that is all wrong says nothing
+        (
+            {"advantage_estimator": "maxrl"},
+            [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [None, 0.5, 0.25]],
+            [
+                [d / (0.25 + 1e-6) for d in (0.75, -0.25, -0.25, -0.25)],
+                [d / (0.5 + 1e-6) for d in (0.5, -0.5)],
+                [0.0, 0.0],
+                [d / (0.375 + 1e-6) for d in (0.0, 0.125, -0.125)],
+            ],
+        ),
+    ],
+)
+def test_advantages_by_hand(
+    fields: dict[str, str], rewards: list[list[float | None]], wanted: list[list[float]]
+) -> None:
+    found = advantages(rewards, AlgorithmConfig.model_validate(fields))
+    assert found == [pytest.approx(row, abs=1e-12) for row in wanted]
 
 
 def estimated(name: str, rewards: list[list[float | None]]) -> list[tuple[float, ...]]:
@@ -102,16 +126,6 @@ def test_gdpo_goes_through_the_config() -> None:
     with pytest.raises(ValueError, match="needs the scores of each reward"):
         advantages([[2.0, 0.0]], config)
     assert advantages([[None, None]], config) == [(0.0, 0.0)]
-
-
-def test_maxrl_by_hand() -> None:
-    # means 1/4 and 1/2: (1 - 1/4) / (1/4) = 3 and -1 for the others; then 1 and -1; all wrong says nothing
-    hard, even, wrong, holes = estimated(
-        "maxrl", [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [None, 0.5, 0.25]]
-    )
-    assert hard == pytest.approx((3.0, -1.0, -1.0, -1.0), abs=2e-5)
-    assert even == pytest.approx((1.0, -1.0), abs=1e-5)
-    assert wrong == (0.0, 0.0) and holes == pytest.approx((0.0, 1 / 3, -1 / 3), abs=1e-5)
 
 
 def test_maxrl_takes_no_reward_below_0() -> None:

@@ -133,20 +133,21 @@ def ours(config: AlgorithmConfig, given: Tensor, costs: list[list[float]] | None
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_grpo(scale: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"scale_rewards": "group"},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": "none"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ],
+    ids=lambda fields: next(iter(fields.values())),
+)
+def test_advantages_of_groups_are_trls(fields: dict[str, str], seed: int) -> None:
     given = scores(seed)
-    got = ours(AlgorithmConfig(scale_rewards=scale), given)  # type: ignore[arg-type]
-    want = of_grpo(given, scale_rewards=scale, multi_objective_aggregation="sum_then_normalize")
-    assert (got - want).abs().max() <= 1e-5
-    assert want.abs().max() > 0.5
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_normalize_then_sum(seed: int) -> None:
-    given = scores(seed)
-    got = ours(AlgorithmConfig(multi_objective_aggregation="normalize_then_sum"), given)
-    want = of_grpo(given, scale_rewards="group", multi_objective_aggregation="normalize_then_sum")
+    got = ours(AlgorithmConfig.model_validate(fields), given)
+    defaults = {"scale_rewards": "group", "multi_objective_aggregation": "sum_then_normalize"}
+    want = of_grpo(given, **defaults | fields)
     assert (got - want).abs().max() <= 1e-5
     assert want.abs().max() > 0.5 and torch.equal(got[0], torch.zeros(G, dtype=torch.float64))
 

@@ -105,14 +105,27 @@ def test_losses_of_tokens_by_hand(
     assert got.loss.tolist() == pytest.approx(loss, abs=1e-5)
 
 
-def test_dppo_tv_by_hand() -> None:
-    # probabilities .368, .135, .607 where they were .736, .068, .404: the second, with A > 0, has risen by .068. The
-    # first has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
-    got = LOSSES["dppo_tv"].token_loss(TOKENS, config(epsilon=0.2, epsilon_high=0.05))
-    assert got.loss.tolist() == pytest.approx([0.5, 0.0, -1.5], abs=1e-6)
-    assert got.clipped_high.tolist() == [False, True, False] and not got.clipped_low.any()
-    got = LOSSES["dppo_tv"].token_loss(TOKENS, config(epsilon=0.2, epsilon_high=0.07))
-    assert got.loss.tolist() == pytest.approx([0.5, 4.0, -1.5], abs=1e-6) and not got.clipped_high.any()
+GEOMETRIC = math.exp((math.log(0.5) + 0.5) / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "epsilon", "upper", "loss", "high"),
+    [
+        # probabilities .368, .135, .607 that were .736, .068, .404: the second, with A > 0, has risen by .068. The first
+        # has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
+        ("dppo_tv", 0.2, 0.05, [0.5, 0.0, -1.5], True),
+        ("dppo_tv", 0.2, 0.07, [0.5, 4.0, -1.5], False),
+        # of the second: .0677 log(.5) + .9323 log(.9323 / .8647) = .0233 nats
+        ("dppo_kl", 1e-9, 0.023, [0.5, 0.0, -1.5], True),
+        ("dppo_kl", 1e-9, 0.024, [0.5, 4.0, -1.5], False),
+        # logs of the ratios -.693 and .693, cut to .5: exp of their mean; 1.5 with A < 0 is bounded from below alone
+        ("gmpo", 0.3, 0.5, [-GEOMETRIC, -GEOMETRIC, 3.0], True),
+    ],
+)
+def test_bounds_by_hand(name: str, epsilon: float, upper: float, loss: list[float], high: bool) -> None:
+    got = LOSSES[name].token_loss(TOKENS, config(epsilon=epsilon, epsilon_high=upper))
+    assert got.loss.tolist() == pytest.approx(loss, abs=1e-6)
+    assert got.clipped_high.tolist() == [False, high, False] and not got.clipped_low.any()
 
 
 @pytest.mark.parametrize(
@@ -134,14 +147,6 @@ def test_dppo_bounds_what_falls_by_epsilon_alone(name: str, epsilon: float, loss
     assert got.clipped_low.tolist() == [loss == 0, False] and not got.clipped_high.any()
 
 
-def test_dppo_kl_by_hand() -> None:
-    # of the second: .0677 log(.5) + .9323 log(.9323 / .8647) = .0233 nats; the others moved against their advantage
-    for bound, loss in ((0.023, 0.0), (0.024, 4.0)):
-        got = LOSSES["dppo_kl"].token_loss(TOKENS, config(epsilon=1e-9, epsilon_high=bound))
-        assert got.loss.tolist() == pytest.approx([0.5, loss, -1.5], abs=1e-6)
-        assert got.clipped_high.tolist() == [False, loss == 0, False]
-
-
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_dppo_lets_go_of_what_falls_too_far_and_bounds_the_weight(name: str) -> None:
     # p: .1 from .9 with A < 0 is let go; .5 from .01 with A < 0 has a ratio of 50, of which 20 count
@@ -156,14 +161,6 @@ def test_dppo_lets_go_of_what_falls_too_far_and_bounds_the_weight(name: str) -> 
     assert got.loss.tolist() == pytest.approx([0.0, 20 * math.log(0.5)], abs=1e-5)
     (gradient,) = torch.autograd.grad(got.loss.sum(), tokens.logp)
     assert gradient.tolist() == pytest.approx([0.0, 20.0], abs=1e-5)
-
-
-def test_gmpo_by_hand() -> None:
-    # logs of the ratios -.693 and .693, cut to .5: exp of their mean .9079; 1.5 with A < 0 is bounded from below alone
-    got = LOSSES["gmpo"].token_loss(TOKENS, config(epsilon=0.3, epsilon_high=0.5))
-    mean = math.exp((math.log(0.5) + 0.5) / 2)
-    assert got.loss.tolist() == pytest.approx([-mean, -mean, 3.0], abs=1e-6)
-    assert got.clipped_high.tolist() == [False, True, False] and not got.clipped_low.any()
 
 
 def test_vespo_forgets_what_the_correction_masks_and_moves_only_log_probs() -> None:

@@ -22,9 +22,7 @@ SHAPES = [(16, 2, 128), (28, 4, 128), (32, 8, 128), (4, 2, 16)]
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernel_is_right_for_the_shapes_of_real_models(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
+def test_the_kernel_is_right_for_shapes_of_real_models(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     assert flex.fault(torch.device("cuda:0"), dtype, *shape) is None
 
 

@@ -66,9 +66,7 @@ def test_a_model_is_read_onto_its_gpu(models: dict[str, Path]) -> None:
     assert resolve_device("cuda:0").index == torch.cuda.current_device()
 
 
-def test_updates_by_the_kernel_of_linear_attention_are_those_in_torch(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_updates_by_fla_kernels_are_torchs(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla", reason="flash-linear-attention is not installed")
     path = models[tiny.HYBRID]
     processor, norms = load_processor(str(path)), []

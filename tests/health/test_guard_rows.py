@@ -40,17 +40,21 @@ def rows(*steps: tuple[int, dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if value is not None} for row in made]
 
 
-def fired(steps: Steps, rewards: Any = EXACT, **sections: Any) -> list[tuple[int, str, str]]:
-    """Step, guard and action of whatever fires; a stop is the last."""
+def fired(steps: Steps, rewards: Any = EXACT, end: bool = False, **fields: Any) -> list[tuple[int, str, str]]:
+    """Step, guard and action of what fires, also at the run's end if `end`; a stop is the last and raises."""
     found: list[tuple[int, str, str]] = []
     watching = guards(
-        rewards, lambda step, name, action, message: found.append((step, name, action)), **sections
+        rewards, lambda step, name, action, message: found.append((step, name, action)), **fields
     )
     try:
         for step, row in enumerate(rows(*steps), start=1):
             watching.on_log(step, row)
+        if end:
+            watching.on_train_end(step)
     except GuardStop:
-        pass
+        assert found[-1][2] == "stop"
+    else:
+        assert all(action == "warn" for _, _, action in found)
     return found
 
 
@@ -170,7 +174,7 @@ CASES: dict[str, tuple[Steps, str, list[tuple[int, str]], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("steps", "guard", "expected", "settings"), CASES.values(), ids=CASES)
-def test_a_guard_fires_at_the_step_and_with_the_action_that_its_row_says(
+def test_a_guard_fires_as_its_row_says(
     steps: Steps, guard: str, expected: list[tuple[int, str]], settings: dict[str, Any]
 ) -> None:
     assert fired(steps, **settings) == [(step, guard, action) for step, action in expected]
@@ -193,9 +197,7 @@ def test_the_config_names_every_guard_and_no_other() -> None:
         ({"learner/updates": 1}, "clip_ratio/region_mean"),
     ],
 )
-def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
-    changes: dict[str, Any], names: str
-) -> None:
+def test_a_run_without_an_update_is_stopped_at_its_end(changes: dict[str, Any], names: str) -> None:
     watching = guards()
     for step, row in enumerate(rows((2, {"learner/update_norm": 0.0, **changes})), start=1):
         watching.on_log(step, row)
@@ -215,23 +217,9 @@ def test_a_run_without_an_update_is_stopped_at_its_end_with_the_cause(
         ([(10, EMPTY)], [(10, "no_reward", "warn"), (10, "no_reward", "stop")]),
     ],
 )
-def test_a_run_ends_without_success_where_no_reward_told_completions_apart(
-    steps: Steps, found: list[tuple[int, str, str]]
-) -> None:
+def test_a_run_whose_rewards_are_alike_fails(steps: Steps, found: list[tuple[int, str, str]]) -> None:
     """8 completions a step: too few for `zero_std` to stop it sooner."""
-    events: list[tuple[int, str, str]] = []
-    few = {"prompts_per_step": 2, "num_generations": 4}
-    watching = guards(
-        EXACT, lambda step, name, action, message: events.append((step, name, action)), rollout=few
-    )
-    for step, row in enumerate(rows(*steps), start=1):
-        watching.on_log(step, row)
-    if found and found[-1][2] == "stop":
-        with pytest.raises(GuardStop):
-            watching.on_train_end(step)
-    else:
-        watching.on_train_end(step)
-    assert events == found
+    assert fired(steps, end=True, rollout={"prompts_per_step": 2, "num_generations": 4}) == found
 
 
 def test_a_warning_comes_again_after_50_steps() -> None:

@@ -80,9 +80,7 @@ HEALTHY = UpdateRecord(1e-4, 0.5, 1e-3, live_tokens=10, trainable_parameters=100
         ({"boundaries": 4}, "4 backward passes"),
     ],
 )
-def test_an_update_that_does_not_happen_is_reported_with_its_cause(
-    change: dict[str, float], names: str
-) -> None:
+def test_an_update_that_does_not_happen_is_reported(change: dict[str, float], names: str) -> None:
     message = update_happens(replace(HEALTHY, **change))  # type: ignore[arg-type]
     assert message is not None and names in message
 
@@ -128,9 +126,7 @@ def test_a_gap_past_the_limit_is_named_with_its_values() -> None:
         (LogprobGap(9.0, 9.0, 8), math.inf, False),  # what the learner moved is not known
     ],
 )
-def test_stale_samples_may_be_as_far_as_the_learner_moved(
-    gap: LogprobGap, moved: float, stopped: bool
-) -> None:
+def test_stale_samples_may_be_as_far_as_the_learner(gap: LogprobGap, moved: float, stopped: bool) -> None:
     assert (sampled_gap(gap, 1e-3, moved) is not None) == stopped
 
 

@@ -50,6 +50,13 @@ def is_rounding(name: str) -> bool:
     return bool(_BALANCED.search(name))
 
 
+def assert_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], limit: float = 1e-5) -> None:
+    """Equal to `limit` of the norm of each tensor, but for gradients that are rounding."""
+    assert any(bool(t.any()) for t in theirs.values())
+    for name, want in theirs.items():
+        assert float((ours[name] - want).norm()) <= limit * float(want.norm()) or is_rounding(name), name
+
+
 def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
     """The prompts of a batch: without an image, with one, with three of different sizes, or all of these."""
     text = tiny.sample("text", "no picture at all")

@@ -117,7 +117,6 @@ learner/prompt_states.py < learner/test_prompt_states.py
 learner/logprobs.py < learner/test_logprobs.py
     * dtype of sums | else grad_head[columns].float() ==> else grad_head[columns]
     * dtype of sums | torch.zeros(hidden.shape, device=hidden.device) if ==> torch.zeros_like(hidden) if
-learner/logprobs.py < learner/test_twin_view.py
     sign | grad_logp - grad_kl  # the ==> grad_logp + grad_kl  # the
     dropped factor | part_gap + part_mass * (q_shift - shift) ==> part_gap
 learner/pack.py < learner/test_pack.py learner/test_shared_prefix.py

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mm_grpo.learner.forward import PackForward
@@ -34,6 +35,11 @@ def orders_of(model: Any) -> list[str]:
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     return order
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """The gradient of each parameter, zeros if it has none."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
 
 
 def backward_of(module: PackForward, planned: Plan, media: frozenset[int], loss: Loss) -> PackStatistics:

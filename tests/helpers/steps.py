@@ -86,6 +86,13 @@ def distribution(model: Any, config: GRPOConfig, media: Sequence[int], group: Gr
     return logits.float().masked_fill(~keep, -1e9).log_softmax(-1)
 
 
+def update_of(learner: Learner, groups: list[Group]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """How far a step moves each parameter, and the step's metrics."""
+    before = {n: p.detach().clone() for n, p in learner.model.named_parameters()}
+    metrics = learner.update(groups).metrics
+    return {n: p.detach() - before[n] for n, p in learner.model.named_parameters()}, metrics
+
+
 def segments_of(rows: Sequence[Sequence[Any]]) -> Tensor:
     """Segments [B, N] of rows given by the lengths of prompt and completions, or by a list of such lists."""
     several = [row if isinstance(row[0], list) else [row] for row in rows]

@@ -16,55 +16,30 @@ from mm_grpo.learner.pack import PADDING, attention_mask
 from mm_grpo.learner.pack import SEGMENTS_PER_GROUP as GROUP
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
 
-ROWS = {
-    "uneven": [[40, 9, 3, 12, 1]],
-    "rows": [[40, 9, 9, 9, 9], [31, 20, 2, 8]],
-    "groups-and-rows": [[[40, 9, 3], [12, 20, 2]], [[50, 8, 8]]],
-    "ragged": [[[300, 5, 200, 7, 6], [10, 90, 3, 120], [280, 4, 4], [9, 1, 2]]],  # several batches
+RAGGED = [[[300, 5, 200, 7, 6], [10, 90, 3, 120], [280, 4, 4], [9, 1, 2]]]
+"""Rows of several batches."""
+CASES: dict[str, tuple[list[Any], set[int]]] = {
+    "uneven": ([[40, 9, 3, 12, 1]], set()),
+    "rows": ([[40, 9, 9, 9, 9], [31, 20, 2, 8]], set()),
+    "groups and rows": ([[[40, 9, 3], [12, 20, 2]], [[50, 8, 8]]], set()),
+    "ragged": (RAGGED, set()),
+    "apart, alone": ([[40, 9, 9, 9]], {0}),
+    "apart, alone and uneven": ([[40, 9, 3, 12]], {0}),
+    "apart, several": ([[[40, 9, 9], [31, 20, 2], [12, 3, 8]]], {0, 2}),
+    "apart, one row of two": ([[[40, 9, 9]], [[10, 2, 3], [31, 20, 2]]], {1}),
+    "apart, ragged": (RAGGED, {0, 1}),
 }
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_blocks_equal_the_dense_mask(name: str) -> None:
-    segments = segments_of(ROWS[name])
-    layout = prefix_layout(segments)
-    assert (len(layout.batch.prompts) > 1) == (len(layout.batch.completions) > 1) == (name == "ragged")
-    torch.manual_seed(0)
-    shapes = [(len(segments), heads, segments.shape[1], 8) for heads in (4, 2, 2)]
-    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    # layers hand over views of [B, N, heads, d], and so are not contiguous
-    inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
-    weight = torch.randn(shapes[0], dtype=torch.float64) * (segments != PADDING)[:, None, :, None]
-    found = []
-    for run in (
-        lambda q, k, v: prefix_attention(torch.nn.Module(), q, k, v, None, scaling=0.3, prefix=layout)[0],
-        lambda q, k, v: scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_mask(segments), scale=0.3, enable_gqa=True
-        ).transpose(1, 2),
-    ):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = run(*leaves).transpose(1, 2) * (weight != 0)
-        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)])
-    for ours, dense in zip(*found, strict=True):
-        assert dense.abs().max() > 0.01
-        torch.testing.assert_close(ours, dense, rtol=1e-10, atol=1e-12)
-
-
-APART = {
-    "alone": ([[40, 9, 9, 9]], {0}),
-    "alone and uneven": ([[40, 9, 3, 12]], {0}),
-    "several": ([[[40, 9, 9], [31, 20, 2], [12, 3, 8]]], {0, 2}),
-    "one row of two": ([[[40, 9, 9]], [[10, 2, 3], [31, 20, 2]]], {1}),
-    "ragged": ([[[300, 5, 200, 7, 6], [10, 90, 3, 120], [280, 4, 4], [9, 1, 2]]], {0, 1}),
-}
+"""Rows, and the groups whose prompts are run apart."""
 
 
 @pytest.mark.parametrize("dense", [False, True], ids=["blocks", "mask"])
-@pytest.mark.parametrize("name", APART)
-def test_prompts_that_are_run_apart_are_seen_as_in_their_row(name: str, dense: bool) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_equal_the_dense_mask_also_after_prompts_that_are_run_apart(name: str, dense: bool) -> None:
     """Outputs and gradients of all else in the row, and those of the prompts' keys and values."""
-    rows, numbers = APART[name]
+    rows, numbers = CASES[name]
     segments = segments_of(rows)
+    batch = prefix_layout(segments).batch
+    assert (len(batch.prompts) > 1) == (len(batch.completions) > 1) == (rows is RAGGED)
     chosen = torch.tensor([n * GROUP for n in numbers])
     apart = torch.isin(segments, chosen)
     torch.manual_seed(0)
@@ -90,7 +65,7 @@ def test_prompts_that_are_run_apart_are_seen_as_in_their_row(name: str, dense: b
         layout = None if dense else prefix_layout(whole, before=width)
         mask = attention_mask(whole)[:, :, width:]
         q, k, v = (_taken(x.transpose(1, 2), own).transpose(1, 2) for x in (q, k, v))
-        prefixes = Prefixes(states, counts, width)
+        prefixes = Prefixes(states, counts, width) if states else None
         return prefix_attention(module, q, k, v, mask, scaling=0.3, prefix=layout, prefixes=prefixes)[0]
 
     def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -141,7 +116,7 @@ def _left(mask: Tensor) -> Tensor:
     """The columns of each row where `mask` is True, in order, and -1 behind."""
     found = [row.nonzero()[:, 0].tolist() for row in mask]
     width = max(map(len, found))
-    return torch.tensor([row + [-1] * (width - len(row)) for row in found])
+    return torch.tensor([row + [-1] * (width - len(row)) for row in found], dtype=torch.long)
 
 
 def _taken(x: Tensor, columns: Tensor) -> Tensor:

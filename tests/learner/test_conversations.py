@@ -73,9 +73,7 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
 
 
 @pytest.mark.parametrize("family", tiny.ALL)
-def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
-    family: str, models: dict[str, Any]
-) -> None:
+def test_an_observation_is_laid_out_as_in_one_long_prompt(family: str, models: dict[str, Any]) -> None:
     """Where the model's turn is what a tokenizer would make of its text."""
     processor: Any = load_processor(str(models[family]))
     pictures = [processor.picture(tiny.picture(5 + i, 84, 84), row="a") for i in range(3)]
@@ -86,9 +84,8 @@ def test_an_observation_is_written_as_in_a_prompt_of_the_whole_conversation(
     images = (*asked.images, *(picture.image for picture in pictures))
     whole, start = processor.prompt(Sample("a", messages, images)), processor.prompt(asked)
     after = whole.token_ids[len(start.token_ids) :]
-    said = after[
-        : after.index(processor.tokenizer.eos_token_id) + 1
-    ]  # in some templates with a space before it
+    end = after.index(processor.tokenizer.eos_token_id)
+    said = after[: end + 1]  # in some templates with a space before it
     made = Conversation(start, processor)
     made.add_answer(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
     made.add_observation(processor.observation(parts, row="a"), pictures)

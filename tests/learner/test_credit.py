@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.families import is_rounding
+from helpers.families import assert_same
+from helpers.passes import gradients
 from helpers.steps import config_for, gradients_of, learner_of, load, make_groups, plain_logp
 from torch import Tensor
 
@@ -29,6 +30,8 @@ from mm_grpo.types import Completion, Group
 Forward = Callable[[Any, Group, Completion], Tensor]
 TEXT = (1.0, -1.0, 0.5)
 """Advantages of the row without images."""
+ROUNDING = 3e-5
+"""Weights scale small differences of log-probs, and with them their rounding."""
 
 
 def sharp(path: Any) -> Any:
@@ -43,26 +46,19 @@ def rows_of(path: Any, forward: Forward) -> list[Group]:
     """Two images, none, one, two; the engine's log-probs are those of the model."""
     groups, model = make_groups(load_processor(str(path))), sharp(path)
     groups[1] = replace(groups[1], advantages=TEXT)
-    return [_sampled(g, model, forward) for g in groups]
-
-
-def _sampled(group: Group, model: Any, forward: Forward) -> Group:
     with torch.no_grad():
-        found = [tuple(forward(model, group, c).tolist()) for c in group.completions]
-    done = (replace(c, logprobs=own) for c, own in zip(group.completions, found, strict=True))
-    return replace(group, completions=tuple(done))
+        return [
+            replace(g, completions=tuple(
+                replace(c, logprobs=tuple(forward(model, g, c).tolist())) for c in g.completions
+            )) for g in groups
+        ]  # fmt: skip
 
 
 def oracle(
-    path: Any,
-    groups: list[Group],
-    controls: dict[int, Group],
-    algorithm: AlgorithmConfig,
-    forward: Forward,
-    dtype: torch.dtype = torch.float32,
+    path: Any, groups: list[Group], controls: dict[int, Group], algorithm: AlgorithmConfig, forward: Forward
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
     """Gradients of an on-policy step, a forward for each row, and the weights of completions with a control."""
-    model, credit = sharp(path).to(dtype), algorithm.credit
+    model, credit = sharp(path), algorithm.credit
     assert credit is not None
     done = {
         (g.slot, k): (g, c, a)
@@ -86,17 +82,10 @@ def oracle(
         logp = forward(model, group, c)
         total = total - each * (a * weights.get(key, 1.0) * torch.exp(logp - logp.detach())).sum()
     total.backward()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
-    return grads, [*weights.values()]
+    return gradients(model), [*weights.values()]
 
 
-def assert_alike(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: float = 3e-5) -> None:
-    """Weights scale small differences of log-probs, and with them their rounding."""
-    for name, want in theirs.items():
-        assert float((ours[name] - want).norm()) <= limit * float(want.norm()) or is_rounding(name), name
-
-
-def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int, Group]:
+def after_masked(path: Any, groups: list[Group], ratio: float) -> dict[int, Group]:
     """The groups with images after their masked prompts, by slot."""
     processor = load_processor(str(path))
     return {
@@ -113,9 +102,7 @@ def after_masked(path: Any, groups: list[Group], ratio: float = 0.6) -> dict[int
         (70, {"credit": "vppo", "loss_type": "grpo", "perception_mask_ratio": 0.5}),
     ],
 )
-def test_the_gradient_is_that_of_plain_autograd(
-    packs: int, algorithm: dict[str, Any], models: dict[str, Any]
-) -> None:
+def test_gradients_equal_autograds(packs: int, algorithm: dict[str, Any], models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
     changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
     config = config_for(path, **changes)
@@ -124,7 +111,7 @@ def test_the_gradient_is_that_of_plain_autograd(
     controls = after_masked(path, groups, config.algorithm.perception_mask_ratio)
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
     theirs, weights = oracle(path, groups, controls, config.algorithm, forward)
-    assert_alike(ours, theirs)
+    assert_same(ours, theirs, ROUNDING)
     every = torch.cat(weights)
     assert float((every - 1).abs().max()) > 0.3  # the weights are a visible part of it
     metrics = report.metrics
@@ -163,7 +150,7 @@ def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str,
         algorithm = {"credit": "pgpo", "importance_sampling_mode": "none"}
         changes: Any = {"algorithm": algorithm, "rollout": {"max_staleness": staleness}}
         found.append(gradients_of(learner_of(path, sharp(path), **changes), given))
-    assert_alike(found[1][0], found[0][0])
+    assert_same(found[1][0], found[0][0], ROUNDING)
     first, _, last = (report.metrics["credit/top_quartile"] for _, report in found)
     assert last != pytest.approx(first, rel=1e-3)
 
@@ -211,10 +198,7 @@ def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
         ("loss_type", {"loss_type": "gmpo"}),
         ("importance_sampling_level", {"importance_sampling_level": "sequence"}),
         ("credit", {"credit": "prpo"}),
-        (
-            "credit = {'rule': 'pgpo', 'beta_min': 0.5}: must have",
-            {"credit": {"rule": "pgpo", "beta_min": 0.5}},
-        ),
+        ("credit = {'rule': 'pgpo', 'beta_min': 0.5}: must", {"credit": {"rule": "pgpo", "beta_min": 0.5}}),
         ("credit.tau", {"credit": {"rule": "pgpo", "tau": 1.5}}),
     ],
 )

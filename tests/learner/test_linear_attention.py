@@ -74,9 +74,7 @@ def in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_layer_over_a_pack_is_the_layer_over_each_sequence(
-    rows: str, layer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_equals_its_sequences(rows: str, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_float64(layer, monkeypatch)
     segments = segments_of(ROWS[rows])
     torch.manual_seed(0)

@@ -68,32 +68,6 @@ def test_only_the_factors_train_and_the_start_is_the_base_model(models: dict[str
     assert got == want
 
 
-def test_updates_move_the_factors_alone_and_merges_are_the_adapted_model(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    path = models["qwen3_vl"]
-    model = policy(path)
-    before, learner = base_of(model), learner_for(path, model)
-    groups = make_groups(learner.processor)
-    for _ in range(3):
-        assert learner.update(groups).metrics["learner/update_norm"] > 0
-    assert all(torch.equal(before[n], p) for n, p in base_of(model).items())
-
-    merged = dict(merged_tensors(model))
-    plain = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    assert set(merged) == {n for n, _ in plain.named_parameters(remove_duplicate=False)}
-    moved = [n for n, p in plain.named_parameters() if not torch.equal(p, merged[n])]
-    assert moved and all(n.endswith(("q_proj.weight", "v_proj.weight")) for n in moved)
-    ids = [c.token_ids for c in groups[0].completions]
-    adapted = learner.score(groups[0].prompt, ids)
-
-    learner.save(tmp_path / "saved")  # what is saved needs no adapter to be loaded
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert not has_adapters(loaded)
-    for one, other in zip(adapted, learner_for(path, loaded).score(groups[0].prompt, ids), strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
-
-
 def test_scores_as_sent_are_those_of_the_merge(models: dict[str, Path]) -> None:
     path = models["qwen2_5_vl"]
     learner = learner_for(path, policy(path, dtype="bfloat16"), model={"dtype": "bfloat16"})
@@ -128,7 +102,7 @@ def test_what_a_merge_loses_by_hand(dtype: str, change: float, lost: float, mode
     assert merge_lost(model) == pytest.approx(lost, abs=1e-4)
 
 
-def test_a_run_reports_what_merging_loses_and_saves_the_adapter_for_peft(
+def test_a_run_saves_its_adapter_for_peft_and_reports_losses(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from peft import PeftModel
@@ -218,20 +192,38 @@ def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]
     assert not has_adapters(model)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
-def test_adapters_on_the_vision_tower_train_and_merge(family: str, models: dict[str, Path]) -> None:
-    path, lora = models[family], LoRAConfig(rank=2, target_modules=["q_proj"], vision=True)
+@pytest.mark.parametrize(
+    ("family", "names", "vision"),
+    [
+        ("qwen3_vl", ["q_proj", "v_proj"], False),
+        ("qwen2_5_vl", ["q_proj"], True),
+        ("smolvlm", ["q_proj"], True),
+    ],
+)
+def test_adapters_alone_train_and_merges_are_the_adapted_model(
+    family: str, names: list[str], vision: bool, models: dict[str, Path], tmp_path: Path
+) -> None:
+    path, lora = models[family], LoRAConfig(rank=2, target_modules=names, vision=vision)
     processor = load_processor(str(path))
-    config = ModelConfig(path=str(path), device="cpu", lora=lora)
-    model = load_model(config, processor.family)
-    tower = processor.family.tower(model)
+    model = load_model(
+        ModelConfig(path=str(path), device="cpu", dtype="float32", lora=lora), processor.family
+    )
     factors = {id(p) for n, p in model.named_parameters() if ".lora_" in n}
     assert {id(p) for p in model.parameters() if p.requires_grad} == factors
-    assert not processor.family.tower_is_frozen(model)
-    inside = [n for n, part in tower.named_modules() if hasattr(part, "lora_A")]
+    adapted = {n for n, part in model.named_modules() if hasattr(part, "lora_A")}
     plain: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    linear = [m for m in processor.family.tower(plain).modules() if type(m) is torch.nn.Linear]
-    assert len(inside) == len(linear) >= 6
+    text, tower = (
+        {id(part) for part in of(plain).modules()}
+        for of in (processor.family.language_model, processor.family.tower)
+    )
+    wanted = {
+        n
+        for n, part in plain.named_modules()
+        if type(part) is torch.nn.Linear
+        and ((id(part) in text and n.endswith(tuple(names))) or (vision and id(part) in tower))
+    }
+    assert adapted == wanted and len(wanted) >= 6
+    assert processor.family.tower_is_frozen(model) is not vision
     base, learner = base_of(model), learner_for(path, model)
     groups = groups_of(processor)
     ids = [c.token_ids for c in groups[0].completions]
@@ -240,23 +232,20 @@ def test_adapters_on_the_vision_tower_train_and_merge(family: str, models: dict[
     for _ in range(3):
         assert learner.update(groups).metrics["learner/update_norm"] > 0
     assert all(torch.equal(base[n], p) for n, p in base_of(model).items())
-    moved = [
-        n
-        for n, part in tower.named_modules()
-        if hasattr(part, "lora_B") and part.lora_B["default"].weight.any()
-    ]
-    assert moved == inside
     trained = learner.score(groups[0].prompt, ids)
-    far = (
-        abs(a - b) for one, other in zip(trained, start, strict=True) for a, b in zip(one, other, strict=True)
-    )
-    assert max(far) > 1e-3
+    gaps = (abs(a - b) for row in zip(trained, start, strict=True) for a, b in zip(*row, strict=True))
+    assert max(gaps) > 1e-3
 
-    merged = dict(learner.named_tensors())  # what an engine is sent, and what is saved
-    assert set(merged) == {n for n, _ in plain.named_parameters(remove_duplicate=False)}
-    plain.load_state_dict(merged, strict=False)
-    for one, other in zip(trained, learner_for(path, plain).score(groups[0].prompt, ids), strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+    merged = dict(learner.named_tensors())  # what an engine is sent
+    weights = dict(plain.named_parameters(remove_duplicate=False))
+    assert merged.keys() == weights.keys()
+    assert {n for n, p in weights.items() if not torch.equal(p, merged[n])} == {f"{n}.weight" for n in wanted}
+    learner.save(tmp_path / "saved")  # what is saved needs no adapter to be loaded
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert not has_adapters(loaded)
+    assert all(torch.equal(merged[n], p) for n, p in loaded.named_parameters())
+    for ours, theirs in zip(trained, learner_for(path, loaded).score(groups[0].prompt, ids), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def moved_policy(path: Path, dtype: str) -> Any:
@@ -271,9 +260,7 @@ def moved_policy(path: Path, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_may_take_factors_of_some_layers_and_merges_of_the_others(
-    dtype: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_engines_take_factors_or_merges_by_layer(dtype: str, models: dict[str, Path], tmp_path: Path) -> None:
     path, changes = models["qwen2_5_vl"], {"model": {"dtype": dtype}}
     model, other = (moved_policy(path, dtype) for _ in "ab")
     learner = learner_for(path, model, **changes)

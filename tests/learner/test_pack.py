@@ -25,38 +25,26 @@ def items(prompt_length: int, *lengths: int, group: int = 0, first: int = 0) -> 
     return [Item(first + i, group, p, tuple(range(50, 50 + n))) for i, n in enumerate(lengths)]
 
 
-def test_mask_by_hand() -> None:
-    # prompt of 2, completions of 2 and 1, one padding
-    mask = attention_mask(torch.tensor([[0, 0, 1, 1, 2, -1]]))[0, 0].int().tolist()
-    assert mask == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1],  # padding is looked at by nobody, and what it sees reaches nobody
-    ]
-
-
-def test_mask_of_two_groups_by_hand() -> None:
+def test_mask_of_two_groups_and_padding_by_hand() -> None:
     # a prompt of 1 with completions of 1 and 1; a prompt of 2 with one of 2, of which a window of 2 hides the first
-    segments = torch.tensor([[0, 1, 2, GROUP, GROUP, GROUP + 1, GROUP + 1]])
+    segments = torch.tensor([[0, 1, 2, GROUP, GROUP, GROUP + 1, GROUP + 1, PADDING]])
     assert attention_mask(segments)[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [0, 0, 0, 1, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 1, 1, 1, 0],
-        [0, 0, 0, 1, 1, 1, 1],
+        [1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0, 1],  # padding is looked at by nobody, and what it sees reaches nobody
     ]
-    blocks = torch.tensor([[-1, -1, -1, 0, 0, -1, -1]])  # an image of 2 tokens
-    assert attention_mask(segments, blocks, window=2)[0, 0, 2:].int().tolist() == [
-        [1, 0, 1, 0, 0, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 1, 1, 0, 0],
-        [0, 0, 0, 0, 1, 1, 0],
-        [0, 0, 0, 0, 0, 1, 1],
+    blocks = torch.tensor([[-1, -1, -1, 0, 0, -1, -1, -1]])  # an image of 2 tokens
+    assert attention_mask(segments, blocks, window=2)[0, 0, 2:7].int().tolist() == [
+        [1, 0, 1, 0, 0, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 1, 0],
     ]
 
 
@@ -67,25 +55,14 @@ def test_rows_of_one_completion_where_prompts_are_not_shared() -> None:
         plan(items(40, 3), max_tokens=16, shared=False)
 
 
-def test_layout_by_hand() -> None:
-    p = prompt(3, last=7)
-    pack = layout([[Item(4, 0, p, (50, 51)), Item(9, 0, p, (60,))]], frozenset({99}))
-    assert pack.input_ids.tolist() == [[10, 11, 12, 50, 51, 60]]
-    assert pack.segments.tolist() == [[0, 0, 0, 1, 1, 2]]
-    assert pack.position_ids[1].tolist() == [[0, 0, 7, 8, 9, 8]]  # both follow the largest position
-    assert pack.sources.tolist() == [2, 3, 2]  # first tokens are predicted by the last prompt state
-    assert pack.targets.tolist() == [50, 51, 60]
-    assert pack.completion_index.tolist() == [4, 4, 9]
-
-
 def test_groups_lie_behind_one_another_in_a_row() -> None:
     one, two = prompt(2, last=7), prompt(1, "r:1")
     row = [Item(4, 0, one, (50, 51)), Item(5, 0, one, (60,)), Item(9, 3, two, (70, 71))]
     pack = layout([row], frozenset())
     assert pack.input_ids.tolist() == [[10, 11, 50, 51, 60, 10, 70, 71]]
     assert pack.segments.tolist() == [[0, 0, 1, 1, 2, GROUP, GROUP + 1, GROUP + 1]]
-    assert pack.position_ids[0].tolist() == [[0, 7, 8, 9, 8, 0, 1, 2]]
-    assert pack.sources.tolist() == [1, 2, 1, 5, 6]
+    assert pack.position_ids[0].tolist() == [[0, 7, 8, 9, 8, 0, 1, 2]]  # both follow the largest position
+    assert pack.sources.tolist() == [1, 2, 1, 5, 6]  # first tokens are predicted by the last prompt state
     assert pack.targets.tolist() == [50, 51, 60, 70, 71]
     assert pack.completion_index.tolist() == [4, 4, 5, 9, 9]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import tiny
 from helpers.families import answers_of, groups_of, is_rounding, plain_logprobs, prompts_of
-from helpers.passes import backward_of, counted, forward_of, orders_of
+from helpers.passes import backward_of, counted, forward_of, gradients, orders_of
 from helpers.steps import config_for, load, make_groups
 from torch import Tensor
 
@@ -74,10 +74,6 @@ def plainly(model: Any, processor: Processor, items: list[Item]) -> dict[int, tu
     return {i: (logp.detach(), entropy.detach()) for i, (logp, entropy) in found.items()}
 
 
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
 class Reference:
     """What transformers' forward gives for each item: log-probs and entropies by index, and the gradients."""
 
@@ -128,9 +124,7 @@ def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) 
         ("gemma3", "adapters, checkpointed"),
     ],
 )
-def test_groups_over_packs_give_what_transformers_forward_gives(
-    case: str, family: str, models: dict[str, Path]
-) -> None:
+def test_groups_over_packs_equal_plain_forwards(case: str, family: str, models: dict[str, Path]) -> None:
     """Log-probs, entropies and gradients; and below everything a prompt and its images are seen once."""
     path = models[family]
     processor, model = load_processor(str(path)), load(path)
@@ -170,9 +164,7 @@ def test_groups_over_packs_give_what_transformers_forward_gives(
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma3", "smolvlm"])
-def test_a_prompts_end_gives_every_gradient_in_the_order_of_a_pack(
-    family: str, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_prompts_end_gives_gradients_in_order(family: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Of prompts with images and without; with a head of its own, which the prompt itself does not reach."""
     model: Any = load(tiny.build(family, tmp_path, tie=False))
     processor = load_processor(str(tmp_path))
@@ -238,9 +230,7 @@ def test_a_learner_runs_prompts_and_images_once_in_every_pass(models: dict[str, 
 
 
 @pytest.mark.parametrize("tower_alone", [False, True])
-def test_no_blank_image_is_run_for_an_optimizer_that_reads_no_order(
-    tower_alone: bool, models: dict[str, Path]
-) -> None:
+def test_no_blank_image_is_run_if_order_does_not_matter(tower_alone: bool, models: dict[str, Path]) -> None:
     """Packs of completions alone, and texts: without ZeRO a tower need not be part of each backward."""
     path = models["internvl"]
     processor, model = load_processor(str(path)), load(path)

@@ -42,13 +42,10 @@ def test_its_log_probs_are_the_teachers_own(models: dict[str, Path], teacher: Pa
             assert values == pytest.approx(want, abs=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_without_rewards_the_policy_goes_to_the_teacher(
-    models: dict[str, Path], teacher: Path, dtype: torch.dtype
-) -> None:
+def test_without_rewards_the_policy_goes_to_the_teacher(models: dict[str, Path], teacher: Path) -> None:
     optim = {"learning_rate": 3e-3, "adam_epsilon": 1e-8}
-    learner, groups = made(models["qwen2_5_vl"], teacher, load(models["qwen2_5_vl"]).to(dtype), optim=optim)
-    assert learner.reference is not None and learner.reference.model.dtype == dtype
+    learner, groups = made(models["qwen2_5_vl"], teacher, load(models["qwen2_5_vl"]).bfloat16(), optim=optim)
+    assert learner.reference is not None and learner.reference.model.dtype == torch.bfloat16
     groups = [Group(g.slot, g.prompt, g.completions, g.rewards, (0.0,) * len(g.completions)) for g in groups]
     before = [p.clone() for p in learner.reference.model.parameters()]
     kl = [learner.update(groups).metrics["kl"] for _ in range(12)]
@@ -70,12 +67,6 @@ def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path) -
 
 
 def test_models_that_cannot_teach_are_refused(models: dict[str, Path], teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm.reference_path = '.*': it is a qwen2_vl, and the policy a qwen2_5"
-    ):
-        made(models["qwen2_5_vl"], models["qwen2_vl"])
-    with pytest.raises(ConfigError, match=r"^algorithm.reference_path = '.*nothing'"):
-        made(models["qwen2_5_vl"], tmp_path / "nothing")
     other = tmp_path / "other"
     shutil.copytree(teacher, other)
     file = other / "tokenizer.json"
@@ -83,7 +74,10 @@ def test_models_that_cannot_teach_are_refused(models: dict[str, Path], teacher: 
     vocabulary = content["model"]["vocab"]
     vocabulary["w"], vocabulary["h"] = vocabulary["h"], vocabulary["w"]
     file.write_text(json.dumps(content))
-    with pytest.raises(
-        ConfigError, match=r"its token \d+ is '[hw]', and the policy's '[hw]'; the reference is given"
+    for folder, words in (
+        (models["qwen2_vl"], "it is a qwen2_vl, and the policy a qwen2_5"),
+        (tmp_path / "nothing", "nothing'"),
+        (other, r"its token \d+ is '[hw]', and the policy's '[hw]'; the reference is given"),
     ):
-        made(models["qwen2_5_vl"], other)
+        with pytest.raises(ConfigError, match=rf"^algorithm.reference_path = '.*{words}"):
+            made(models["qwen2_5_vl"], folder)

@@ -21,6 +21,16 @@ from mm_grpo.types import Completion, Group, Tail
 PACK = 4096
 
 
+@pytest.fixture
+def learner(models: dict[str, Any]) -> Learner:
+    return learner_of(models["qwen2_5_vl"])
+
+
+@pytest.fixture
+def groups(learner: Learner) -> list[Group]:
+    return make_groups(learner.processor)
+
+
 def by_plain(learner: Learner, group: Group, lender: Group) -> list[Tensor]:
     """Sight [T] of each completion by a forward of its whole text with either images."""
     own, other = group.prompt.engine_prompt.images, lender.prompt.engine_prompt.images
@@ -37,10 +47,8 @@ def by_plain(learner: Learner, group: Group, lender: Group) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("packs", [PACK, 70])
-def test_sight_is_the_difference_of_plain_forwards(packs: int, models: dict[str, Any]) -> None:
+def test_sight_is_the_difference_of_plain_forwards(packs: int, learner: Learner, groups: list[Group]) -> None:
     """Rows of two images, none, one and two: 0 takes the image of 2 twice, 2 the first of 3, 3 those of 0."""
-    learner = learner_of(models["qwen2_5_vl"], optim={"max_tokens_per_pack": packs})
-    groups = make_groups(learner.processor)
     found = measure(groups, learner, packs, Ranks())
     assert [(one.slot, one.lender) for one in found] == [(0, "r:2"), (2, "r:3"), (3, "r:0")]
     lenders = {0: groups[2], 2: groups[3], 3: groups[0]}
@@ -52,11 +60,7 @@ def test_sight_is_the_difference_of_plain_forwards(packs: int, models: dict[str,
             assert nats == pytest.approx(float(theirs.sum()), abs=1e-4)
 
 
-def test_an_image_is_encoded_once_for_all_completions_and_counts_as_no_work_of_the_step(
-    models: dict[str, Any],
-) -> None:
-    learner = learner_of(models["qwen2_5_vl"])
-    groups = make_groups(learner.processor)
+def test_an_image_is_encoded_once_and_is_no_work_of_the_step(learner: Learner, groups: list[Group]) -> None:
     encoded = 0
     tower = learner.model.model.visual
     forward = tower.forward
@@ -75,9 +79,7 @@ def test_an_image_is_encoded_once_for_all_completions_and_counts_as_no_work_of_t
     assert all(torch.equal(a, b) for a, b in zip(weights, learner.model.parameters(), strict=True))
 
 
-def test_a_row_that_no_longer_fits_a_pack_is_left_out(models: dict[str, Any]) -> None:
-    learner = learner_of(models["qwen2_5_vl"])
-    groups = make_groups(learner.processor)
+def test_a_row_that_no_longer_fits_a_pack_is_left_out(learner: Learner, groups: list[Group]) -> None:
     whole = {one.slot: one for one in measure(groups, learner, PACK, Ranks())}
     tokens = {
         s: len(groups[s].prompt.token_ids) + max(map(lambda c: c.run_length, groups[s].completions))
@@ -87,18 +89,13 @@ def test_a_row_that_no_longer_fits_a_pack_is_left_out(models: dict[str, Any]) ->
     assert [one.slot for one in measure(groups, learner, tokens[2], Ranks())] == [2]
 
 
-def test_rows_without_images_are_never_measured(models: dict[str, Any]) -> None:
-    learner = learner_of(models["qwen2_5_vl"])
-    groups = make_groups(learner.processor)
-    assert measure([groups[1]], learner, PACK, Ranks()) == []
-    assert measure([groups[0], groups[1]], learner, PACK, Ranks()) == []  # none but the row's own images
-    assert measure([], learner, PACK, Ranks()) == []
+def test_rows_without_images_are_never_measured(learner: Learner, groups: list[Group]) -> None:
+    for rows in (groups[1:2], groups[:2], []):  # the second ones have none but the row's own images
+        assert measure(rows, learner, PACK, Ranks()) == []
 
 
-def test_a_conversation_goes_on_from_the_end_of_the_other_prompt(models: dict[str, Any]) -> None:
+def test_a_conversation_goes_on_after_the_other_prompt(learner: Learner, groups: list[Group]) -> None:
     """A tail without observations is the completion itself, wherever the prompt before it ends."""
-    learner = learner_of(models["qwen2_5_vl"])
-    groups = make_groups(learner.processor)
     groups[3] = replace(
         groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))
     )

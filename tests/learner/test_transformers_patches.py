@@ -76,7 +76,7 @@ def test_a_patch_product_is_the_convolution() -> None:
     assert type(ours) is patches.PatchProduct
 
 
-def test_a_model_is_saved_without_asking_accelerate_what_wraps_it(
+def test_a_model_is_saved_without_accelerate(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(models["qwen2_vl"])

@@ -124,11 +124,7 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
         ([sound[0], made([5], 40, 3)], 3, "r:1: seed 41 was asked for, .* used 40"),
         ([sound[0], made([], 41, 3)], 3, "r:1: seed 41 came back with 0 tokens and 0 log-probs"),
         ([sound[0], made([5] * (requests[1].sampling.max_tokens + 1), 41, 3)], 3, "r:1: seed 41 "),
-        (
-            [sound[0], replace(sound[1], logprobs=())],
-            3,
-            "r:1: seed 41 came back with 1 tokens and 0 log-probs",
-        ),
+        ([sound[0], replace(sound[1], logprobs=())], 3, "r:1: seed 41 came back with 1 tokens and 0 log-"),
         (sound, 4, "r:1: seed 40 was sampled under weight version 3, and the learner is at version 4"),
         ([sound[0], mixed], 3, "r:1: seed 41 .* under weight version 3 and 4"),
     ]
@@ -202,19 +198,23 @@ def test_an_engine_over_the_learners_module_is_sent_nothing_and_verified(models:
 # sabotage ------------------------------------------------------------------------------------
 
 
-def test_one_lost_tensor_is_named_at_any_learning_rate(models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_5_vl"], "one tensor lost")
-    words = r"of \d+ tensors 1 never arrived: 'model.language_model.layers.1.mlp.up_proj.weight'"
+@pytest.mark.parametrize(
+    ("fault", "rate", "words"),
+    [
+        (
+            "one tensor lost",
+            1e-7,
+            r"of \d+ tensors 1 never arrived: 'model.language_model.layers.1.mlp.up_proj.weight'",
+        ),
+        ("no load", 1e-6, "weight sync to version 1: .* the engine's are the same to the last bit"),
+    ],
+)
+def test_weights_that_do_not_arrive_stop_the_run(
+    fault: str, rate: float, words: str, models: dict[str, Path]
+) -> None:
+    both = Both(models["qwen2_5_vl"], fault)
     with pytest.raises(GuardStop, match=words):
-        both.step(1, rate=1e-7)
-
-
-def test_weights_that_arrive_and_are_not_loaded_stop_the_run(models: dict[str, Path]) -> None:
-    both = Both(models["qwen2_5_vl"], "no load")
-    with pytest.raises(
-        GuardStop, match=r"weight sync to version 1: .* the engine's are the same to the last bit"
-    ):
-        both.step(1, rate=1e-6)
+        both.step(1, rate=rate)
 
 
 def test_lost_updates_count_in_a_row(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_lost_updates_count_in_a_row(models: dict[str, Path], monkeypatch: pytes
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_the_gap_at_the_start_bounds_those_after_updates(
+def test_the_gap_at_the_start_bounds_later_ones(
     version: int, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of updates bound nothing: an engine that is wrong from the first one would set its own scale."""
@@ -241,9 +241,7 @@ def test_the_gap_at_the_start_bounds_those_after_updates(
         assert (both.step(step).problem is not None) == (step == version)
 
 
-def test_what_the_learner_moved_since_a_version_is_by_the_farthest_of_the_last_updates(
-    models: dict[str, Path],
-) -> None:
+def test_moves_since_a_version_count_as_the_farthest_update(models: dict[str, Path]) -> None:
     both = Both(models["qwen2_vl"])
     both.sync._stale = True
     for version in (1, 2, 3):
@@ -256,10 +254,8 @@ def test_what_the_learner_moved_since_a_version_is_by_the_farthest_of_the_last_u
 
 def test_a_cache_of_older_weights_shows_in_the_log_probs(models: dict[str, Path]) -> None:
     problem = Both(models["qwen2_5_vl"], "old cache").step(1, rate=1e-6).problem
-    assert (
-        problem is not None and "after the weight sync to version 1" in problem and "older weights" in problem
-    )
-    assert "new samples for r:0" in problem
+    for words in ("after the weight sync to version 1", "older weights", "new samples for r:0"):
+        assert words in str(problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

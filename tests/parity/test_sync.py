@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.fake_engines import FakeRemoteEngine
+from helpers.small_runs import ROWS, rows_of
 
 from mm_grpo import GRPOConfig, GRPOTrainer, build
-from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.errors import GuardStop
-
-ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
 
 
 def letters(completion: str) -> float:
@@ -32,11 +29,6 @@ def trainer_for(models: dict[str, Path], folder: Path, **run: Any) -> GRPOTraine
     return GRPOTrainer(config, train=ROWS, rewards=[letters])
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def put(fault: str = "") -> None:
@@ -45,9 +37,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return put
 
 
-def test_an_engine_with_weights_of_its_own_trains_as_the_embedded_one_does(
-    models: dict[str, Path], tmp_path: Path, engine: Any
-) -> None:
+def test_remote_engines_train_as_embedded_ones(models: dict[str, Path], tmp_path: Path, engine: Any) -> None:
     trainer_for(models, tmp_path / "shared").train()
     engine()
     trainer = trainer_for(models, tmp_path / "own")
@@ -64,35 +54,26 @@ def test_an_engine_with_weights_of_its_own_trains_as_the_embedded_one_does(
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "guards", "steps", "words"),
     [
-        ("old cache", "guard logp_gap: after the weight sync to version 1, .* new samples for train:"),
-        ("stale version", "under weight version 0, and the learner is at version 1"),
+        ("wrong image", {}, 0, "guard logp_gap: before the first step, .* another image"),
+        ("old cache", {}, 1, "guard logp_gap: after the weight sync to version 1, .* new samples for train:"),
+        ("stale version", {}, 1, "under weight version 0, and the learner is at version 1"),
+        ("constant seed", {"logp_gap": "off"}, 0, "was asked for, and the engine says that it used 7"),
+        ("constant seed, hidden", {}, 1, "guard duplicate_completions: train:"),
     ],
 )
-def test_a_sync_that_fails_stops_the_run_in_its_step(
-    fault: str, words: str, models: dict[str, Path], tmp_path: Path, engine: Any
+def test_an_engine_with_a_fault_stops_its_run(
+    fault: str,
+    guards: dict[str, str],
+    steps: int,
+    words: str,
+    models: dict[str, Path],
+    tmp_path: Path,
+    engine: Any,
 ) -> None:
     engine(fault)
     with pytest.raises(GuardStop, match=words):
-        trainer_for(models, tmp_path / "r").train()
-    assert rows_of(tmp_path / "r") == []  # the first step did not finish
-    assert (tmp_path / "r" / "rollouts" / "step-000001.jsonl").exists()
-
-
-def test_a_wrong_image_stops_the_run_before_its_first_step(
-    models: dict[str, Path], tmp_path: Path, engine: Any
-) -> None:
-    engine("wrong image")
-    with pytest.raises(GuardStop, match=r"guard logp_gap: before the first step, .* another image"):
-        trainer_for(models, tmp_path / "a").train()
-    assert not list((tmp_path / "a" / "rollouts").glob("*.jsonl"))
-
-
-def test_a_constant_seed_stops_the_run(models: dict[str, Path], tmp_path: Path, engine: Any) -> None:
-    engine("constant seed")
-    with pytest.raises(GuardStop, match=r"was asked for, and the engine says that it used 7"):
-        trainer_for(models, tmp_path / "said", guards={"logp_gap": "off"}).train()
-    engine("constant seed, hidden")
-    with pytest.raises(GuardStop, match="guard duplicate_completions: train:"):
-        trainer_for(models, tmp_path / "hidden").train()
+        trainer_for(models, tmp_path / "r", guards=guards).train()
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()  # the first step did not finish
+    assert len(list((tmp_path / "r" / "rollouts").glob("*.jsonl"))) == steps

@@ -26,19 +26,18 @@ from helpers.families import (
     plain_logprobs,
     prompts_of,
 )
-from helpers.passes import backward_of
+from helpers.passes import backward_of, forward_of
 from helpers.steps import config_for, load
 from torch import Tensor
 
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.pack import Item, Pack, by_group, plan
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.types import Prompt
+from mm_grpo.types import Completion, Prompt
 
 pytestmark = pytest.mark.lowest
 
@@ -78,26 +77,37 @@ def test_a_prompt_equals_transformers_own(family: str, kind: str, models: dict[s
     assert set(outside) >= {t for t in collapsed if t not in processor.media_token_ids}
 
 
+def sides(
+    path: Path, dtype: torch.dtype = torch.float32
+) -> tuple[Any, Learner, TransformersEngine, list[Prompt]]:
+    """Processor, learner and engine of one model, and the mixed batch."""
+    processor, model = load_processor(str(path)), load(path).to(dtype)
+    config = config_for(path, model={"dtype": str(dtype).removeprefix("torch.")})
+    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
+    return processor, learner, engine, prompts_of("mixed", processor)
+
+
+def answered(engine: TransformersEngine, prompts: list[Prompt], sampling: Sampling) -> list[list[Completion]]:
+    """Four completions of each prompt."""
+    done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))
+    return [done[4 * i : 4 * i + 4] for i in range(3)]
+
+
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_the_engine_samples_what_the_learner_scores(family: str, models: dict[str, Path]) -> None:
     """Prefill and decoding of a mixed batch, the learner's packs, and transformers' forward: one distribution."""
-    path = models[family]
-    processor, model = load_processor(str(path)), load(path)
-    config = config_for(path)
-    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
-    prompts = prompts_of("mixed", processor)
-    sampling = Sampling(10, temperature=config.rollout.temperature)
-    done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))
-    assert len({c.token_ids for c in done}) == len(done)
-    for number, prompt in enumerate(prompts):
-        answered = done[4 * number : 4 * number + 4]
-        ids = [c.token_ids for c in answered]
+    processor, learner, engine, prompts = sides(models[family])
+    sampling = Sampling(10, temperature=learner.config.rollout.temperature)
+    groups = answered(engine, prompts, sampling)
+    assert len({c.token_ids for group in groups for c in group}) == 12
+    for prompt, completions in zip(prompts, groups, strict=True):
+        ids = [c.token_ids for c in completions]
         sampled = learner.score(prompt, ids, as_sampled=True)
-        for c, ours, whole in zip(answered, sampled, learner.score(prompt, ids), strict=True):
+        for c, ours, whole in zip(completions, sampled, learner.score(prompt, ids), strict=True):
             assert c.logprobs == pytest.approx(ours, abs=1e-5)
             assert engine.score(prompt, c.token_ids) == pytest.approx(whole, abs=1e-5)
             with torch.no_grad():
-                plain, _ = plain_logprobs(model, processor, prompt, c.token_ids, config.rollout.temperature)
+                plain, _ = plain_logprobs(engine.model, processor, prompt, c.token_ids, sampling.temperature)
             assert ours == pytest.approx(plain.tolist(), abs=1e-5)
 
 
@@ -117,16 +127,13 @@ def narrow(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 def test_answers_longer_than_a_window(dtype: torch.dtype, limit: float, narrow: Path) -> None:
     """By one token, at which a first one of their own is out of sight, and by more; and the scale of Gemma's queries:
     engine, packs and transformers' forward, which is in float32 for both."""
-    processor, model, plain = load_processor(str(narrow)), load(narrow).to(dtype), load(narrow)
-    config = config_for(narrow, model={"dtype": str(dtype).removeprefix("torch.")})
-    learner = Learner(model, processor, config, 10)
-    engine, prompts = TransformersEngine(model, processor), prompts_of("mixed", processor)
+    processor, learner, engine, prompts = sides(narrow, dtype)
+    plain = load(narrow)
     sampling = Sampling(WINDOW + 4, temperature=learner.config.rollout.temperature)
-    done = engine.generate(requests_for(prompts, [range(10 * i, 10 * i + 4) for i in range(3)], sampling))
-    longest = [max(len(c.token_ids) for c in done[4 * i : 4 * i + 4]) for i in range(3)]
-    assert min(longest) == WINDOW + 4
-    for number, prompt in enumerate(prompts):
-        answers = [c.token_ids for c in done[4 * number : 4 * number + 4]]
+    groups = answered(engine, prompts, sampling)
+    assert min(max(len(c.token_ids) for c in group) for group in groups) == WINDOW + 4
+    for prompt, completions in zip(prompts, groups, strict=True):
+        answers = [c.token_ids for c in completions]
         answers += [answers[0][: WINDOW + more] for more in (0, 1, 2)]
         sampled = learner.score(prompt, answers, as_sampled=True)
         for place, (answer, ours) in enumerate(zip(answers, sampled, strict=True)):
@@ -134,17 +141,15 @@ def test_answers_longer_than_a_window(dtype: torch.dtype, limit: float, narrow: 
                 want = plain_logprobs(plain, processor, prompt, answer, sampling.temperature)[0].tolist()
             assert ours == pytest.approx(want, abs=limit)
             if place < 4:
-                assert done[4 * number + place].logprobs == pytest.approx(want, abs=limit)
+                assert completions[place].logprobs == pytest.approx(want, abs=limit)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS[1:])
 def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(family: str, models: dict[str, Path]) -> None:
-    processor, model = load_processor(str(models[family])), load(models[family]).to(torch.bfloat16)
-    config = config_for(models[family], model={"dtype": "bfloat16"})
-    learner, engine = Learner(model, processor, config, 10), TransformersEngine(model, processor)
+    processor, learner, engine, prompts = sides(models[family], torch.bfloat16)
     gaps = []
-    for number, prompt in enumerate(prompts_of("mixed", processor)):
+    for number, prompt in enumerate(prompts):
         answers = answers_of(processor, number)
         for answer, ours in zip(answers, learner.score(prompt, answers), strict=True):
             gaps += [abs(a - b) for a, b in zip(ours, engine.score(prompt, answer), strict=True)]
@@ -186,9 +191,7 @@ def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -
         *(pytest.param(family, "mixed", True, marks=pytest.mark.long) for family in LAYERS),
     ],
 )
-def test_packs_equal_the_plain_forward(
-    family: str, kind: str, checkpointing: bool, models: dict[str, Path]
-) -> None:
+def test_packs_equal_forwards(family: str, kind: str, checkpointing: bool, models: dict[str, Path]) -> None:
     """Log-probs, entropies and gradients, in several packs, with images as pixels."""
     model, reference = load(models[family]), load(models[family])
     processor = load_processor(str(models[family]))
@@ -204,13 +207,7 @@ def test_packs_equal_the_plain_forward(
     assert isinstance(loss, Tensor)
     loss.backward()
 
-    module = PackForward(
-        model,
-        media_token_ids=processor.media_token_ids,
-        family=processor.family,
-        temperature=1.0,
-        chunk_bytes=5000,
-    )
+    module = forward_of(model, processor, chunk_bytes=5000)
     longest = max(len(i.prompt.token_ids) for i in items) + max(LENGTHS)
     pair = sum(sorted(len(p.token_ids) + sum(LENGTHS) for p in prompts_of(kind, processor))[:2])
     packs = plan(items, max_tokens=max(longest + 8, pair if kind == "mixed" else 0), apart=True)

@@ -67,9 +67,7 @@ def own_prompts(processor: Processor) -> list[Prompt]:
         ("bias", True, "its head has a bias"),
     ],
 )
-def test_a_model_that_would_be_run_wrongly_is_refused(
-    path: Path, processor: Processor, field: str, value: Any, words: str
-) -> None:
+def test_inexact_models_fail(path: Path, processor: Processor, field: str, value: Any, words: str) -> None:
     model = load_model(ModelConfig(path=str(path), device="cpu"), processor.family)
     processor.family.check(model)
     if field == "bias":

@@ -44,9 +44,7 @@ def test_media_and_stop_tokens(models: dict[str, Any]) -> None:
     assert processor.decode([vocabulary["w"], vocabulary["h"], vocabulary["<|im_end|>"]]) == "wh"
 
 
-def test_the_tokenizers_end_token_stops_beside_those_of_the_generation_config(
-    models: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_tokenizers_and_the_configs_end_tokens_stop(models: dict[str, Any], tmp_path: Path) -> None:
     for file in models["qwen2_5_vl"].glob("*.j*"):
         copy(file, tmp_path)
     vocabulary = load_processor(str(tmp_path)).tokenizer.get_vocab()  # type: ignore[attr-defined]
@@ -57,7 +55,7 @@ def test_the_tokenizers_end_token_stops_beside_those_of_the_generation_config(
 
 
 @pytest.mark.parametrize(("max_pixels", "saved"), [(None, 10**9), (28 * 28 * 9, 28 * 28 * 9)])
-def test_a_saved_processor_has_the_models_own_limit_unless_the_config_sets_one(
+def test_a_saved_processor_has_the_models_limit_or_the_configs(
     max_pixels: int | None, saved: int, models: dict[str, Any], tmp_path: Path
 ) -> None:
     for file in models["qwen2_5_vl"].glob("*.j*"):

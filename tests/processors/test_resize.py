@@ -81,9 +81,7 @@ def test_the_resize_gives_the_pixels_of_the_models_own_processor() -> None:
 @given(
     height=st.integers(8, 700), width=st.integers(8, 700), low=st.integers(1, 20), extra=st.integers(4, 300)
 )
-def test_neither_transformers_nor_vllm_changes_a_fixed_size(
-    family: str, height: int, width: int, low: int, extra: int
-) -> None:
+def test_libraries_leave_a_fixed_size(family: str, height: int, width: int, low: int, extra: int) -> None:
     """Real processors of both sides: pixels untouched, token counts those of our size."""
     factor = 32 if family == "qwen3_vl" else 28
     size = {"shortest_edge": low * factor**2, "longest_edge": (low + extra) * factor**2}

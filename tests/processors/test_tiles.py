@@ -49,9 +49,7 @@ def tiles_of(whole: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", TILED)
 @settings(max_examples=15)
 @given(height=SIDES, width=SIDES)
-def test_tiles_are_cut_out_and_not_resized(
-    family: str, height: int, width: int, processors: dict[str, Any]
-) -> None:
+def test_tiles_are_not_resized(family: str, height: int, width: int, processors: dict[str, Any]) -> None:
     processor = processors[family]
     prompt = processor.prompt(tiny.sample("r", "what", (noise(height, width),)))
     (image,) = prompt.engine_prompt.images
@@ -129,7 +127,7 @@ def test_limits_are_kept_in_whole_tiles(
         ("gemma3", {"max_pixels": 100}, r"data\.max_pixels = 100: every image .* = 3136 pixels"),
     ],
 )  # fmt: skip
-def test_limits_that_no_image_can_keep_are_refused(
+def test_impossible_limits_are_refused(
     family: str, limits: dict[str, int], words: str, models: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -126,7 +126,7 @@ def test_calls_larger_than_a_sockets_buffer(make: Make) -> None:
     assert call(make(most=10), "x" * 10**7).answer == b"10000000"
 
 
-def test_workers_are_forks_that_hold_nothing_of_the_trainers(
+def test_workers_hold_nothing_of_trainers(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GIVEN", "later")
