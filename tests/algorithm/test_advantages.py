@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -13,52 +13,39 @@ from mm_grpo.errors import RewardError
 
 
 @pytest.mark.parametrize(
-    ("fields", "rewards", "wanted"),
+    ("fields", "rewards", "numerators", "scales"),
     [
         # mean 0.5, sample deviation sqrt(4 * 0.25 / 3)
-        ({}, [[1.0, 0.0, 0.0, 1.0]], [[s * 0.5 / (math.sqrt(1 / 3) + 1e-4) for s in (1, -1, -1, 1)]]),
-        ({}, [[None, 1.0, None], [None] * 3], [[0.0] * 3, [0.0] * 3]),
+        ({}, [[1.0, 0.0, 0.0, 1.0]], [[0.5, -0.5, -0.5, 0.5]], [math.sqrt(1 / 3) + 1e-4]),
+        ({}, [[None, 1.0, None], [None] * 3], [[0.0] * 3, [0.0] * 3], [1.0, 1.0]),
         # of 1, 0, 2, 2: mean 1.25, deviation sqrt((.0625 + 1.5625 + .5625 * 2) / 3)
         (
-            {"scale_rewards": "batch"},
-            [[1.0, 0.0], [2.0, 2.0]],
-            [[s * 0.5 / (math.sqrt(2.75 / 3) + 1e-4) for s in (1, -1)], [0.0, 0.0]],
+            {"scale_rewards": "batch"}, [[1.0, 0.0], [2.0, 2.0]], [[0.5, -0.5], [0.0, 0.0]],
+            [math.sqrt(2.75 / 3) + 1e-4] * 2,
         ),
-        (
-            {"scale_rewards": "none"},
-            [[3.0, 1.0, 2.0], [1.0, None, 0.0]],
-            [[1.0, -1.0, 0.0], [0.5, 0.0, -0.5]],
-        ),
+        ({"scale_rewards": "none"}, [[3.0, 1.0, 2.0], [1.0, None, 0.0]], [[1.0, -1.0, 0.0], [0.5, 0.0, -0.5]], [1, 1]),
         # 3 less the mean of 1 and 2; 1 less that of 3 and 2; 2 less that of 3 and 1
         (
-            {"advantage_estimator": "rloo"},
-            [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0], [1.0, None, 0.0], [None, 7.0, None]],
-            [[1.5, -1.5, 0.0], [0.0] * 3, [1.0, 0.0, -1.0], [0.0] * 3],
+            {"advantage_estimator": "rloo"}, [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0], [1.0, None, 0.0], [None, 7.0, None]],
+            [[1.5, -1.5, 0.0], [0.0] * 3, [1.0, 0.0, -1.0], [0.0] * 3], [1.0] * 4,
         ),
-        # differences 0.5, -0.5, 0, 0, -3, 3: their squares sum to 18.5, over 5 is 3.7
+        # the squares of the differences sum to 18.5, over 5 is 3.7
         (
-            {"advantage_estimator": "reinforce_plus_plus_baseline"},
-            [[1.0, 0.0], [5.0, 5.0], [2.0, 8.0]],
-            [[d / (math.sqrt(3.7) + 1e-4) for d in pair] for pair in ((0.5, -0.5), (0.0, 0.0), (-3.0, 3.0))],
+            {"advantage_estimator": "reinforce_plus_plus_baseline"}, [[1.0, 0.0], [5.0, 5.0], [2.0, 8.0]],
+            [[0.5, -0.5], [0.0, 0.0], [-3.0, 3.0]], [math.sqrt(3.7) + 1e-4] * 3,
         ),
-        # differences over the means 1/4, 1/2 and 3/8; a group that is all wrong says nothing
+        # over the means; a group that is all wrong says nothing
         (
-            {"advantage_estimator": "maxrl"},
-            [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [None, 0.5, 0.25]],
-            [
-                [d / (0.25 + 1e-6) for d in (0.75, -0.25, -0.25, -0.25)],
-                [d / (0.5 + 1e-6) for d in (0.5, -0.5)],
-                [0.0, 0.0],
-                [d / (0.375 + 1e-6) for d in (0.0, 0.125, -0.125)],
-            ],
+            {"advantage_estimator": "maxrl"}, [[1.0, 0.0, 0.0, 0.0], [1.0, 0.0], [0.0, 0.0], [None, 0.5, 0.25]],
+            [[0.75, -0.25, -0.25, -0.25], [0.5, -0.5], [0.0, 0.0], [0.0, 0.125, -0.125]],
+            [0.25 + 1e-6, 0.5 + 1e-6, 1.0, 0.375 + 1e-6],
         ),
     ],
-)
-def test_advantages_by_hand(
-    fields: dict[str, str], rewards: list[list[float | None]], wanted: list[list[float]]
-) -> None:
+)  # fmt: skip
+def test_advantages_by_hand(fields: Any, rewards: Any, numerators: Any, scales: list[float]) -> None:
     found = advantages(rewards, AlgorithmConfig.model_validate(fields))
-    assert found == [pytest.approx(row, abs=1e-12) for row in wanted]
+    for row, top, scale in zip(found, numerators, scales, strict=True):
+        assert row == pytest.approx([x / scale for x in top], abs=1e-12)
 
 
 def estimated(name: str, rewards: list[list[float | None]]) -> list[tuple[float, ...]]:

@@ -111,8 +111,8 @@ GEOMETRIC = math.exp((math.log(0.5) + 0.5) / 2)
 @pytest.mark.parametrize(
     ("name", "epsilon", "upper", "loss", "high"),
     [
-        # probabilities .368, .135, .607 that were .736, .068, .404: the second, with A > 0, has risen by .068. The first
-        # has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
+        # probabilities .368, .135, .607 that were .736, .068, .404: the second, with A > 0, has risen by .068. The
+        # first has fallen and the third risen, both against their advantage. -(ratio * A * logp) for those
         ("dppo_tv", 0.2, 0.05, [0.5, 0.0, -1.5], True),
         ("dppo_tv", 0.2, 0.07, [0.5, 4.0, -1.5], False),
         # of the second: .0677 log(.5) + .9323 log(.9323 / .8647) = .0233 nats

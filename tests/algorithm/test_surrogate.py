@@ -1,4 +1,4 @@
-"""The clipped surrogate and the KL estimators against numbers worked by hand."""
+"""The clipped surrogate, the KL estimators and the KL in the reward against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mm_grpo.algorithm.kl import k2, k3
+from mm_grpo.algorithm.kl import completion_kl, k2, k3, penalised
 from mm_grpo.algorithm.losses import clipped_surrogate
 
 
@@ -54,3 +54,20 @@ def test_k2_and_k3_by_hand() -> None:
     logp = torch.tensor([-1.0, -1.0, -1.0])
     ref = logp + torch.tensor([0.0, math.log(2), -math.log(2)])
     assert k3(logp, ref).tolist() == pytest.approx([0.0, 1 - math.log(2), math.log(2) - 0.5], abs=1e-6)
+
+
+def test_the_kl_of_a_completion_by_hand() -> None:
+    # k1: 0.5 - 1 + 0; k2: (0.25 + 1) / 2; k3 with d = -0.5, 1, 0: (e^-0.5 + 0.5 - 1) + (e - 1 - 1)
+    logp, ref = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5]
+    assert completion_kl(logp, ref, "k1") == -0.5
+    assert completion_kl(logp, ref, "k2") == 0.625
+    assert completion_kl(logp, ref, "k3") == pytest.approx(math.exp(-0.5) - 0.5 + math.e - 2, abs=1e-12)
+    assert completion_kl([], [], "k1") == 0.0
+    with pytest.raises(ValueError, match="3 log-probabilities for 2 of the reference"):
+        completion_kl(logp, ref[:2], "k1")
+
+
+def test_penalties_come_off_rewards_and_none_stays() -> None:
+    assert penalised([[1.0, None], [0.5, 2.0]], [[0.25, 9.0], [-0.5, 0.0]]) == [(0.75, None), (1.0, 2.0)]
+    with pytest.raises(ValueError, match="zip"):
+        penalised([[1.0, 2.0]], [[1.0]])

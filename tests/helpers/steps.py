@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -68,21 +69,27 @@ def make_groups(processor: Processor) -> list[Group]:
     return groups
 
 
-def plain_logp(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
+@lru_cache
+def media_of(path: str) -> list[int]:
+    """Tokens of the model at `path` that are never sampled."""
+    return sorted(load_processor(path).media_token_ids)
+
+
+def plain_logp(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:
     """(log-probs, entropies) [2, T] by transformers' forward."""
-    logp = distribution(model, config, media, group, c)
+    logp = distribution(model, config, group, c)
     entropy = -(logp.exp() * logp).sum(-1)  # of what is banned 0 times -1e9
     return torch.stack([logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0], entropy])
 
 
-def distribution(model: Any, config: GRPOConfig, media: Sequence[int], group: Group, c: Completion) -> Tensor:
+def distribution(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:
     """Log-probs [T, V] of all tokens at each place of a completion, -1e9 of what is banned."""
     ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
     kinds = (ids == model.config.image_token_id).int()
     out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
     logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
     keep = torch.ones(logits.shape[1], dtype=torch.bool)
-    keep[list(media)] = False
+    keep[media_of(config.model.path)] = False
     return logits.float().masked_fill(~keep, -1e9).log_softmax(-1)
 
 

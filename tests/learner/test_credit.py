@@ -106,7 +106,7 @@ def test_gradients_equal_autograds(packs: int, algorithm: dict[str, Any], models
     path = models["qwen2_5_vl"]
     changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
     config = config_for(path, **changes)
-    forward = _forward_of(path, config)
+    forward = forward_of(config)
     groups = rows_of(path, forward)
     controls = after_masked(path, groups, config.algorithm.perception_mask_ratio)
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
@@ -121,15 +121,14 @@ def test_gradients_equal_autograds(packs: int, algorithm: dict[str, Any], models
     assert metrics["credit/top_quartile"] == pytest.approx(float(top.mean()), rel=1e-4)
 
 
-def _forward_of(path: Any, config: GRPOConfig) -> Forward:
-    media = sorted(load_processor(str(path)).media_token_ids)
-    return lambda model, group, c: plain_logp(model, config, media, group, c)[0]
+def forward_of(config: GRPOConfig) -> Forward:
+    return lambda model, group, c: plain_logp(model, config, group, c)[0]
 
 
 def test_only_rows_that_can_change_are_run_once_more(models: dict[str, Any]) -> None:
     """Slot 2 has no advantages and 1 no images: a pass after the masked prompts of 0 and 3, each once."""
     path = models["qwen2_5_vl"]
-    groups = rows_of(path, _forward_of(path, config_for(path)))
+    groups = rows_of(path, forward_of(config_for(path)))
     groups[2] = replace(groups[2], advantages=(0.0,) * 3)
     runs = [
         learner_of(path, sharp(path), algorithm=a).update(groups).metrics for a in ({}, {"credit": "pgpo"})
@@ -143,7 +142,7 @@ def test_only_rows_that_can_change_are_run_once_more(models: dict[str, Any]) -> 
 def test_later_updates_take_the_log_probs_that_the_learner_has(models: dict[str, Any]) -> None:
     """An engine's that are far off change nothing where the learner has run the policy of the step's start."""
     path = models["qwen2_5_vl"]
-    forward = _forward_of(path, config_for(path))
+    forward = forward_of(config_for(path))
     groups, odd = rows_of(path, forward), rows_of(path, lambda *given: 7 * forward(*given))
     found = []
     for given, staleness in ((groups, 0), (odd, 1), (odd, 0)):

@@ -1,8 +1,7 @@
 """The FlexAttention path on a machine without a GPU: its mask, its block table, and what is compiled how often.
 
-The kernel itself has no backward pass on a CPU. In its place stands plain attention over exactly the pairs that
-the table and `mask_mod` together let through, so a wrong table or a wrong mask changes log-probs and
-gradients here as it would there. The kernel is tested in tests/gpu.
+The kernel has no backward pass on a CPU: plain attention over the pairs that the table and `mask_mod` let through
+stands in for it, so that a wrong one changes log-probs and gradients here too. The kernel is tested in tests/gpu.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The kernels that a GPU runs for FlexAttention, without a GPU: what they compute, and that an H100 can hold them.
 
-triton_on_cpu.py makes them as for an H100, in a process of its own, and has Triton's interpreter run them or ptxas
-assemble them. Values are those of `flex.fault`: distances from plain attention as shares of the norm, for a small
-pack with every kind of place in it and for its first row alone.
-
-bfloat16 is assembled but not interpreted: Triton's interpreter multiplies its bits as integers. Kernels of
-float16 have the same blocks.
+triton_on_cpu.py makes them as for an H100, and has Triton's interpreter run them or ptxas assemble them. Distances are
+those of `flex.fault`, for a small pack with every kind of place in it and for its first row alone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
 
-def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: list[Group]) -> None:
+def plain_step(model: Any, config: GRPOConfig, groups: list[Group]) -> None:
     """The same updates by the book: every completion alone, losses written out, torch's AdamW."""
     algorithm, optim = config.algorithm, config.optim
     adam = torch.optim.AdamW(
@@ -30,7 +29,7 @@ def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: lis
     )
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     with torch.no_grad():
-        old = {c.seed: plain_logp(model, config, media, g, c)[0] for g, c, _ in rows}
+        old = {c.seed: plain_logp(model, config, g, c)[0] for g, c, _ in rows}
     size = len(groups) // optim.updates_per_step
     for _ in range(algorithm.num_iterations):
         for part in range(optim.updates_per_step):
@@ -45,7 +44,7 @@ def plain_step(model: Any, config: GRPOConfig, media: Sequence[int], groups: lis
             for g, c, a in mine:
                 if c.seed in masked:
                     continue
-                logp, entropy = plain_logp(model, config, media, g, c)
+                logp, entropy = plain_logp(model, config, g, c)
                 ratio = (logp - old[c.seed]).exp()
                 term = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
                 d = old[c.seed] - logp
@@ -82,7 +81,7 @@ def test_the_update_equals_that_of_a_plain_loop(case: dict[str, Any], models: di
     before = {n: p.detach().clone() for n, p in ours.named_parameters()}
 
     report = Learner(ours, processor, config, total_updates=10).update(groups)
-    plain_step(theirs, config, sorted(processor.media_token_ids), groups)
+    plain_step(theirs, config, groups)
 
     for name, parameter in theirs.named_parameters():
         want = parameter.detach() - before[name]
@@ -154,10 +153,10 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -
 
 def test_metrics_by_hand(models: dict[str, Any]) -> None:
     learner = learner_of(models["qwen2_vl"], algorithm={"entropy_coef": 1e-9})
-    groups, media = make_groups(learner.processor), sorted(learner.processor.media_token_ids)
+    groups = make_groups(learner.processor)
     report, model = learner.update(groups), load(models["qwen2_vl"])
     with torch.no_grad():
-        pieces = [plain_logp(model, learner.config, media, g, c) for g in groups for c in g.completions]
+        pieces = [plain_logp(model, learner.config, g, c) for g in groups for c in g.completions]
     logp, entropy = torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
     assert report.metrics["entropy"] == pytest.approx(float(entropy.mean()), rel=1e-5)
     gap = (logp + 5.0).abs()  # the "engine" said -5 for every token

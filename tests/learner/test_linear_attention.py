@@ -121,10 +121,10 @@ def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float,
     That of a gradient is a share of its norm; parameters without a gradient on one side have none on the other.
     """
     processor, config = load_processor(str(path)), config_for(path, **changes)
-    groups, media = make_groups(processor), sorted(processor.media_token_ids)
+    groups = make_groups(processor)
     items = make_items(groups, config.algorithm)
     pairs = [(g, c) for g in groups for c in g.completions]
-    expected = [plain_logp(reference, config, media, g, c)[0] for g, c in pairs]
+    expected = [plain_logp(reference, config, g, c)[0] for g, c in pairs]
     weights = [torch.linspace(0.5, 2, len(e)) for e in expected]
     torch.cat([w * e for w, e in zip(weights, expected, strict=True)]).sum().backward()
     module = forward_of(model, processor, config.rollout.temperature)
@@ -189,13 +189,8 @@ def test_bfloat16_differs_by_its_rounding_alone(models: dict[str, Path]) -> None
     """From float32 packs in bfloat16 are hardly farther than the plain forward in bfloat16 is."""
     path = models[tiny.HYBRID]
     processor, config = load_processor(str(path)), config_for(path)
-    media = sorted(processor.media_token_ids)
     exact, plain = (
-        [
-            plain_logp(m, config, media, g, c)[0].detach()
-            for g in make_groups(processor)
-            for c in g.completions
-        ]
+        [plain_logp(m, config, g, c)[0].detach() for g in make_groups(processor) for c in g.completions]
         for m in (load(path), load(path).bfloat16())
     )
     rounding = max(float((a - b).abs().max()) for a, b in zip(exact, plain, strict=True))

@@ -41,12 +41,11 @@ def test_old_reference_and_new_log_probs_agree_on_one_policy(family: str, models
     groups = make_groups(processor)
     items = make_items(groups, config.algorithm)
     old, reference = learner.run(items)[0], learner._reference_values(items)
-    media = sorted(processor.media_token_ids)
     rows = [(g, c) for g in groups for c in g.completions]
     for item, (group, completion) in zip(items, rows, strict=True):
         pack = layout([[item]], processor.media_token_ids)
         new = learner.module(pack).logp.detach()  # with gradients, alone
-        plain = plain_logp(learner.model, config, media, group, completion)[0].detach()
+        plain = plain_logp(learner.model, config, group, completion)[0].detach()
         for values in (old[item.index], reference[item.index], plain):
             assert float((values - new).abs().max()) <= 1e-6 * max(1.0, float(new.abs().max()))
 
@@ -145,9 +144,8 @@ def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models
 
     model = load(models["qwen2_vl"])
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    media = sorted(processor.media_token_ids)
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
-    found = [plain_logp(model, config, media, g, c) for g, c, _ in rows]
+    found = [plain_logp(model, config, g, c) for g, c, _ in rows]
     entropies = torch.cat([f[1].detach() for f in found])
     top = top_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), 0.4)
     parts = top.split([f.shape[1] for f in found])
@@ -174,11 +172,11 @@ def test_a_reference_for_rewards_is_out_of_the_loss(models: dict[str, Any], tmp_
     assert_same(ours, plain, 1e-6)
     assert "kl" not in metrics
     # after the update the reference is still the policy of the start
-    media, group = sorted(learner.processor.media_token_ids), groups[2]
+    group = groups[2]
     (found,) = learner.reference_logprobs([(group.prompt, group.completions)])
     start = load(path)
     for values, c in zip(found, group.completions, strict=True):
-        want = plain_logp(start, learner.config, media, group, c)[0].tolist()
+        want = plain_logp(start, learner.config, group, c)[0].tolist()
         assert values == pytest.approx(want, abs=1e-5)
 
 

@@ -31,19 +31,19 @@ TERM = {"perception_coef": 0.3, "perception_entropy_coef": 0.1, "perception_mask
 def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str, Tensor], float, float]:
     """The same by a forward of each whole completion with either image: gradient, loss, mean KL of rows with images."""
     model, processor = load(path), load_processor(str(path))
-    algorithm, media = config.algorithm, sorted(processor.media_token_ids)
+    algorithm = config.algorithm
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
     weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
     tokens, total, kls = int(lengths.sum()), torch.zeros(()), list[float]()
     for (group, c, advantage), weight in zip(pairs, weights, strict=True):
-        logp = plain_logp(model, config, media, group, c)[0]
+        logp = plain_logp(model, config, group, c)[0]
         loss = -weight * advantage * torch.exp(logp - logp.detach()).sum()  # on policy nothing is clipped
         if group.prompt.vision:
             ratio, seed = algorithm.perception_mask_ratio, group.completions[0].seed
             prompt = masked_prompt(processor, group.prompt, ratio, seed)
             other = Group(group.slot, prompt, group.completions)
-            masked = plain_logp(model, config, media, other, c)[0]
+            masked = plain_logp(model, config, other, c)[0]
             ratio_of = torch.exp(masked - logp)  # far from the bounds here
             kl = ratio_of - torch.log(ratio_of) - 1
             loss = loss - algorithm.perception_coef * weight * kl.sum()

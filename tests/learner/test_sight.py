@@ -37,11 +37,10 @@ def by_plain(learner: Learner, group: Group, lender: Group) -> list[Tensor]:
     lent = [other[k % len(other)] for k in range(len(own))]
     processor: Processor = learner.processor
     unseen = replace(group, prompt=processor.prompt(replace(group.prompt.sample, images=tuple(lent))))
-    media = sorted(processor.media_token_ids)
     with torch.no_grad():
         return [
-            plain_logp(learner.model, learner.config, media, group, c)[0]
-            - plain_logp(learner.model, learner.config, media, unseen, c)[0]
+            plain_logp(learner.model, learner.config, group, c)[0]
+            - plain_logp(learner.model, learner.config, unseen, c)[0]
             for c in group.completions
         ]
 

@@ -51,13 +51,13 @@ def of_tokens(done: Completion, turns: Sequence[float]) -> Tensor:
     return torch.tensor([a for n, a in zip(done.turn_lengths, turns, strict=True) for _ in range(n)])
 
 
-def plain_loss(model: Any, config: GRPOConfig, media: list[int], groups: list[Group]) -> Tensor:
+def plain_loss(model: Any, config: GRPOConfig, groups: list[Group]) -> Tensor:
     """The loss of the step, on policy, written out: every completion alone by transformers' forward."""
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.turn_advantages, strict=True)]
     tokens = sum(len(c.token_ids) for _, c, _ in rows)
     loss = torch.zeros(())
     for group, done, turns in rows:
-        logp, _ = plain_logp(model, config, media, group, done)
+        logp, _ = plain_logp(model, config, group, done)
         terms = -(logp - logp.detach()).exp() * of_tokens(done, turns)
         per_token = 1 / tokens if config.algorithm.loss_type == "dapo" else 1 / len(rows) / len(terms)
         loss = loss + terms.sum() * per_token
@@ -72,7 +72,7 @@ def test_gradients_equal_a_plain_loop(loss_type: str, max_tokens: int, models: d
     groups, plain = conversations(processor), load(path)
     got, report = gradients_of(Learner(load(path), processor, config, 10), groups)
     assert all(update_happens(u) is None and u.stepped for u in report.updates)
-    plain_loss(plain, config, sorted(processor.media_token_ids), groups).backward()
+    plain_loss(plain, config, groups).backward()
     theirs = gradients(plain)
     assert all(bool(gradient.any()) for gradient in theirs.values())
     assert_same(got, theirs)

@@ -72,19 +72,18 @@ def oracle(
 ) -> tuple[dict[str, Tensor], float, float, float]:
     """Gradient, loss, mean KL and share of tokens with a twin, by a forward of each whole completion."""
     algorithm = config.algorithm
-    media = sorted(load_processor(str(path)).media_token_ids)
     twins = twins_of(path, groups, algorithm.twin_view.view)
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
     weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
     total, kls = torch.zeros(()), list[float]()
     for (group, c, advantage), weight in zip(pairs, weights, strict=True):
-        every = distribution(model, config, media, group, c)
+        every = distribution(model, config, group, c)
         logp = every.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
         total = total - weight * advantage * torch.exp(logp - logp.detach()).sum()
         if group.slot in twins:
             with torch.no_grad():
-                teacher = distribution(model, config, media, twins[group.slot], c)
+                teacher = distribution(model, config, twins[group.slot], c)
             kl = (teacher.exp() * (teacher - every)).sum(-1)
             total = total + algorithm.twin_view.coef * weight * kl.sum()
             kls += kl.tolist()

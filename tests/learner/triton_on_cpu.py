@@ -4,25 +4,15 @@
     triton_on_cpu.py FOLDER assemble 16/2/128/bfloat16
 
 FOLDER is new, and takes what torch and Triton write. A case is heads / heads of keys and values / size of a
-head / dtype; `flex.fault` goes through it as it does on a GPU, and its answer is printed as JSON with the kernels and
-launches that were counted (see `main`).
+head / dtype; `flex.fault` goes through it as it does on a GPU, and `main` prints its answer as JSON.
 
-torch has no backward pass of FlexAttention on a CPU, and writes no Triton kernels where there is no GPU. So in
-this process torch is made to believe in a GPU, and nothing else can be done in it; test_flex_kernels.py starts it. In
-the order of use:
+torch has no backward pass of FlexAttention on a CPU, and writes no Triton kernels without a GPU. So this process, in
+which nothing else can be done, makes torch believe in one: its graphs, traced on the CPU, are on cuda:0 when inductor
+gets them, and inductor's program around the kernels takes memory of the CPU. flex.py, inductor's choices and the text
+of the kernels are unchanged. The names that are replaced are those of torch 2.13 and Triton 3.7.
 
-- tracing (`allow_gradients`): what FlexAttention refuses or leaves out on a CPU;
-- the graphs (`compile_for_gpu`): traced on CPU tensors, they are on cuda:0 when inductor gets them;
-- the GPU (`pretend_gpu`): what inductor asks about it to choose kernels and their block sizes;
-- the launches (`stay_on_cpu`): inductor's program around the kernels takes memory of the CPU;
-- the kernels: Triton's interpreter runs them (`count_launches`), or ptxas assembles them and none is run
-  (`assemble`).
-
-Unchanged are flex.py, inductor's choices and the text of the kernels. What the interpreter cannot show: races, for
-it takes one place of the grid after the other; rounding to TF32; bfloat16, whose bits it multiplies as integers.
-float16 has the same block sizes and stands in for it.
-
-The names that are replaced are those of torch 2.13 and Triton 3.7.
+The interpreter cannot show races, because it takes one place of the grid after the other; rounding to TF32; bfloat16,
+whose bits it multiplies as integers. float16 has the same block sizes and stands in for it.
 """
 
 import os

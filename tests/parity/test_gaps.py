@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny
+from helpers.configs import small_config
 from helpers.fake_engines import FakeRemoteEngine
 
-from mm_grpo import GRPOConfig
 from mm_grpo.build import build_engine
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.checks import LogprobGap
@@ -36,13 +36,8 @@ class Both:
     def __init__(
         self, path: Any, fault: str | None = "", dtype: torch.dtype = torch.float32, **rollout: Any
     ) -> None:
-        self.config = GRPOConfig.from_dict(
-            {
-                "model": {"path": str(path), "dtype": str(dtype).removeprefix("torch.")},
-                "rollout": {"num_generations": 4, "max_completion_length": 12, **rollout},
-                "optim": {"learning_rate": 1e-3},
-            }
-        )
+        section = {"num_generations": 4, "max_completion_length": 12, **rollout}
+        self.config = small_config(path, model={"dtype": str(dtype).removeprefix("torch.")}, rollout=section)
         self.processor = load_processor(str(path))
         self.learner = Learner(
             load_model(self.config.model, self.processor.family), self.processor, self.config, 10

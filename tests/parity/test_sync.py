@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from helpers.fake_engines import FakeRemoteEngine
-from helpers.small_runs import ROWS, rows_of
+from helpers.small_runs import ROWS, config_for, rows_of
 
-from mm_grpo import GRPOConfig, GRPOTrainer, build
+from mm_grpo import GRPOTrainer, build
 from mm_grpo.errors import GuardStop
 
 
@@ -18,13 +18,12 @@ def letters(completion: str) -> float:
 
 
 def trainer_for(models: dict[str, Path], folder: Path, **run: Any) -> GRPOTrainer:
-    config = GRPOConfig.from_dict(
-        {
-            "model": {"path": str(models["qwen2_5_vl"]), "dtype": "float32"},
-            "rollout": {"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 10},
-            "optim": {"learning_rate": 1e-3},
-            "run": {"dir": str(folder), "max_steps": 2, "seed": 5, "report": False, **run},
-        }
+    config = config_for(
+        models["qwen2_5_vl"],
+        folder,
+        model={"dtype": "float32"},
+        rollout={"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 10},
+        run={"max_steps": 2, "report": False, **run},
     )
     return GRPOTrainer(config, train=ROWS, rewards=[letters])
 

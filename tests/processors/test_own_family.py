@@ -12,7 +12,6 @@ import torch
 import yaml
 from helpers import tiny
 from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import ModelConfig
@@ -21,7 +20,6 @@ from mm_grpo.import_path import load_named
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
-from mm_grpo.types import Prompt
 
 FILE = Path(__file__).with_name("picture_llama.py")
 NAMED = f"{FILE}:PictureLlamaProcessor"
@@ -38,23 +36,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processor(path: Path) -> Processor:
     return load_processor(str(path), processor=NAMED)
-
-
-def plain(model: Any, processor: Processor, prompt: Prompt, answer: tuple[int, ...]) -> Tensor:
-    """Log-probs [T] from transformers' own forward on prompt + answer, one row."""
-    ids = torch.tensor([[*prompt.token_ids, *answer]])
-    logits = model(input_ids=ids, **prompt.vision, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]
-    logits = logits.index_fill(1, torch.tensor(sorted(processor.media_token_ids)), -1e9)
-    return logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
-
-
-def own_prompts(processor: Processor) -> list[Prompt]:
-    pictures = [tiny.picture(i) for i in range(3)]
-    return [
-        processor.prompt(tiny.sample("a", "what is it, and of which colours", tuple(pictures[:2]))),
-        processor.prompt(tiny.sample("b", "and that one there", (pictures[2],))),
-        processor.prompt(tiny.sample("c", "no picture at all")),
-    ]
 
 
 @pytest.mark.parametrize(
