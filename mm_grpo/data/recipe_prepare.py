@@ -53,7 +53,7 @@ def prepare(path: Path, rows: Callable[[], Iterable[Mapping[str, Any]]], *, agai
     A file appears when it is complete, so a file that exists needs nothing. Pictures that were written always stay.
     """
     if path.exists() and not again:
-        print(f"{path}: is there already; --again makes it anew", flush=True)
+        print(f"{path}: is there already; --again makes it again", flush=True)
         return
     started = time.perf_counter()
     count = write_jsonl(_with_progress(rows(), path), path)

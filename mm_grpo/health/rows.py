@@ -175,7 +175,7 @@ def no_reward(bad: int, none: float, run: MetricsHistory) -> str:
 def never_applied(bad: int, none: float, run: MetricsHistory) -> str:
     return (
         f"in {run.steps} steps {', '.join(run.unapplied)} applied to no completion. Likely its column is null "
-        "or has another name (data.columns; see `mm-grpo check CONFIG`); mend that, or take it out of rewards"
+        "or has another name (data.columns; see `mm-grpo check CONFIG`); correct that, or take it out of rewards"
     )
 
 
@@ -230,7 +230,7 @@ def masked_share(bad: int, share: float, run: MetricsHistory) -> str:
 
 def tools_failing(bad: int, calls: float, run: MetricsHistory) -> str:
     return (
-        f"for {bad} steps every call of a tool has failed (see `turns` in rollouts/): mend the tool, or show a "
+        f"for {bad} steps every call of a tool has failed (see `turns` in rollouts/): fix the tool, or show a "
         "right call in the prompt"
     )
 

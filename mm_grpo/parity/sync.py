@@ -2,7 +2,7 @@
 
 First the tensors: digests of what the engine's layers hold, or of what it received if it cannot read them back, are
 compared with the learner's (rollout/weights.py). Then fixed completions (fixed_completions.py), which both sides score:
-they show updates that were not loaded, or in part. Last, a few tokens sampled anew: they show caches of image features,
+they show updates that were not loaded, or in part. Last, a few tokens sampled again: they show caches of image features,
 keys or values that belong to older weights, and answers to another prompt.
 
 An engine that samples from the learner's own module is sent nothing. There the last two checks are made at the first
@@ -35,15 +35,15 @@ CANARY_TOKENS = 32
 CANARY_COMPLETIONS = 8
 """Completions of the canary's group that say how far an update moves the learner, at most."""
 PROBE_TOKENS = 4
-"""Tokens of a completion that is sampled anew after an update, at most: each costs a forward of the engine."""
+"""Tokens of a completion that is sampled again after an update, at most: each costs a forward of the engine."""
 STALE_PROBES = 8
-"""Completions that are sampled anew if a step's own may be older than the learner; otherwise it is one."""
+"""Completions that are sampled again if a step's own may be older than the learner; otherwise it is one."""
 RECENT_UPDATES = 8
 """Last updates, of which the farthest says how far an older one may have moved what it did not score."""
 CERTAIN_MOVE_FACTOR = 10.0
 """An update certainly moved the log-probs if it did so by this many times the rounding."""
 SAMPLED_ROUNDING = {"float32": 2e-6, "bfloat16": 5e-3}
-"""Least rounding that is assumed of the few tokens sampled anew, in nats per token."""
+"""Least rounding that is assumed of the few tokens sampled again, in nats per token."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Canary:
 
     prompt: Prompt
     prompts: Sequence[Prompt]
-    """Prompts that the engine answers anew after the update: this one, and another if the step has one."""
+    """Prompts that the engine answers again after the update: this one, and another if the step has one."""
     token_ids: Sequence[Sequence[int]]
     """The first goes on with arbitrary tokens if it is short, because a sure model's short answers hardly move."""
     logprobs: Sequence[Sequence[float]]
@@ -76,7 +76,7 @@ class SyncReport:
     score: LogprobGap | None = None
     """Gap of the fixed completions."""
     probe: LogprobGap | None = None
-    """Gap of the tokens sampled anew."""
+    """Gap of the tokens sampled again."""
     move: float | None = None
     """How far the update moved the learner's own log-probs of the fixed completions."""
     problem: str | None = None
@@ -228,7 +228,7 @@ class VerifiedSync:
         return _joined([engine.score(self._fixed.prompt, ids) for ids in self._fixed.token_ids])
 
     def _expected(self, requests: Sequence[Request], samples: Sequence[Completion]) -> list[list[float]]:
-        """Return the learner's log-probs [T] of tokens sampled anew. Requests of a prompt follow each other."""
+        """Return the learner's log-probs [T] of tokens sampled again. Requests of a prompt follow each other."""
         logprobs = []
         for _, pairs in groupby(zip(requests, samples, strict=True), key=lambda pair: id(pair[0].prompt)):
             answered, completions = zip(*pairs, strict=True)
@@ -249,7 +249,7 @@ class VerifiedSync:
 
 
 def stale_samples(gap: LogprobGap, move: float, rounding: float, limit: float, tokens: str) -> str | None:
-    """Third judgement: return a message if tokens sampled anew are not the updated learner's, else None.
+    """Third judgement: return a message if tokens sampled again are not the updated learner's, else None.
 
     Compares the engine's log-probs while sampling with the learner's. Past `limit` nats (LIMITS of the number format)
     they are wrong. After a small update older weights are below it: if the learner's `move` is clearly beyond the
