@@ -2,7 +2,7 @@
 
 First the tensors: digests of what the engine's layers hold, or of what it received if it cannot read them back, are
 compared with the learner's (rollout/weights.py). Then fixed completions (fixed_completions.py), which both sides score:
-they show updates that were not loaded, or in part. Last, a few tokens sampled again: they show caches of image features,
+they show updates that were not loaded, or in part. Last, a few tokens sampled again show caches of image features,
 keys or values that belong to older weights, and answers to another prompt.
 
 An engine that samples from the learner's own module is sent nothing. There the last two checks are made at the first
