@@ -44,10 +44,7 @@ def stand_in(**fields: Any) -> Any:
     return SimpleNamespace(
         **{
             "accelerator": SimpleNamespace(
-                device=torch.device("cpu"),
-                process_index=0,
-                gather=lambda x: x,
-                reduce=lambda x, reduction: x,
+                device=torch.device("cpu"), process_index=0, gather=lambda x: x, reduce=lambda x, reduction: x
             ),
             "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
             "ref_model": None,

@@ -90,12 +90,7 @@ def test_updates_are_those_of_dense_masks(checkpointing: bool, dtype: str, model
     for attn in ("flex_attention", "sdpa", "dense"):
         config = config_for(
             path,
-            model={
-                "path": str(path),
-                "attn": "sdpa" if attn == "dense" else attn,
-                "dtype": dtype,
-                "device": "cuda",
-            },
+            model={"attn": "sdpa" if attn == "dense" else attn, "dtype": dtype, "device": "cuda"},
             optim={"gradient_checkpointing": checkpointing, "learning_rate": 0.0, "max_grad_norm": 0.0},
         )
         learner = Learner(load_model(config.model, processor.family), processor, config, 10)

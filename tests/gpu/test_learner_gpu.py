@@ -47,9 +47,8 @@ def test_log_probs_are_those_of_products_in_float32_within_the_memory_that_is_co
     logits = h[:64].detach().double() @ w.detach().double().T
     logits[:, banned] = -1e30
     want = logits.log_softmax(-1).gather(1, targets[:64, None])[:, 0]
-    assert (
-        float((logp[:64].detach() - want).abs().max()) < 1e-3
-    )  # products in bfloat16 are 0.25 off, at logits of 60
+    # products in bfloat16 are 0.25 off, at logits of 60
+    assert float((logp[:64].detach() - want).abs().max()) < 1e-3
     assert h.grad is not None and w.grad is not None and not w.grad[banned].any()
 
 

@@ -13,8 +13,7 @@ SCRIPT = Path(__file__).parents[1] / "learner" / "overflows.py"
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_stage_updates_alike(world: int, tmp_path: Path, run_python: Callable[..., None]) -> None:
-    """Of several packs, after a first update without work, with a gradient that is infinite, and with one that is no
-    number."""
+    """Of several packs, after a first update without work, with an infinite gradient, or with NaN."""
     if torch.cuda.device_count() < world:
         pytest.skip("it takes two GPUs")
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world)

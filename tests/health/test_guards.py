@@ -54,10 +54,8 @@ def test_a_sure_policy_may_repeat_itself_and_an_unsure_one_may_not() -> None:
     assert duplicate_completions([sure]) is None and unique_ratio([sure]) == 1 / 8
     different = group(*(completion((7, 8, k), -6.0, k) for k in range(8)))
     assert duplicate_completions([different]) is None and unique_ratio([different]) == 1.0
-    assert (
-        duplicate_completions([different, group(*(completion((7, 8, 9), -6.0, 1) for _ in range(8)))])
-        is not None
-    )
+    copies = group(*(completion((7, 8, 9), -6.0, 1) for _ in range(8)))
+    assert duplicate_completions([different, copies]) is not None
     # three completions twice each, as a shared generator gives
     shared = [completion(tuple(range(k, k + 30)), -40.0, seed) for k in range(3) for seed in (k, k + 3)]
     message = duplicate_completions([group(*shared)])

@@ -138,9 +138,7 @@ def emulation(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.slow
 def test_updates_are_those_of_blocks_and_dense_masks(models: dict[str, Any], emulation: list[int]) -> None:
-    """Recomputed layers see the same segments: a lost mask would change every gradient.
-
-    Of many packs those of `dense` run the prompts again, the others go on from them."""
+    """Of many packs those of `dense` run the prompts again, the others go on from them; recomputed layers too."""
     path = models["qwen3_vl"]  # the text layers of all families call the same kernel
     processor = load_processor(str(path))
     groups = make_groups(processor)
@@ -254,18 +252,13 @@ def test_threads_with_other_settings_share_the_graphs(compiled: CompileCounter) 
 
 @pytest.mark.slow
 def test_a_step_compiles_nothing_more(models: dict[str, Any], compiled: CompileCounter) -> None:
-    """With adapters, whose first layer has no gradient of the keys, recomputed layers, a reference, and prompts that
-    are run apart."""
+    """With adapters (no gradient of the first keys), recomputed layers, a reference, and prompts run apart."""
     path = models["qwen2_5_vl"]
     processor = load_processor(str(path))
     tokens = max(len(g.prompt.token_ids) for g in make_groups(processor)) + 8
     config = config_for(
         path,
-        model={
-            "path": str(path),
-            "attn": "flex_attention",
-            "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]},
-        },
+        model={"attn": "flex_attention", "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]}},
         algorithm={"beta": 0.1},
         optim={"gradient_checkpointing": True, "max_tokens_per_pack": tokens},
     )
@@ -286,9 +279,7 @@ def test_a_kernel_that_is_wrong_is_found_out_and_not_used(
         return flex.fault(device, *shape)
 
     def no_mask(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=options["enable_gqa"]
-        )
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
     def no_gradient_of_values(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return emulated(query, key, value.detach() + 0 * value, **options)

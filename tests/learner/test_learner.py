@@ -279,7 +279,7 @@ def test_groups_that_no_engine_makes_are_one_message(models: dict[str, Any], cha
         (True, "cpu", True, True),
     ],
 )
-def test_checkpointing_is_on_on_a_gpu(asked: bool | None, device: str, able: bool, done: bool) -> None:
+def test_checkpointing_is_default_on_a_gpu(asked: bool | None, device: str, able: bool, done: bool) -> None:
     turned: list[Any] = []
     model = SimpleNamespace(
         device=torch.device(device), supports_gradient_checkpointing=able,

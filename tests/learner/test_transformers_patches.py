@@ -9,12 +9,7 @@ import pytest
 import torch
 from helpers.steps import load
 from torch import nn
-from transformers import (
-    AttentionMaskInterface,
-    LlamaConfig,
-    LlamaModel,
-    modeling_utils,
-)
+from transformers import AttentionMaskInterface, LlamaConfig, LlamaModel, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mm_grpo.learner import transformers_patches as patches
@@ -55,12 +50,8 @@ def test_an_unread_mask_keeps_a_text_model_from_making_one(
     model.config._attn_implementation = patches.PREFIX_ATTENTION
     positions = torch.tensor([[0, 1, 2, 3, 4, 3, 4]])
     mask = patches.unread_mask(torch.device("cpu")) if given else None
-    model(
-        input_ids=torch.zeros(1, 7, dtype=torch.long),
-        position_ids=positions,
-        attention_mask=mask,
-        use_cache=False,
-    )
+    ids = torch.zeros(1, 7, dtype=torch.long)
+    model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
     assert len(calls) == 1 and len(made) == (0 if given else 1)
 
 

@@ -150,13 +150,8 @@ def test_a_twin_that_no_pack_holds_is_left_out(models: dict[str, Any]) -> None:
         share = sum(len(c.token_ids) for s in slots for c in groups[s].completions) / 48
         assert metrics["twin_view/share"] == pytest.approx(share)
     # files that are no larger than what is seen have no other view
-    seen = Learner(
-        sharp(path),
-        load_processor(str(path), max_pixels=LIMIT),
-        config_for(path, algorithm={"twin_view": MORE}),
-        10,
-    )
     processor = load_processor(str(path), max_pixels=LIMIT)
+    seen = Learner(sharp(path), processor, config_for(path, algorithm={"twin_view": MORE}), 10)
     same = [replace(g, prompt=processor.prompt(g.prompt.sample)) for g in groups]
     metrics = seen.update(same).metrics
     assert metrics["twin_view/share"] == 0 and "twin_view/kl" not in metrics

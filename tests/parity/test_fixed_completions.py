@@ -66,9 +66,8 @@ def test_an_update_is_unmoved_when_the_learner_moves_and_the_engine_does_not() -
     before = Scores(values(-1, -2), values(-1, -2.001))
 
     assert unmoved(before, Scores(values(-1.001, -2.001), before.engine))
-    assert not unmoved(
-        before, Scores(values(-1.001, -2.001), values(-1, -2.0011))
-    )  # it moved, however little
+    moved = Scores(values(-1.001, -2.001), values(-1, -2.0011))  # however little
+    assert not unmoved(before, moved)
     assert not unmoved(before, Scores(values(-1 - 1e-7, -2 - 1e-7), before.engine))  # nothing to see
     other = Scores(values(-1, -2, -3), values(-1, -2, -3))
     assert not unmoved(other, Scores(values(-1, -2, -3.1), other.engine))  # one token was rounded otherwise

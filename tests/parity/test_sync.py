@@ -63,13 +63,7 @@ def test_remote_engines_train_as_embedded_ones(models: dict[str, Path], tmp_path
     ],
 )
 def test_an_engine_with_a_fault_stops_its_run(
-    fault: str,
-    guards: dict[str, str],
-    steps: int,
-    words: str,
-    models: dict[str, Path],
-    tmp_path: Path,
-    engine: Any,
+    fault: str, guards: Any, steps: int, words: str, models: dict[str, Path], tmp_path: Path, engine: Any
 ) -> None:
     engine(fault)
     with pytest.raises(GuardStop, match=words):

@@ -48,14 +48,12 @@ def test_arguments_change_the_prompt(thinker: Path) -> None:
     assert text_of(thinker, enable_thinking=False) == plain + "<think>\n\n</think>\n\n"
     assert text_of(thinker, enable_thinking=True) == plain
     assert text_of(thinker, style="open") == plain + "<think>\n"
-    longest = [
-        load_processor(str(thinker), chat_template_kwargs=given).max_prompt_tokens(
-            [{"role": "user", "content": "what"}], 0, row="r"
-        )
-        for given in ({}, {"enable_thinking": False})
+    message = {"role": "user", "content": "what"}
+    processors = [
+        load_processor(str(thinker), chat_template_kwargs=a) for a in ({}, {"enable_thinking": False})
     ]
-    processor = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
-    assert longest[1] == len(processor.prompt(tiny.sample("r", "what")).token_ids) > longest[0]
+    longest = [processor.max_prompt_tokens([message], 0, row="r") for processor in processors]
+    assert longest[1] == len(processors[1].prompt(tiny.sample("r", "what")).token_ids) > longest[0]
 
 
 def test_arguments_change_the_prompt_of_a_twin_too(thinker: Path) -> None:
@@ -68,13 +66,17 @@ def test_arguments_change_the_prompt_of_a_twin_too(thinker: Path) -> None:
 
 
 def test_an_argument_that_is_not_read_is_refused(thinker: Path, models: dict[str, Path]) -> None:
-    near = r"kwargs\.enable_thinkin: .*'enable_thinking'\? .*: enable_thinking, style"
-    with pytest.raises(ConfigError, match=near):
-        load_processor(str(thinker), chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(ConfigError, match=r"does not read 'enable_thinking', .*it reads: none"):
-        load_processor(str(models["qwen2_5_vl"]), chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(ConfigError, match=r"add_generation_prompt: is set for every prompt by the run"):
-        load_processor(str(thinker), chat_template_kwargs={"add_generation_prompt": False})
+    for path, name, words in (
+        (
+            thinker,
+            "enable_thinkin",
+            r"kwargs\.enable_thinkin: .*'enable_thinking'\? .*: enable_thinking, style",
+        ),
+        (models["qwen2_5_vl"], "enable_thinking", "does not read 'enable_thinking', .*it reads: none"),
+        (thinker, "add_generation_prompt", "add_generation_prompt: is set for every prompt by the run"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_processor(str(path), chat_template_kwargs={name: False})
 
 
 def test_a_processor_that_is_passed_in_must_have_the_same(thinker: Path, tmp_path: Path) -> None:

@@ -125,8 +125,7 @@ def narrow(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 0.15)])
 def test_answers_longer_than_a_window(dtype: torch.dtype, limit: float, narrow: Path) -> None:
-    """By one token, at which a first one of their own is out of sight, and by more; and the scale of Gemma's queries:
-    engine, packs and transformers' forward, which is in float32 for both."""
+    """By one token, at which their own first one is out of sight, and by more; transformers' forward is in float32."""
     processor, learner, engine, prompts = sides(narrow, dtype)
     plain = load(narrow)
     sampling = Sampling(WINDOW + 4, temperature=learner.config.rollout.temperature)
@@ -166,8 +165,7 @@ def test_flex_attention_is_refused_where_masks_are_more_than_segments(models: di
 
 @pytest.mark.parametrize("family", DIFFERENT)
 def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -> None:
-    """Else none of the other tests would see a wrong image; also where all are zeros, as the guard against unread
-    images gives them."""
+    """Else no other test would see a wrong image; also on zeros, as the guard against unread images gives them."""
     processor, model = load_processor(str(models[family])), load(models[family])
     engine, answer = TransformersEngine(model, processor), answers_of(processor, 5)[3]
 
@@ -260,10 +258,7 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, largest: float) -> Non
 def test_the_update_equals_that_of_a_plain_loop(
     family: str, shape: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step of a learner, many packs, images shared between them, against every completion on its own.
-
-    By SGD: AdamW's first step divides each gradient by itself, and makes as much of a small one's rounding.
-    """
+    """By SGD: AdamW's first step divides each gradient by itself, and makes as much of a small one's rounding."""
     from mm_grpo.learner import optimizer
 
     monkeypatch.setattr(optimizer, "adamw", lambda params, *_, **__: torch.optim.SGD(params, lr=1.0))

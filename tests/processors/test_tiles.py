@@ -97,13 +97,7 @@ def test_sizes_by_hand(processors: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_limits_are_kept_in_whole_tiles(
-    family: str,
-    limits: dict[str, int],
-    least: int,
-    most: int,
-    size: Any,
-    models: dict[str, Path],
-    tmp_path: Path,
+    family: str, limits: Any, least: int, most: int, size: Any, models: dict[str, Path], tmp_path: Path
 ) -> None:
     processor: Any = load_processor(str(models[family]), **limits)
     assert (processor.min_pixels, processor.max_pixels) == (least, most)

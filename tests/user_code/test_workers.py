@@ -108,11 +108,7 @@ def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("load", "how"),
-    [
-        ("raises", "RuntimeError: no such thing"),
-        ("dies", "exited with code 7"),
-        ("hangs", r"within 0\.5 s"),
-    ],
+    [("raises", "RuntimeError: no such thing"), ("dies", "exited with code 7"), ("hangs", r"within 0\.5 s")],
 )
 def test_a_worker_that_cannot_start(make: Make, monkeypatch: pytest.MonkeyPatch, load: str, how: str) -> None:
     monkeypatch.setattr(module, "START_LIMIT", 0.5 if load == "hangs" else PATIENCE)
