@@ -81,9 +81,7 @@ def test_what_does_not_look_like_an_image(name: str, value: Any) -> None:
     assert len(load_train(config(), [row(image=PICTURE), row(**{name: value})])) == 2
 
 
-def test_unread_images_warn_and_are_not_decoded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unread_images_warn_and_are_not_decoded(caplog: pytest.LogCaptureFixture) -> None:
     broken = {"bytes": b"\x89PNG and no more", "path": None}
     features = datasets.Features(
         {"prompt": datasets.Value("string"), "image": datasets.Image(), "mask": datasets.Image()}

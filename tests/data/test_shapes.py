@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.data.shapes import (
-    BACKGROUND,
-    COLOURS,
-    Scene,
-    Thing,
-    render,
-    scene,
-    shapes_rows,
-)
+from mm_grpo.data.shapes import BACKGROUND, COLOURS, Scene, Thing, render, scene, shapes_rows
 from mm_grpo.errors import DataError
 
 KINDS = ("colour", "shape", "count", "position")
