@@ -34,13 +34,8 @@ GOOD = {"prompt": "what is it", "image": "0.png"}
 
 
 def test_check_lists_every_failing_row(command: Any, config_path: Path) -> None:
-    rows(
-        config_path,
-        {"image": "0.png"},
-        GOOD,
-        {**GOOD, "image": "gone.png"},
-        {"prompt": "x", "images": ["1.png", 5]},
-    )
+    broken = {"prompt": "x", "images": ["1.png", 5]}
+    rows(config_path, {"image": "0.png"}, GOOD, {**GOOD, "image": "gone.png"}, broken)
     result = command("check", config_path)
     assert result.code == 2
     for words in ("rows.jsonl:1", "rows.jsonl:3", "rows.jsonl:4", "3 problem(s)"):
@@ -58,16 +53,10 @@ def test_control_characters_of_data_never_reach_the_terminal(command: Any, confi
         assert not set(both) & set("\x1b\x07\u202e\u2028")
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "recipes",
-        "config",
-        "rewards",
-        "check config.yaml",
-        pytest.param("train config.yaml", marks=pytest.mark.slow),
-    ],
-)
+TRAIN = pytest.param("train config.yaml", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("line", ["recipes", "config", "rewards", "check config.yaml", TRAIN])
 def test_a_reader_that_ends_ends_no_command(line: str, config_path: Path) -> None:
     """As `| head -1` does; a run goes on with a reward that prints, in this process or in one of its own."""
     (config_path.parent / "mine.py").write_text(
@@ -122,9 +111,7 @@ def test_keys_and_passwords_are_nowhere_but_in_the_user_s_config(command: Any, c
     assert wrong.code == 2 and "rewards" in wrong.err and "s3cret" not in wrong.err
 
 
-def test_ctrl_c_before_a_run_is_one_word(
-    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_before_a_run(command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 

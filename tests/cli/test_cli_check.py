@@ -34,9 +34,8 @@ def config_path(config_path: Path, tmp_path: Path) -> Path:
         "async def ask(completion, answer):\n    return float(completion == answer)\n"
         "def broken(completion, answer):\n    raise RuntimeError('judge is down')\n"
     )
-    config_path.write_text(
-        yaml.safe_dump({**yaml.safe_load(config_path.read_text()), "rewards": ["exact_match", "format"]})
-    )
+    values = yaml.safe_load(config_path.read_text()) | {"rewards": ["exact_match", "format"]}
+    config_path.write_text(yaml.safe_dump(values))
     return config_path
 
 
@@ -66,22 +65,17 @@ def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_
     changed.putpixel((0, 0), (1, 2, 3))
     changed.save(config_path.parent / "changed.png")
     url = f"data:image/webp;base64,{base64.b64encode(encoded.getvalue()).decode()}"
-    rows = [
-        ("what is it", "other.bmp"),
-        ("what  is it", url),
-        ("what is it?", "0.png"),
-        ("what is it", "changed.png"),
-    ]
+    texts = ("what is it", "what  is it", "what is it?", "what is it")
+    images = ("other.bmp", url, "0.png", "changed.png")
+    rows = zip(texts, images, strict=True)
     lines = [json.dumps({"prompt": text, "image": image, "answer": "red"}) for text, image in rows]
-    (config_path.parent / "held.jsonl").write_text("\n".join(lines))
-    page = config_path.parent / "page.html"
-    result = command("check", config_path, f"data.eval={config_path.parent}/held.jsonl", "--page", page)
+    heldout, page = config_path.parent / "held.jsonl", config_path.parent / "page.html"
+    heldout.write_text("\n".join(lines))
+    result = command("check", config_path, f"data.eval={heldout}", "--page", page)
     sentence = r"eval: 2 of 4 rows are rows of train too, such as \S*held.jsonl:1, which is \S*rows.jsonl:1"
     assert result.code == 0 and re.search(sentence, result.out) and re.search(sentence, page.read_text())
-    (config_path.parent / "held.jsonl").write_text("\n".join(lines[2:]))
-    assert (
-        "rows of train" not in command("check", config_path, f"data.eval={config_path.parent}/held.jsonl").out
-    )
+    heldout.write_text("\n".join(lines[2:]))
+    assert "rows of train" not in command("check", config_path, f"data.eval={heldout}").out
 
 
 @pytest.mark.slow
@@ -92,26 +86,15 @@ def test_pass_rates_are_printed_and_rows_within_bounds_written(command: Any, con
         "    return float(answer == 'red' and sum(completion_ids) % 2)\n"
     )
     rows, odd = config_path.parent / "kept.jsonl", f"rewards=[{config_path.parent}/odd.py:odd]"
-    asked = (
-        "check",
-        config_path,
-        odd,
-        "--pass-rate",
-        16,
-        "--pass-rate-bounds",
-        0.01,
-        0.99,
-        "--pass-rate-file",
-        rows,
-    )
-    result = command(*asked)
+    options = ("--pass-rate", 16, "--pass-rate-bounds", 0.01, 0.99, "--pass-rate-file", rows)
+    result = command("check", config_path, odd, *options)
     assert result.code == 0 and f"{rows}: 2 rows" in result.out
     assert "pass rates of 4 of 4 rows, 16 answers each: never right 2, sometimes 2, always 0" in result.out
     again = load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": str(rows)}}))
     first = load_train(GRPOConfig.from_yaml(config_path))
     assert [again.sample(at).columns["answer"] for at in (0, 1)] == ["red", "red"]
     assert again.sample(1).images[0].tobytes() == first.sample(2).images[0].tobytes()
-    assert command(*asked).code == 2  # the file stays
+    assert command("check", config_path, odd, *options).code == 2  # the file stays
 
 
 def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, config_path: Path) -> None:
@@ -120,10 +103,8 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, config_path:
     where = [{"prompt": "where", "image": f"{i}.png", "box": [0, 0, 9, 9 + i]} for i in range(3)]
     (folder / "where.jsonl").write_text("".join(json.dumps(row) + "\n" for row in where))
     config = yaml.safe_load(config_path.read_text())
-    config["data"]["train"] = [
-        {"path": "rows.jsonl", "task": "name"},
-        {"path": "where.jsonl", "weight": 3, "task": "where"},
-    ]
+    boxes = {"path": "where.jsonl", "weight": 3, "task": "where"}
+    config["data"]["train"] = [{"path": "rows.jsonl", "task": "name"}, boxes]
     config["rewards"] = [
         {"name": "exact_match", "when": {"task": "name"}, "strip_thinking": True},
         {"name": "iou", "when": {"task": "where"}},
@@ -196,32 +177,27 @@ def test_rewards_that_fail_are_listed_by_row(command: Any, config_path: Path) ->
     assert result.code == 2 and "1 problem(s)" in result.out and "the first rows.jsonl:1: " in result.out
     assert "judge is down" in result.out and "mine.py:6" in result.out and "rows.jsonl:1: " in result.out
     entry = f"rewards=[{config_path.parent}/mine.py:ask]"
-    quiet, called = (
-        command("check", config_path, entry),
-        command("check", config_path, entry, "--call-judges"),
-    )
+    quiet = command("check", config_path, entry)
+    called = command("check", config_path, entry, "--call-judges")
     assert quiet.code == 0 and "not called" in row_of(quiet.out, "train", "ask")[6]
     assert called.code == 0 and row_of(called.out, "train", "ask")[3:6] == ["4", "1 / 1 / 1", "0 / 0 / 0"]
 
 
-def test_missing_images_are_one_cause_that_names_their_folder(
+def test_missing_images_are_one_cause(
     command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(config_path.parent)
-    (config_path.parent / "photos").mkdir()
+    photos = config_path.parent / "photos"
+    photos.mkdir()
     for picture in config_path.parent.glob("*.png"):
-        picture.rename(config_path.parent / "photos" / picture.name)
+        picture.rename(photos / picture.name)
     lost = command("check", config_path)
     assert lost.code == 2 and lost.out.rstrip().endswith("1 problem(s)")
     assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out, lost.out
     assert command("check", config_path, "data.image_dir=photos").code == 0
-    (config_path.parent / "photos" / "2.png").write_bytes(
-        (config_path.parent / "photos" / "2.png").read_bytes()[:200]
-    )
-    drop = ("data.image_dir=photos", "data.on_bad_image=drop")
-    assert (
-        "(data.on_bad_image = drop): 1 of 4" in command("check", config_path, *drop).out
-    )  # shows in decoding alone
+    (photos / "2.png").write_bytes((photos / "2.png").read_bytes()[:200])  # shows in decoding alone
+    drop = command("check", config_path, "data.image_dir=photos", "data.on_bad_image=drop")
+    assert "(data.on_bad_image = drop): 1 of 4" in drop.out
 
 
 def test_an_environment_shows_the_first_picture(command: Any, config_path: Path) -> None:

@@ -40,10 +40,11 @@ class Trained:
         trainer.close()
 
 
+Runs = dict[str, Trained]
+
+
 @pytest.fixture(scope="module")
-def trained(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Trained]]:
+def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     root, work = tmp_path_factory.mktemp("eval"), tmp_path_factory.mktemp("work")
     shutil.copytree(models["qwen2_vl"], work / "model")
     with contextlib.chdir(work):
@@ -52,7 +53,7 @@ def trained(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_s_weights_are_the_learner_s_to_the_bit(kind: str, trained: dict[str, Trained]) -> None:
+def test_a_checkpoint_s_weights_are_the_learner_s_to_the_bit(kind: str, trained: Runs) -> None:
     run = trained[kind]
     last = model_to_evaluate(GRPOConfig.from_yaml(run.config), str(run.folder), "last")
     assert isinstance(last, RunCheckpoint)
@@ -66,9 +67,7 @@ def test_a_checkpoint_s_weights_are_the_learner_s_to_the_bit(kind: str, trained:
     assert any(not torch.equal(start[name], value) for name, value in run.weights.items())
 
 
-def test_a_run_and_its_model_score_as_the_run_did(
-    trained: dict[str, Trained], command: Any, tmp_path: Path
-) -> None:
+def test_a_run_and_its_model_score_as_the_run_did(trained: Runs, command: Any, tmp_path: Path) -> None:
     run = trained["full"]  # the adapters' is below
     named = [(run.config, "--model", run.folder, "--checkpoint", "last"), (run.folder,)]
     for number, model in enumerate([*named, (run.config, "--model", run.folder / "model")]):
@@ -85,7 +84,7 @@ def test_a_run_and_its_model_score_as_the_run_did(
 
 
 def test_an_evaluation_has_pass_at_k_groups_and_a_blind_control(
-    trained: dict[str, Trained], command: Any, tmp_path: Path
+    trained: Runs, command: Any, tmp_path: Path
 ) -> None:
     run, out = trained["full"], tmp_path / "found.json"
     arguments = ["--samples", 4, "--by", "answer", "--blind", "shuffled", "--json", out]
@@ -107,7 +106,7 @@ def test_an_evaluation_has_pass_at_k_groups_and_a_blind_control(
         assert words in done.out
 
 
-def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: dict[str, Trained]) -> None:
+def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: Runs) -> None:
     run = trained["lora"]
     config = GRPOConfig.from_yaml(run.config).with_values({"model.path": str(Path("model").absolute())})
     here = model_to_evaluate(config, str(run.folder))
@@ -118,7 +117,7 @@ def test_a_base_model_that_lies_elsewhere_now_is_the_config_s(trained: dict[str,
 
 
 @pytest.mark.slow
-def test_an_export_is_evaluated_as_the_run(trained: dict[str, Trained], command: Any, tmp_path: Path) -> None:
+def test_an_export_is_evaluated_as_the_run(trained: Runs, command: Any, tmp_path: Path) -> None:
     run = trained["lora"]
     export_run(run.folder, tmp_path / "out")
     found = []
@@ -134,9 +133,7 @@ def test_an_export_is_evaluated_as_the_run(trained: dict[str, Trained], command:
     assert done.code == 2 and "holds adapters without their base model" in done.err
 
 
-def test_a_run_s_own_config_is_read_as_the_run_read_it(
-    trained: dict[str, Trained], command: Any, tmp_path: Path
-) -> None:
+def test_a_run_s_own_config_is_read_as_the_run_read_it(trained: Runs, command: Any, tmp_path: Path) -> None:
     """Its paths start at the working folder, and not beside it, where the run saved a model under the same name."""
     run, copy = trained["lora"], tmp_path / "run"
     shutil.copytree(run.folder, copy)

@@ -51,9 +51,7 @@ def test_the_examples_are_commands_that_parse(name: str) -> None:
             one.make_context(found, rest, parent=context)  # raises what the command line would say
 
 
-def test_the_help_shows_every_command_in_a_group_with_its_whole_sentence(
-    command: Any, monkeypatch: Any
-) -> None:
+def test_the_help_shows_every_command_in_a_group_with_its_sentence(command: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     done = command("--help")
     assert sorted(" ".join(GROUPS.values()).split()) == [name for name in commands() if " " not in name]

@@ -36,9 +36,7 @@ def started(folder: Path, *arguments: object, **env: str) -> Iterator[forkserver
     """`python ARGUMENTS` in a fork; it and its processes are killed when the test goes wrong. See `ended`."""
     known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
     with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
-        process = forkserver.start(
-            arguments, env={**known, **env}, cwd=processes.ROOT, stdout=out, stderr=err
-        )
+        process = forkserver.start(arguments, env=known | env, cwd=processes.ROOT, stdout=out, stderr=err)
     try:
         yield process
     finally:
@@ -116,9 +114,7 @@ def test_a_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(
-    config_path: Path, tmp_path: Path
-) -> None:
+def test_two_processes_make_one_run_that_goes_on_after_a_stop(config_path: Path, tmp_path: Path) -> None:
     """Also where something left aborts the process when the interpreter is taken down, as threads of gloo may do."""
     last = "import os\nclass Last:\n    def __del__(self, abort=os.abort):\n        abort()\nlast = Last()\n"
     (config_path.parent / "mine.py").write_text((config_path.parent / "mine.py").read_text() + last)
@@ -132,9 +128,8 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(
     (newest,) = (run / "checkpoints").iterdir()
     step = int(newest.name[5:])
     lines = err.strip().splitlines()[-3:]
-    assert lines[-1].startswith(f"stopped by {number.name} after step {step}; ") and str(run) in lines[-1], (
-        err
-    )
+    assert lines[-1].startswith(f"stopped by {number.name} after step {step}; "), err
+    assert str(run) in lines[-1], err
     assert err.count("the run ends after this step") == 1 and "Traceback" not in err
     assert (run / "report.html").exists()
     rows = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -149,23 +144,23 @@ def test_two_processes_make_one_run_that_goes_on_when_it_was_stopped(
 @pytest.mark.parametrize(
     ("arguments", "world", "words"),
     [
-        (["--processes", "2", "--smoke"], None, "--processes 2: --smoke runs in one process"),
-        (["--processes", "3"], None, "--processes 3: 2 GPUs are visible here"),
-        (["--processes", "2", "rollout.num_generations=1"], None, "num_generations"),
+        (["--processes", "2", "--smoke"], "", "--processes 2: --smoke runs in one process"),
+        (["--processes", "3"], "", "--processes 3: 2 GPUs are visible here"),
+        (["--processes", "2", "rollout.num_generations=1"], "", "num_generations"),
         (["--processes", "4"], "4", "--processes 4: this process was started by torchrun"),
     ],
 )
 def test_processes_that_cannot_work_are_refused_before_any_starts(
     arguments: list[str],
-    world: str | None,
+    world: str,
     words: str,
     command: Any,
     config_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    if world is not None:
-        monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    if not world:
+        monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(train_module, "launch", lambda *_: pytest.fail("a process was started"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -174,7 +169,7 @@ def test_processes_that_cannot_work_are_refused_before_any_starts(
     assert not (config_path.parent / "run").exists()
 
 
-def test_the_launcher_gets_the_command_again(
+def test_the_launcher_gets_the_command(
     command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -37,10 +37,8 @@ def test_the_memory_of_four_bits_is_that_of_the_estimate() -> None:
     for stated in (held["weights"], sum(held.values())):
         assert f"{stated / 1e9:.1f} GB" in text
     config = load_config("geometry3k", ["qlora"])
-    assert (
-        config.model.quantization == "nf4"
-        and config.model.lora == load_config("geometry3k", ["lora"]).model.lora
-    )
+    assert config.model.quantization == "nf4"
+    assert config.model.lora == load_config("geometry3k", ["lora"]).model.lora
 
 
 @pytest.mark.parametrize(("layer", "size"), [("gpu24", 24), ("gpu48", 48), ("gpu80", 80)])
@@ -73,7 +71,7 @@ def test_a_layer_in_the_run_folder_is_refused(config_path: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("recipe", ["clevr_count", "refcoco_grounding", "mixture"])
-def test_data_that_is_not_there_is_said_with_the_command(
+def test_missing_data_is_said_with_the_command(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -19,9 +19,8 @@ def test_the_list_has_a_line_for_each(command: Any) -> None:
 
 
 def test_a_reward_of_turns_is_tried_on_one_turn(command: Any, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def by_turn(completion, turns):\n    return [len(turn['text']) for turn in turns]\n"
-    )
+    code = "def by_turn(completion, turns):\n    return [len(turn['text']) for turn in turns]\n"
+    (tmp_path / "mine.py").write_text(code)
     place = f"{tmp_path}/mine.py:by_turn"
     result = command("rewards", "try", place, "--completion", "red", "--arg", "per_turn=true")
     assert (result.code, result.out) == (0, "3\n"), result.err
@@ -49,10 +48,11 @@ def test_scores_by_hand(arguments: list[str], score: str, command: Any) -> None:
     assert (result.code, result.out.strip()) == (0, score)
 
 
-@pytest.mark.parametrize(
-    ("kind", "future"), [("str", ""), ("str | None", "from __future__ import annotations\n"), ("", "")]
-)
-def test_a_number_stays_a_text_for_a_reward_that_takes_one(
+FUTURE = "from __future__ import annotations\n"
+
+
+@pytest.mark.parametrize(("kind", "future"), [("str", ""), ("str | None", FUTURE), ("", "")])
+def test_a_number_stays_a_text_for_a_reward_of_texts(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:
     """As the row of docs/data.md has it: "answer": "3"."""
@@ -60,7 +60,6 @@ def test_a_number_stays_a_text_for_a_reward_that_takes_one(
     annotation = f": {kind}" if kind else ""
     body = f"    return float(answer == {value!r} and type(answer) is {type(value).__name__})\n"
     (tmp_path / "mine.py").write_text(f"{future}def mine(completion, answer{annotation}):\n{body}")
-    result = command(
-        "rewards", "try", f"{tmp_path}/mine.py:mine", "--completion", "x", "--column", "answer=3"
-    )
+    place = f"{tmp_path}/mine.py:mine"
+    result = command("rewards", "try", place, "--completion", "x", "--column", "answer=3")
     assert (result.code, result.out.strip()) == (0, "1"), result.err

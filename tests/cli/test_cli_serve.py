@@ -23,12 +23,11 @@ from mm_grpo.rollout.served import launch
 FAKE = Path(__file__).parents[1] / "helpers" / "fake_server_process.py"
 
 
-def test_servers_are_started_with_what_the_run_would_start_vllm_with(
+def test_servers_are_started_with_what_a_run_starts_vllm_with(
     config_path: Path, models: dict[str, Path]
 ) -> None:
-    loaded = load_config(
-        str(config_path), ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"]
-    )
+    fields = ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"]
+    loaded = load_config(str(config_path), fields)
     one, two = serve.server_settings(loaded, 2)
     assert one == two
     assert one.engine.model == str(models["qwen2_5_vl"])
@@ -106,7 +105,7 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
     assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)
 
 
-def test_servers_that_stay_end_with_a_signal(
+def test_servers_end_with_a_signal(
     config_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ended: list[str] = []
@@ -146,10 +145,8 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
     monkeypatch.setattr(train, "servers_for_run", beside)
     monkeypatch.setattr(train, "_train", lambda config, overrides, loaded, *_: asked.append(loaded.rollout))
     monkeypatch.setattr(train, "launch", lambda count, program: asked.append(program) or 0)
-    assert [command("train", config_path, "--serve", 2, *more).code for more in ((), ("--processes", 2))] == [
-        0,
-        0,
-    ]
+    for options in ((), ("--processes", 2)):
+        assert command("train", config_path, "--serve", 2, *options).code == 0
     rollout, _, program, _ = asked
     assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/1"])
     assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/2"]']

@@ -20,21 +20,11 @@ def config(**sections: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({"model": MODEL, **sections})
 
 
-def message(**sections: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        config(**sections)
-    return str(caught.value)
-
-
-# Defaults and help
-
-
 def test_help_names_path_type_default_and_description() -> None:
     by_path = {entry.path: entry for entry in GRPOConfig.field_help()}
     text = "G: completions per prompt, >= 2. Default: 8."
-    assert by_path["rollout.num_generations"] == (
-        "rollout.num_generations", "an integer >= 2", "8", text, True,
-    )  # fmt: skip
+    path = "rollout.num_generations"
+    assert by_path[path] == (path, "an integer >= 2", "8", text, True)
     assert by_path["model.path"][1:3] == ("a path", "required")
     assert by_path["optim.adam_beta1"].type == "a number >= 0 and < 1"
     assert by_path["run.max_steps"][1:3] == ("an integer >= 1 or null", "null")
@@ -64,16 +54,9 @@ def choices(annotation: Any) -> list[str]:
     return [choice for inner in get_args(annotation) if get_args(inner) for choice in choices(inner)]
 
 
-# The tree as a whole
-
-
-def test_a_section_of_comments_alone_changes_nothing_and_one_set_to_nothing_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_section_of_comments_changes_nothing_and_one_set_to_nothing_is_refused(tmp_path: Path) -> None:
     base, layer = tmp_path / "base.yaml", tmp_path / "layer.yaml"
-    base.write_text(
-        "model: {path: m}\nrollout: {num_generations: 2, eval: {top_k: 3}}\noptim:\n  # nothing\n"
-    )
+    base.write_text("model: {path: m}\nrollout: {num_generations: 2, eval: {top_k: 3}}\noptim:\n  # none\n")
     layer.write_text("rollout:\n  # eval\nrun:\n")
     want = config(model={"path": "m"}, rollout={"num_generations": 2, "eval": {"top_k": 3}})
     assert GRPOConfig.from_yaml(base, layers=[layer]) == want
@@ -83,13 +66,10 @@ def test_a_section_of_comments_alone_changes_nothing_and_one_set_to_nothing_is_r
 
 
 def test_all_errors_are_raised_at_once_one_line_each() -> None:
-    lines = message(
-        rollout={"num_generations": 1, "temperature": -1},
-        optim={"learning_rate": -1},
-        run={"seed": "abc", "zeed": 1},
-        learning_rate=1e-5,
-    ).splitlines()
-    assert [re.split(r":? ", line)[0] for line in lines] == [
+    rollout, run = {"num_generations": 1, "temperature": -1}, {"seed": "abc", "zeed": 1}
+    with pytest.raises(ConfigError) as caught:
+        config(rollout=rollout, optim={"learning_rate": -1}, run=run, learning_rate=1e-5)
+    assert [re.split(r":? ", line)[0] for line in str(caught.value).splitlines()] == [
         "num_generations", "rollout.temperature", "optim.learning_rate", "run.seed", "run.zeed", "learning_rate",
     ]  # fmt: skip
 
@@ -105,9 +85,6 @@ def test_all_errors_are_raised_at_once_one_line_each() -> None:
 def test_the_python_constructors_raise_the_same(make: Callable[[], Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}"):
         make()
-
-
-# Changed copies
 
 
 def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
@@ -129,17 +106,11 @@ def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
             made.with_values({path: value})
 
 
-# The sentence
-
-
 def test_the_arithmetic_of_a_step() -> None:
     large = config(rollout={"prompts_per_step": 512}, optim={"updates_per_step": 4})
     assert large.batch_sentence(processes=8) == (
         "512 prompts x 8 generations = 4,096 completions a step on 8 processes -> 4 updates (128 prompts each)"
     )
-    uneven = config(
-        rollout={"prompts_per_step": 10, "num_generations": 4},
-        optim={"updates_per_step": 4},
-        algorithm={"num_iterations": 2},
-    )
+    rollout = {"prompts_per_step": 10, "num_generations": 4}
+    uneven = config(rollout=rollout, optim={"updates_per_step": 4}, algorithm={"num_iterations": 2})
     assert "a step -> 8 updates (2 or 3 prompts each, 2 iterations)" in uneven.batch_sentence()

@@ -46,11 +46,10 @@ def test_a_script_of_trl() -> None:
 
 
 def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> None:
-    found = convert(TRL, devices=2)
-    path = tmp_path / "config.yaml"
-    path.write_text(found.yaml())
-    assert GRPOConfig.from_yaml(path) == GRPOConfig.from_dict(found.values)
-    text = path.read_text()
+    converted = convert(TRL, devices=2)
+    path, text = tmp_path / "config.yaml", converted.yaml()
+    path.write_text(text)
+    assert GRPOConfig.from_yaml(path) == GRPOConfig.from_dict(converted.values)
     assert text.startswith("model:\n  path: Qwen/Q\n")
     assert "\n# Not taken over:\n" in text
     assert "\n#   lora_dropout = 0.05: model.lora has rank, alpha, " in text
@@ -64,9 +63,8 @@ def test_foreign_keys_and_values_are_no_lines_and_no_secrets_of_ours() -> None:
         "hub_token": "abc-def", "wandb_api_key": "abc-def", "vllm_server_base_url": "http://u:abc-def@h/?abc-def",
     }  # fmt: skip
     text = convert(theirs).yaml()
-    expected = convert(
-        {key: theirs[key] for key in ("model_name_or_path", "per_device_train_batch_size")}
-    ).values
+    kept = ("model_name_or_path", "per_device_train_batch_size")
+    expected = convert({key: theirs[key] for key in kept}).values
     assert YAML(typ="safe").load(text) == expected | {"run": {}, "rewards": []}
     assert "abc-def" not in text and "hub_token" in text and "theirs" in text
 
@@ -167,9 +165,8 @@ def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:
         "model_name_or_path": "Qwen/Q", "learning_rate": 1e-5, "use_vllm": True, "num_generations": 4,
         "reward_funcs": ["a.b", "c.d"],
     }  # fmt: skip
-    script.write_text(
-        "A=1 MAX_PIXELS=1003520 NPROC_PER_NODE=2 python -m swift +data.shuffle=true --rlhf_type grpo"
-    )
+    variables = "A=1 MAX_PIXELS=1003520 NPROC_PER_NODE=2"
+    script.write_text(f"{variables} python -m swift +data.shuffle=true --rlhf_type grpo")
     assert read_foreign(script) == {
         "max_pixels": 1003520, "nproc_per_node": 2, "rlhf_type": "grpo", "data.shuffle": True,
     }  # fmt: skip

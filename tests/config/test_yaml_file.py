@@ -26,9 +26,6 @@ def read(file: Path, text: str) -> dict[str, Any]:
     return read_yaml(file)
 
 
-# What YAML means
-
-
 def test_scalars_are_those_of_yaml_1_2(file: Path) -> None:
     as_text = ("12:30", "off", "yes", "none")  # not in YAML 1.1
     other = {
@@ -65,9 +62,6 @@ def test_an_empty_file_and_a_byte_order_mark(file: Path) -> None:
     assert read(file, "\ufeffrun: {seed: 1}\n") == {"run": {"seed": 1}}
 
 
-# Overrides
-
-
 @pytest.mark.parametrize(
     ("override", "path", "value"),
     [
@@ -91,12 +85,7 @@ def test_an_override_sets_one_value(override: str, path: str, value: object) -> 
     assert mapping == {"run": {"seed": 1}, "rewards": [{"name": "iou"}], "model": None}
 
 
-# Paths beside the file
-
-
-def test_paths_beside_the_file_are_found_and_others_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_beside_the_file_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "recipe"
     (folder / "base").mkdir(parents=True)
     for name in ("rows.jsonl", "held.jsonl", "mine.py"):
@@ -117,9 +106,7 @@ def test_paths_beside_the_file_are_found_and_others_left(
     ]  # fmt: skip
 
 
-def test_globs_lists_and_splits_beside_the_file_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_globs_and_splits_beside_the_file_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "a[1]"
     (folder / "saved").mkdir(parents=True)
     (folder / "rows-1.jsonl").touch()
@@ -135,9 +122,6 @@ def test_globs_lists_and_splits_beside_the_file_are_found(
     assert config.rewards == ["iou"]
 
 
-# There and back
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
@@ -146,12 +130,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=15,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mapping=st.dictionaries(st.text(), VALUES, max_size=3))
 def test_any_plain_mapping_reads_back_equal(file: Path, mapping: dict[str, Any]) -> None:
     file.write_text(write_yaml(mapping), encoding="utf-8", newline="")

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
-from mm_grpo.data.sources import load
+from mm_grpo.data.sources import load, load_train
 from mm_grpo.errors import DataError
 
 
@@ -25,11 +25,18 @@ def read(source: Any, **data: Any) -> Rows:
 
 
 def refusal(source: Any, **data: Any) -> str:
+    """The one line of which reading the source ends; `rows_refusal` is the same of training rows, read and checked."""
     with pytest.raises(DataError) as caught:
         read(source, **data)
     message = str(caught.value)
     assert "\n" not in message
     return message
+
+
+def rows_refusal(rows: Any, **data: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_train(config(**data), rows)
+    return str(caught.value)
 
 
 def numbered(*numbers: int) -> list[dict[str, Any]]:

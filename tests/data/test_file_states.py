@@ -49,9 +49,8 @@ def test_rows_whose_file_is_cut_end_in_one_message(tmp_path: Path, kind: str) ->
     if cut is None:  # of an Arrow file, the copy in the library's cache is mapped
         read(str(path), text_only=True)
         (cut,) = (tmp_path / "cache").rglob("*.arrow")
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(path), str(cut)], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", script, str(path), str(cut)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert str(cut) in ended.stdout and "--resume" in ended.stdout
 

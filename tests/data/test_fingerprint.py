@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 from helpers import tiny
 from PIL import Image
+from reading import read
 
-from mm_grpo.config import GRPOConfig
 from mm_grpo.data import dataset as module
-from mm_grpo.data.sources import load
-
-SETTINGS = GRPOConfig.from_dict({"model": {"path": "x"}}).data
 
 
 def of(rows: Any) -> dict[str, Any]:
-    return load(rows, SETTINGS, "train").fingerprint()
+    return read(rows).fingerprint()
 
 
 def row(**changes: Any) -> dict[str, Any]:

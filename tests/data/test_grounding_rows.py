@@ -49,11 +49,11 @@ def test_shared_rows_of_train_and_eval_warn(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "a.png").write_bytes(png())
     (tmp_path / "b.png").write_bytes(png("blue"))
     rows = [{"prompt": p, "image": f"{name}.png", "answer": p} for p in ("?", "!") for name in ("a", "b")]
-    train = str(write_rows(tmp_path / "train.jsonl", *rows[:3]))
-    held_out, mixed = (
-        str(write_rows(tmp_path / f"{name}.jsonl", *of)) for name, of in (("c", rows[3:]), ("m", rows[2:]))
+    parts = {"train": rows[:3], "clean": rows[3:], "mixed": rows[2:]}
+    train, clean, mixed = (str(write_rows(tmp_path / f"{name}.jsonl", *part)) for name, part in parts.items())
+    settings = config(train, eval={"clean": clean, "leaky": mixed})
+    warn_of_shared_rows(load_train(settings), load_eval(settings))
+    (warning,) = caplog.messages
+    assert (
+        warning.startswith("leaky: 1 of 2 rows") and "mixed.jsonl:1" in warning and "train.jsonl:3" in warning
     )
-    made = config(train, eval={"clean": held_out, "leaky": mixed})
-    warn_of_shared_rows(load_train(made), load_eval(made))
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("leaky: 1 of 2 rows") and "m.jsonl:1" in said and "train.jsonl:3" in said

@@ -10,6 +10,7 @@ import datasets
 import pytest
 from PIL import Image
 from reading import config, png, write_rows
+from reading import rows_refusal as refusal
 
 from mm_grpo.data import image_check
 from mm_grpo.data.sources import load_eval, load_train
@@ -18,17 +19,11 @@ from mm_grpo.errors import DataError
 PICTURE = Image.new("RGB", (4, 4), "red")
 
 
-def refusal(rows: Any, **data: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        load_train(config(**data), rows)
-    return str(caught.value)
-
-
 def row(**columns: Any) -> dict[str, Any]:
     return {"prompt": "what is it", "answer": "a", **columns}
 
 
-def held(kind: str, rows: list[dict[str, Any]], folder: Path) -> Any:
+def stored(kind: str, rows: list[dict[str, Any]], folder: Path) -> Any:
     if kind == "list":
         return rows
     if kind == "jsonl":
@@ -38,13 +33,13 @@ def held(kind: str, rows: list[dict[str, Any]], folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["list", "jsonl", "dataset"])
 def test_rows_whose_images_are_not_read_are_refused_whatever_holds_them(kind: str, tmp_path: Path) -> None:
-    rows = held(kind, [row(file_name="a.png"), row(file_name="b.png")], tmp_path)
+    rows = stored(kind, [row(file_name="a.png"), row(file_name="b.png")], tmp_path)
     message = refusal(rows)
     assert "the column 'file_name' looks like images and is not read" in message
     assert "data.columns.images=file_name" in message and "data.text_only=true" in message
     assert len(load_train(config(text_only=True), rows)) == 2
     assert load_train(config(columns={"images": "file_name"}), rows).fields(1).images == ("b.png",)
-    without = held(kind, [row(), row()], tmp_path)
+    without = stored(kind, [row(), row()], tmp_path)
     assert "no row has an image (rows looked at: 2 of 2" in refusal(without)
     with pytest.raises(DataError, match=r"^test: no row has an image"):
         load_eval(config(), {"test": without})
@@ -81,13 +76,10 @@ def test_what_does_not_look_like_an_image(name: str, value: Any) -> None:
     assert len(load_train(config(), [row(image=PICTURE), row(**{name: value})])) == 2
 
 
-def test_unread_images_warn_and_are_not_decoded(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_unread_images_warn_and_are_not_decoded(caplog: pytest.LogCaptureFixture) -> None:
     broken = {"bytes": b"\x89PNG and no more", "path": None}
-    features = datasets.Features(
-        {"prompt": datasets.Value("string"), "image": datasets.Image(), "mask": datasets.Image()}
-    )
+    image = datasets.Image()
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": image, "mask": image})
     rows = {"prompt": ["?"] * 3, "image": [{"bytes": png(), "path": None}] * 3, "mask": [broken] * 3}
     dataset = datasets.Dataset.from_dict(rows, features=features)
     with caplog.at_level(logging.WARNING):

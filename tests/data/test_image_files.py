@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from reading import config
 
-from mm_grpo.config import GRPOConfig
 from mm_grpo.data import image_files
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
@@ -32,10 +32,6 @@ def rows(folder: Path, count: int = 12, bad: Any = ()) -> list[dict[str, Any]]:
             path.unlink() if bad[i] is None else path.write_bytes(bad[i])
         made.append({"prompt": "?", "image": str(path), "n": i})
     return made
-
-
-def config(**data: Any) -> GRPOConfig:
-    return GRPOConfig.from_dict({"model": {"path": "m"}, "data": data})
 
 
 def dataset(given: Any) -> Rows:

@@ -14,14 +14,10 @@ from mm_grpo.data import load, write_jsonl
 from mm_grpo.errors import DataError
 
 
-def encoded(kind: str) -> bytes:
-    buffer = BytesIO()
-    tiny.picture(3).save(buffer, format=kind)
-    return buffer.getvalue()
-
-
 def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
-    jpeg = encoded("JPEG")
+    file = BytesIO()
+    tiny.picture(3).save(file, "JPEG")
+    jpeg = file.getvalue()
     rows = [
         {"prompt": "é?", "image": tiny.picture(1), "answer": 3},
         {"prompt": "b", "image": {"bytes": jpeg, "path": "of/the/hub.jpg"}, "answer": None},

@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import tiny
 from reading import config
+from reading import rows_refusal as refusal
 
 from mm_grpo.data.rows import read_row
 from mm_grpo.data.sources import load_train
@@ -27,12 +28,6 @@ TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": 
 
 def read(row: dict[str, Any], **options: Any) -> Any:
     return read_row(row, row_name="row 3", **options)
-
-
-def refusal(rows: Any, **data: Any) -> str:
-    with pytest.raises(DataError) as caught:
-        load_train(config(**data), rows if isinstance(rows, list) else [rows])
-    return str(caught.value)
 
 
 # Three conversations: the text, in which {0} stands for a picture, the pictures, the answer.
@@ -145,11 +140,9 @@ def test_turns_and_a_system_message_in_the_layouts_that_have_them() -> None:
         assert fields.messages[1]["content"] == [IMAGE, {"type": "text", "text": "What is it?"}]
 
 
-# Sets as they are published: their columns and forms, with pictures and texts of our own
-
 PNG = {"bytes": png(1), "path": None}
 PUBLISHED: dict[str, tuple[str, dict[str, Any], Any, str]] = {
-    # the file, a row, what is asked last, and the answer
+    # columns and forms of published sets, with our pictures and texts: the file, a row, the last question, the answer
     "hiyouga/geometry3k": (
         "data.parquet",
         {"images": [PNG], "problem": "<image>What is the length of AB?", "answer": "3 \\sqrt { 5 }"},
@@ -201,7 +194,7 @@ def test_dotted_columns_reach_into_mappings_and_lists(tmp_path: Path) -> None:
     set_of = load_train(config(columns=names), [row, {**row, "meta": None}])
     assert set_of.fields(0).columns == {"answer": "left", "box": [1, 2, 3, 4], "n": 5, "meta": meta}
     assert set_of.fields(1).columns == {"answer": None, "box": None, "n": 5, "meta": None}
-    message = refusal(row, columns={"prompt": "question", "answer": "meta.gold.txt"})
+    message = refusal([row], columns={"prompt": "question", "answer": "meta.gold.txt"})
     assert "data.columns.answer is 'meta.gold.txt'" in message and "'meta.gold.text'" in message
     message = refusal([row, {**row, "meta": "left"}], columns=names)
     assert message.startswith("train row 1: data.columns.answer is 'meta.gold.text', and 'meta' is a str")
@@ -220,7 +213,7 @@ def test_a_reply_is_the_answer_unless_the_config_names_another() -> None:
 
 def test_two_columns_that_may_be_the_prompt_are_refused() -> None:
     row = {"prompt": "Think. What?", "problem": "What?", "image": "a.png", "solution": "<answer>1</answer>"}
-    message = refusal(row)
+    message = refusal([row])
     assert "'prompt' and 'problem'" in message and "data.columns.prompt=problem" in message
     named = {name: read(row, columns={"prompt": name}) for name in ("prompt", "problem")}
     assert named["prompt"].messages[0]["content"][1]["text"] == "Think. What?"

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 from PIL import Image
-from reading import config
+from reading import config, write_rows
 
 from mm_grpo import GRPOConfig
 from mm_grpo.build import plan_run
@@ -18,7 +18,7 @@ from mm_grpo.data import Mixture
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.run.inputs import inputs_of
+from mm_grpo.run.inputs import inputs_of, refuse_inputs
 
 BOXES = [{"prompt": f"Where is {i}?", "image": "a.png", "box": [0, 0, i, 1]} for i in range(3)]
 COUNTS = [{"question": f"How many {i}?", "picture": "b.png", "label": str(i)} for i in range(2)]
@@ -28,10 +28,8 @@ COUNTS = [{"question": f"How many {i}?", "picture": "b.png", "label": str(i)} fo
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """boxes/rows.jsonl and counts/rows.jsonl, each with its images beside it."""
     for name, rows, colour in (("boxes", BOXES, "red"), ("counts", COUNTS, "blue")):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        Image.new("RGB", (8, 8), colour).save(folder / ("a.png" if name == "boxes" else "b.png"))
+        file = write_rows(tmp_path / name / "rows.jsonl", *rows)
+        Image.new("RGB", (8, 8), colour).save(file.with_name("a.png" if name == "boxes" else "b.png"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -109,8 +107,6 @@ def test_paths_of_entries_start_at_the_config_file(files: Path, monkeypatch: pyt
     inputs = [path for field, path in inputs_of(read) if field == "data.train"]
     assert inputs == [f"{files}/boxes/rows.jsonl", f"{files}/boxes", f"{files}/counts/rows.jsonl"]
     with pytest.raises(ConfigError, match=r"lies in run.dir"):
-        from mm_grpo.run.inputs import refuse_inputs
-
         refuse_inputs(files, inputs_of(read))
 
 
@@ -157,8 +153,7 @@ def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Pat
     assert of(two()) == of([boxes | {"weight": 6}, counts]) == first  # the ratio counts
     for other in (two(weight=2), two(task="other"), two()[::-1]):
         assert of(other) != first
-    changed = [COUNTS[0], COUNTS[1] | {"label": "7"}]
-    (files / "counts" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    write_rows(files / "counts" / "rows.jsonl", COUNTS[0], COUNTS[1] | {"label": "7"})
     other = of(two())
     assert [a == b for a, b in zip(first["sources"], other["sources"], strict=True)] == [True, False]
 

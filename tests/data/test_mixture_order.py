@@ -11,9 +11,9 @@ from mm_grpo.data.mixture_order import MixtureOrder, Turns
 
 
 def order(
-    sizes: list[int], weights: list[float], prompts: int, seed: int = 3, shuffle: bool = True
+    sizes: list[int], weights: list[float], prompts: int, seed: int = 3, **options: bool
 ) -> MixtureOrder:
-    return MixtureOrder(sizes, weights, [f"s{i}" for i in range(len(sizes))], prompts, seed, shuffle)
+    return MixtureOrder(sizes, weights, [f"s{i}" for i in range(len(sizes))], prompts, seed, **options)
 
 
 def source_of(sizes: list[int], row: int) -> int:
@@ -46,9 +46,8 @@ def test_no_source_is_ever_a_prompt_off_its_share(weights: list[int]) -> None:
     later = 7 * total + total // 2  # the turns begin again, and need not be made one by one
     source, draw = Turns(weights).place(later)
     assert (source, draw - 7 * weights[source]) == turns.place(total // 2)
-    assert Turns(weights).counts(later) == [
-        7 * w + c for w, c in zip(weights, turns.counts(total // 2), strict=True)
-    ]
+    half = turns.counts(total // 2)
+    assert Turns(weights).counts(later) == [7 * w + c for w, c in zip(weights, half, strict=True)]
 
 
 def test_steps_hold_exact_shares_in_an_order_that_strides_do_not_alias() -> None:

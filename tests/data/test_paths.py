@@ -50,7 +50,7 @@ def test_several_splits_are_read_by_their_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "given", "words"),
+    ("files", "end", "words"),
     [
         (["train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"], "", ("several", "test, train", "SPLIT")),
         (["train.jsonl", "test.jsonl"], ":val", ("'val'", "'test.jsonl'", "'train.jsonl'")),
@@ -58,12 +58,10 @@ def test_several_splits_are_read_by_their_names(tmp_path: Path) -> None:
         (["train.jsonl"], "/trian.jsonl", ("trian.jsonl", "'train.jsonl'")),
     ],
 )  # fmt: skip
-def test_mixed_files_are_refused(
-    files: list[str], given: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_mixed_files_are_refused(files: list[str], end: str, words: tuple[str, ...], tmp_path: Path) -> None:
     for name in files:
         jsonl(tmp_path / "d" / name, 0)
-    message = refusal(f"{tmp_path}/d{given}")
+    message = refusal(f"{tmp_path}/d{end}")
     assert message.startswith("train: ") and all(word in message for word in words), message
 
 
@@ -77,10 +75,7 @@ def test_mixed_files_are_refused(
         (["00000-of-00002-0123456789abcdef"], "00001-of-00002"),
         (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00003"], "set of "),
         (["train-00000-of-00002", "train-00001-of-00002", "train-00002-of-00002"], "train-00002-of-00002"),
-        (
-            ["train-00000-of-00002", "train-00001-of-00002", "train-00001-of-00002-0123456789abcdef"],
-            "train-00000-of-00002",
-        ),
+        (["x-00000-of-00002", "x-00001-of-00002", "x-00001-of-00002-0123456789abcdef"], "x-00000-of-00002"),
     ],
 )
 def test_incomplete_shards_are_refused(names: list[str], word: str, suffix: str, tmp_path: Path) -> None:

@@ -116,7 +116,6 @@ def test_columns_are_renamed() -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named(row: Any, words: tuple[str, ...]) -> None:
-    options = row.pop("options", {})
     with pytest.raises(DataError, match=r"^row 3: ") as caught:
-        read(row, **options)
+        read(row)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from mm_grpo.data.shapes import (
-    BACKGROUND,
-    COLOURS,
-    Scene,
-    Thing,
-    render,
-    scene,
-    shapes_rows,
-)
+from mm_grpo.data.shapes import BACKGROUND, COLOURS, Scene, Thing, render, scene, shapes_rows
 from mm_grpo.errors import DataError
 
 KINDS = ("colour", "shape", "count", "position")
@@ -26,19 +18,10 @@ BLUE_SQUARE = Thing("blue", "square", x=700, y=400, radius=200)
 
 def painted(picture: Any, inside: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """The box of the pixels that are not background, within a region."""
-    region = picture.crop(inside)
-    points = [
-        (x, y)
-        for x in range(region.width)
-        for y in range(region.height)
-        if region.getpixel((x, y)) != BACKGROUND
-    ]
-    return (
-        min(x for x, _ in points) + inside[0],
-        min(y for _, y in points) + inside[1],
-        max(x for x, _ in points) + inside[0] + 1,
-        max(y for _, y in points) + inside[1] + 1,
-    )
+    left, top, right, bottom = inside
+    pixels = itertools.product(range(left, right), range(top, bottom))
+    xs, ys = zip(*[at for at in pixels if picture.getpixel(at) != BACKGROUND], strict=True)
+    return min(xs), min(ys), max(xs) + 1, max(ys) + 1
 
 
 def test_colours_and_shapes_are_where_the_scene_says() -> None:

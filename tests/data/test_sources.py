@@ -71,9 +71,8 @@ def test_json_is_a_list_or_an_object_with_one(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    path.write_bytes(
-        '\ufeffprompt,image,answer,note\r\n"What, then?",a.png,007,\r\n?,,"two\nlines",x\r\n'.encode()
-    )
+    text = '\ufeffprompt,image,answer,note\r\n"What, then?",a.png,007,\r\n?,,"two\nlines",x\r\n'
+    path.write_bytes(text.encode())
     dataset = read(path)
     assert dataset.fields(0).columns == {"answer": "007", "note": None}
     assert (dataset.fields(0).images, dataset.fields(1).images) == (("a.png",), ())
@@ -111,9 +110,8 @@ def test_rows_in_memory() -> None:
 def test_rows_are_made_by_a_function_of_a_file_beside_the_config(tmp_path: Path) -> None:
     code = "def rows(size, word='red'):\n    return [{'prompt': f'{word} {n}', 'answer': n} for n in range(size)]\n"
     (tmp_path / "own.py").write_text(code)
-    (tmp_path / "config.yaml").write_text(
-        "model: {path: m}\ndata: {train: {task: 'own.py:rows', size: 3}, text_only: true}"
-    )
+    text = "model: {path: m}\ndata: {train: {task: 'own.py:rows', size: 3}, text_only: true}"
+    (tmp_path / "config.yaml").write_text(text)
     made = GRPOConfig.from_yaml(tmp_path / "config.yaml")
     assert [row["answer"] for row in load_train(made).columns_of_rows()] == [0, 1, 2]
     for task, named in (("own.py:rows", "'colour'"), ("own.py:lines", "own.py"), ("none.py:rows", "none.py")):
