@@ -113,9 +113,8 @@ def test_a_config_of_ms_swift() -> None:
     }  # fmt: skip
     found = convert(swift)
     lora = {"rank": 8, "alpha": 32}
-    assert found.values["optim"] == {
-        "updates_per_step": 1, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
-    }  # fmt: skip
+    schedule = {"updates_per_step": 1, "lr_scheduler_type": "cosine"}
+    assert found.values["optim"] == {**schedule, "weight_decay": 0.1, "adam_beta2": 0.95}
     # 16 completions an update: 2 accumulated batches of 8 are 2 groups of 8
     assert found.values["rollout"] == {"prompts_per_step": 2, "temperature": 0.9}
     assert found.values["algorithm"] == {"beta": 0.04}

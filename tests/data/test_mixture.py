@@ -99,10 +99,8 @@ def test_paths_of_entries_start_at_the_config_file(files: Path, monkeypatch: pyt
     config([{"path": "boxes/rows.jsonl", "weight": 3, "image_dir": "boxes"}, "counts/rows.jsonl"]).save(file)
     monkeypatch.chdir("/")
     read = GRPOConfig.from_yaml(file, ["data.train.0.weight=2"])
-    assert read.data.train == [
-        {"path": f"{files}/boxes/rows.jsonl", "weight": 2, "image_dir": f"{files}/boxes"},
-        f"{files}/counts/rows.jsonl",
-    ]
+    boxes = {"path": f"{files}/boxes/rows.jsonl", "weight": 2, "image_dir": f"{files}/boxes"}
+    assert read.data.train == [boxes, f"{files}/counts/rows.jsonl"]
     assert read.from_dict(read.model_dump()) == read
     inputs = [path for field, path in inputs_of(read) if field == "data.train"]
     assert inputs == [f"{files}/boxes/rows.jsonl", f"{files}/boxes", f"{files}/counts/rows.jsonl"]

@@ -108,10 +108,8 @@ def folder_of(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     @cache
     def run(kind: str, world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{kind}-{world}") / "run"
-        config, output = (
-            write_config(models["qwen2_5_vl"], folder, **KINDS[kind][0]),
-            folder.parent / "output",
-        )
+        output = folder.parent / "output"
+        config = write_config(models["qwen2_5_vl"], folder, **KINDS[kind][0])
         assert launched(config, world, output, deadline=280) == [0] * world, processes.outputs(output, world)
         return folder
 

@@ -91,10 +91,8 @@ def in_turns(group: Group) -> Group:
 
 def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
     """`optimizer` is sgd (at rate 1) or adamw; `config` are sections laid over what is here."""
-    prompts, rate = (
-        len(SETS[case.get("set", "even")].ljust(4)),
-        1.0 if case.get("optimizer") == "sgd" else 0.1,
-    )
+    prompts = len(SETS[case.get("set", "even")].ljust(4))
+    rate = 1.0 if case.get("optimizer") == "sgd" else 0.1
     values = {
         "rollout": {"prompts_per_step": prompts, "num_generations": GENERATIONS, "max_completion_length": 8},
         "optim": {"learning_rate": rate, "adam_epsilon": 1e-4, "max_grad_norm": 0.0},
