@@ -50,7 +50,7 @@ def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
     fake_scores(monkeypatch, ACCURACIES)
     summary = run(model, tmp_path / "run", 5, 4, eval={"only": ROWS[:1]})
     assert summary["best_step"] == 2
-    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000005"]
 
 
 def run(model: Path, folder: Path, steps: int, save_every: int = 1, **options: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run(model: Path, folder: Path, steps: int, save_every: int = 1, **options: A
     return GRPOTrainer(config, train=ROWS, rewards=[length], **options).train()
 
 
-def kept(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
@@ -75,7 +75,7 @@ def test_the_best_is_kept_over_a_resume(model: Path, tmp_path: Path, monkeypatch
     fake_scores(monkeypatch, ACCURACIES, sets=2)
     summary = run(model, tmp_path / "run", 3)
     assert (summary["score_best"], summary["best_step"], summary["score_after"]) == (0.9, 2, 0.9)
-    assert kept(tmp_path / "run") == ["step-000002", "step-000003"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000003"]
     assert extra_of(tmp_path / "run", 3)["best"] == {"score": 0.9, "step": 2}
 
     run(model, tmp_path / "run", 5, resume=True)
@@ -85,7 +85,7 @@ def test_the_best_is_kept_over_a_resume(model: Path, tmp_path: Path, monkeypatch
     scores = {when: evaluation["score"] for when, evaluation in summary["first_set"].items()}
     assert scores == {"before": 0.2, "best": 0.9, "after": 0.3}
     assert evaluated_steps(RunPaths(tmp_path / "run")) == [0, 2, 5]
-    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000005"]
     assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
 
 
