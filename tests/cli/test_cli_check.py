@@ -24,10 +24,8 @@ from mm_grpo.preflight.check import check_config
 @pytest.fixture
 def config_path(config_path: Path, tmp_path: Path) -> Path:
     """The config with rows whose answers are colours, built-in rewards, and rewards in a Python file."""
-    rows = [
-        {"prompt": "what is it", "image": f"{i}.png", "answer": answer}
-        for i, answer in enumerate(["red", "blue", "red", "green"])
-    ]
+    answers = enumerate(["red", "blue", "red", "green"])
+    rows = [{"prompt": "what is it", "image": f"{i}.png", "answer": answer} for i, answer in answers]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mine.py").write_text(
         "def mine(completion, answer):\n    return float(completion == answer and answer != 'blue')\n"
@@ -105,10 +103,8 @@ def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, config_path:
     config = yaml.safe_load(config_path.read_text())
     boxes = {"path": "where.jsonl", "weight": 3, "task": "where"}
     config["data"]["train"] = [{"path": "rows.jsonl", "task": "name"}, boxes]
-    config["rewards"] = [
-        {"name": "exact_match", "when": {"task": "name"}, "strip_thinking": True},
-        {"name": "iou", "when": {"task": "where"}},
-    ]
+    exact = {"name": "exact_match", "when": {"task": "name"}, "strip_thinking": True}
+    config["rewards"] = [exact, {"name": "iou", "when": {"task": "where"}}]
     config_path.write_text(yaml.safe_dump(config))
     result = command("check", config_path)
     assert result.code == 0, result.out
@@ -183,9 +179,7 @@ def test_rewards_that_fail_are_listed_by_row(command: Any, config_path: Path) ->
     assert called.code == 0 and row_of(called.out, "train", "ask")[3:6] == ["4", "1 / 1 / 1", "0 / 0 / 0"]
 
 
-def test_missing_images_are_one_cause(
-    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_images_are_one_cause(command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config_path.parent)
     photos = config_path.parent / "photos"
     photos.mkdir()

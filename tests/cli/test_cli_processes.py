@@ -169,9 +169,7 @@ def test_processes_that_cannot_work_are_refused_before_any_starts(
     assert not (config_path.parent / "run").exists()
 
 
-def test_the_launcher_gets_the_command(
-    command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_launcher_gets(command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     calls: list[Any] = []
     monkeypatch.setattr(train_module, "launch", lambda *given: calls.append(given) or 3)

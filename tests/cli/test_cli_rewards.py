@@ -52,7 +52,7 @@ FUTURE = "from __future__ import annotations\n"
 
 
 @pytest.mark.parametrize(("kind", "future"), [("str", ""), ("str | None", FUTURE), ("", "")])
-def test_a_number_stays_a_text_for_a_reward_of_texts(
+def test_numbers_stay_texts_for_a_reward_of_texts(
     kind: str, future: str, command: Any, tmp_path: Path
 ) -> None:
     """As the row of docs/data.md has it: "answer": "3"."""

@@ -23,9 +23,7 @@ from mm_grpo.rollout.served import launch
 FAKE = Path(__file__).parents[1] / "helpers" / "fake_server_process.py"
 
 
-def test_servers_are_started_with_what_a_run_starts_vllm_with(
-    config_path: Path, models: dict[str, Path]
-) -> None:
+def test_servers_are_started_with_the_settings_of_vllm(config_path: Path, models: dict[str, Path]) -> None:
     fields = ["data.max_pixels=3136", "rollout.vllm.engine_kwargs={max_num_seqs: 7}"]
     loaded = load_config(str(config_path), fields)
     one, two = serve.server_settings(loaded, 2)
@@ -105,9 +103,7 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
     assert not any(Path(url.removeprefix("unix://")).exists() for url in urls)
 
 
-def test_servers_end_with_a_signal(
-    config_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_servers_end_at_a_signal(config_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ended: list[str] = []
 
     @contextmanager

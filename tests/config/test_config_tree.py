@@ -88,12 +88,12 @@ def test_the_python_constructors_raise_the_same(make: Callable[[], Any], named: 
 
 
 def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
-    made = config(data={"min_pixels": 5})
-    changed = made.with_values({"optim.learning_rate": 1e-5, "model.lora.rank": 4, "rewards": ["iou"]})
+    original = config(data={"min_pixels": 5})
+    changed = original.with_values({"optim.learning_rate": 1e-5, "model.lora.rank": 4, "rewards": ["iou"]})
     assert (changed.optim.learning_rate, changed.rewards) == (1e-5, ["iou"])
     assert changed.model.lora is not None and changed.model.lora.rank == 4
-    assert made == config(data={"min_pixels": 5})
-    assert made.optim.with_values({"learning_rate": 2.0}) == OptimConfig(learning_rate=2.0)
+    assert original == config(data={"min_pixels": 5})
+    assert original.optim.with_values({"learning_rate": 2.0}) == OptimConfig(learning_rate=2.0)
     for path, value, named in (
         ("optim.learning_rate", -1, "optim.learning_rate = -1"),
         ("optim.learning_rte", 1, "optim.learning_rte: .*optim.learning_rate"),
@@ -103,7 +103,7 @@ def test_a_changed_copy_is_checked_and_the_first_one_stays() -> None:
         ("optim.updates_per_step", 33, "optim.updates_per_step = 33: .*rollout.prompts_per_step"),
     ):
         with pytest.raises(ConfigError, match=f"^{named}"):
-            made.with_values({path: value})
+            original.with_values({path: value})
 
 
 def test_the_arithmetic_of_a_step() -> None:

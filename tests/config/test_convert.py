@@ -27,9 +27,9 @@ TRL: dict[str, Any] = {
 
 
 def test_a_script_of_trl() -> None:
-    found = convert(TRL, devices=2)
+    converted = convert(TRL, devices=2)
     # 8 x 4 x 2 = 64 completions a step are 8 groups; 4 micro-steps by 2 make 2 updates, twice over: 4 a step
-    assert found.values == {
+    assert converted.values == {
         "model": {"path": "Qwen/Q", "dtype": "bfloat16",
                   "lora": {"rank": 64, "alpha": 128, "target_modules": ["q_proj"]}},
         "data": {"train": "owner/set:main:train", "eval": "owner/set:main:test"},
@@ -41,8 +41,8 @@ def test_a_script_of_trl() -> None:
         "optim": {"updates_per_step": 2, "learning_rate": 1e-5, "warmup_steps": 40, "lr_scheduler_type": "cosine"},
         "run": {"dir": "runs/vlm", "eval_every": 20, "max_steps": 100, "save_every": 25, "trackers": ["wandb"]},
     }  # fmt: skip
-    assert set(found.omitted) == {"attn_implementation", "lora_dropout", "logging_steps"}
-    assert "write auto" in found.omitted["attn_implementation"]
+    assert set(converted.omitted) == {"attn_implementation", "lora_dropout", "logging_steps"}
+    assert "write auto" in converted.omitted["attn_implementation"]
 
 
 def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> None:
@@ -70,13 +70,13 @@ def test_foreign_keys_and_values_are_no_lines_and_no_secrets_of_ours() -> None:
 
 
 def test_what_trl_does_by_default_is_written_out() -> None:
-    found = convert({"learning_rate": 1e-6})
-    assert found.values == {
+    converted = convert({"learning_rate": 1e-6})
+    assert converted.values == {
         "optim": {"learning_rate": 1e-6, "updates_per_step": 1, "lr_scheduler_type": "linear"},
         "rollout": {"prompts_per_step": 1},
         "model": {"path": NO_MODEL},
     }
-    assert {note.partition(":")[0] for note in found.notes} == {
+    assert {note.partition(":")[0] for note in converted.notes} == {
         "rollout.prompts_per_step", "optim.updates_per_step", "optim.lr_scheduler_type", "run.max_steps", "model.path",
         "rewards",
     }  # fmt: skip
@@ -100,9 +100,9 @@ def test_what_is_left_out_has_a_reason(given: dict[str, Any], key: str, why: str
 
 
 def test_a_value_that_does_not_go_together_with_the_others_is_left_out() -> None:
-    found = convert({"dataset_name": "a.jsonl", "delta": 1.1})
-    assert found.omitted["delta"].startswith("algorithm.delta = 1.1: ")
-    assert found.values["algorithm"] == {} and found.values["data"] == {"train": "a.jsonl"}
+    converted = convert({"dataset_name": "a.jsonl", "delta": 1.1})
+    assert converted.omitted["delta"].startswith("algorithm.delta = 1.1: ")
+    assert converted.values["algorithm"] == {} and converted.values["data"] == {"train": "a.jsonl"}
 
 
 def test_a_config_of_ms_swift() -> None:
@@ -111,18 +111,17 @@ def test_a_config_of_ms_swift() -> None:
         "target_modules": "all-linear", "dataset": ["a.jsonl"], "torch_dtype": "bfloat16", "freeze_vit": True,
         "per_device_train_batch_size": 8, "reward_funcs": ["format"], "max_steps": 10,
     }  # fmt: skip
-    found = convert(swift)
+    converted = convert(swift)
     lora = {"rank": 8, "alpha": 32}
-    assert found.values["optim"] == {
-        "updates_per_step": 1, "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
-    }  # fmt: skip
+    schedule = {"updates_per_step": 1, "lr_scheduler_type": "cosine"}
+    assert converted.values["optim"] == {**schedule, "weight_decay": 0.1, "adam_beta2": 0.95}
     # 16 completions an update: 2 accumulated batches of 8 are 2 groups of 8
-    assert found.values["rollout"] == {"prompts_per_step": 2, "temperature": 0.9}
-    assert found.values["algorithm"] == {"beta": 0.04}
+    assert converted.values["rollout"] == {"prompts_per_step": 2, "temperature": 0.9}
+    assert converted.values["algorithm"] == {"beta": 0.04}
     model = {"path": "Qwen/Q", "lora": lora, "dtype": "bfloat16", "freeze_vision": True}
-    assert found.values["model"] == model and found.values["run"] == {"max_steps": 10}
-    assert found.values["data"] == {"train": ["a.jsonl"]} and found.values["rewards"] == ["format"]
-    assert list(found.omitted) == ["rlhf_type"]
+    assert converted.values["model"] == model and converted.values["run"] == {"max_steps": 10}
+    assert converted.values["data"] == {"train": ["a.jsonl"]} and converted.values["rewards"] == ["format"]
+    assert list(converted.omitted) == ["rlhf_type"]
     full = convert({"rlhf_type": "grpo", "tuner_type": "full"}).values
     assert "lora" not in full["model"] and full["optim"]["learning_rate"] == 1e-5
 
@@ -140,19 +139,19 @@ def test_a_config_of_verl() -> None:
         "critic": {"model": {"path": "Qwen/C"}},
         "trainer": {"save_freq": 20, "total_epochs": 15},
     }
-    found = convert(verl)
+    converted = convert(verl)
     rollout = {"prompts_per_step": 16, "max_completion_length": 256, "num_generations": 5}
-    assert found.values["rollout"] == {**rollout, "eval": {"num_generations": 4, "temperature": 1.0}}
-    assert found.values["model"] == {"path": "Qwen/Q"}
-    assert found.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
-    assert found.values["algorithm"] == {"epsilon_high": 0.28}
-    assert found.values["data"] == {"train": "t.parquet", "max_prompt_length": 99}
-    assert found.values["run"] == {"save_every": 20}
-    assert list(found.omitted) == [
+    assert converted.values["rollout"] == {**rollout, "eval": {"num_generations": 4, "temperature": 1.0}}
+    assert converted.values["model"] == {"path": "Qwen/Q"}
+    assert converted.values["optim"] == {"gradient_checkpointing": True, "learning_rate": 1e-6}
+    assert converted.values["algorithm"] == {"epsilon_high": 0.28}
+    assert converted.values["data"] == {"train": "t.parquet", "max_prompt_length": 99}
+    assert converted.values["run"] == {"save_every": 20}
+    assert list(converted.omitted) == [
         "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.model.path",
         "trainer.total_epochs",
     ]  # fmt: skip
-    assert found.omitted["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
+    assert converted.omitted["trainer.total_epochs"].startswith("write run.max_steps (steps, not epochs")
 
 
 def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:

@@ -68,16 +68,16 @@ def test_a_wrong_value_gets_one_line_with_what_is_legal(path: str, value: Any, l
 def test_values_of_trl_and_of_pyyaml_are_read_as_ours() -> None:
     for given, kept in ((True, "group"), (False, "none"), ("batch", "batch")):
         assert config(algorithm={"scale_rewards": given}).algorithm.scale_rewards == kept
-    made = config(optim={"learning_rate": "1e-6"}, algorithm={"epsilon_high": "2.8e-1"})
-    assert (made.optim.learning_rate, made.algorithm.epsilon_high) == (1e-6, 0.28)
+    parsed = config(optim={"learning_rate": "1e-6"}, algorithm={"epsilon_high": "2.8e-1"})
+    assert (parsed.optim.learning_rate, parsed.algorithm.epsilon_high) == (1e-6, 0.28)
 
 
 def test_sources() -> None:
     task = {"task": "shapes", "split": "train", "size": 2000, "kinds": ("colour", "shape")}
-    made = config(data={"train": task, "eval": {"test": task, "other": "rows.jsonl"}})
+    parsed = config(data={"train": task, "eval": {"test": task, "other": "rows.jsonl"}})
     kept = {"task": "shapes", "split": "train", "size": 2000, "kinds": ["colour", "shape"]}
-    assert made.data.train == kept
-    assert list(made.data.eval_sets().items()) == [("test", kept), ("other", "rows.jsonl")]
+    assert parsed.data.train == kept
+    assert list(parsed.data.eval_sets().items()) == [("test", kept), ("other", "rows.jsonl")]
     assert config(data={"eval": task}).data.eval_sets() == {"eval": kept}
     assert config(data={"eval": "rows.jsonl"}).data.eval_sets() == {"eval": "rows.jsonl"}
     assert config().data.eval_sets() == {}
@@ -87,10 +87,10 @@ def test_sources() -> None:
 
 
 def test_options_of_losses_and_features_have_defaults_and_bounds() -> None:
-    made = config(algorithm={"loss_type": "sapo", "sapo_temperature_pos": 2.0}).algorithm
-    assert (made.sapo_temperature_pos, made.sapo_temperature_neg) == (2.0, 1.05)
-    made = config(algorithm={"perception_coef": 0.1, "perception_mask_ratio": 0.5}).algorithm
-    assert (made.perception_mask_ratio, made.perception_entropy_coef) == (0.5, 0.0)
+    parsed = config(algorithm={"loss_type": "sapo", "sapo_temperature_pos": 2.0}).algorithm
+    assert (parsed.sapo_temperature_pos, parsed.sapo_temperature_neg) == (2.0, 1.05)
+    parsed = config(algorithm={"perception_coef": 0.1, "perception_mask_ratio": 0.5}).algorithm
+    assert (parsed.perception_mask_ratio, parsed.perception_entropy_coef) == (0.5, 0.0)
     assert config(algorithm={"loss_type": "vespo", "vespo_k_neg": 0}).algorithm.vespo_k_neg == 0
     for algorithm, line in (
         ({"loss_type": "sapo", "vespo_k_pos": 1}, "vespo_k_pos = 1: is for loss_type = vespo"),

@@ -54,6 +54,5 @@ def test_shared_rows_of_train_and_eval_warn(tmp_path: Path, caplog: pytest.LogCa
     settings = config(train, eval={"clean": clean, "leaky": mixed})
     warn_of_shared_rows(load_train(settings), load_eval(settings))
     (warning,) = caplog.messages
-    assert (
-        warning.startswith("leaky: 1 of 2 rows") and "mixed.jsonl:1" in warning and "train.jsonl:3" in warning
-    )
+    assert warning.startswith("leaky: 1 of 2 rows")
+    assert "mixed.jsonl:1" in warning and "train.jsonl:3" in warning

@@ -168,9 +168,7 @@ def test_what_is_no_image_is_refused_by_its_row(source: Any, words: tuple[str, .
     assert message.startswith("train.jsonl:12: ") and all(word in message for word in words), message
 
 
-def test_the_folder_of_a_file_is_looked_for_where_we_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_a_file_is_looked_for_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name / f"photos-{name}").mkdir(parents=True)
         (tmp_path / name / f"photos-{name}" / "a.png").touch()

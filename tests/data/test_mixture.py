@@ -99,10 +99,8 @@ def test_paths_of_entries_start_at_the_config_file(files: Path, monkeypatch: pyt
     config([{"path": "boxes/rows.jsonl", "weight": 3, "image_dir": "boxes"}, "counts/rows.jsonl"]).save(file)
     monkeypatch.chdir("/")
     read = GRPOConfig.from_yaml(file, ["data.train.0.weight=2"])
-    assert read.data.train == [
-        {"path": f"{files}/boxes/rows.jsonl", "weight": 2, "image_dir": f"{files}/boxes"},
-        f"{files}/counts/rows.jsonl",
-    ]
+    boxes = {"path": f"{files}/boxes/rows.jsonl", "weight": 2, "image_dir": f"{files}/boxes"}
+    assert read.data.train == [boxes, f"{files}/counts/rows.jsonl"]
     assert read.from_dict(read.model_dump()) == read
     inputs = [path for field, path in inputs_of(read) if field == "data.train"]
     assert inputs == [f"{files}/boxes/rows.jsonl", f"{files}/boxes", f"{files}/counts/rows.jsonl"]
@@ -172,8 +170,8 @@ def test_metrics_are_made_by_task_only_where_tasks_are_few(files: Path) -> None:
 
 
 def test_the_plan_of_a_mixture(files: Path) -> None:
-    made = config(two()).with_values({"rollout.prompts_per_step": 4})
-    plan = plan_run(made, load_train(made))
+    settings = config(two()).with_values({"rollout.prompts_per_step": 4})
+    plan = plan_run(settings, load_train(settings))
     # 3 of 4 prompts are boxes (3 rows, 4 prompts an epoch), 1 of 4 counts (2 rows, 8 prompts an epoch)
     epochs = {"epoch": 1.0, "epoch/rows": 2.0, "epoch/rows-2": 1.0}
     assert plan.max_steps == 2 and plan.order.epochs(2) == epochs
@@ -193,11 +191,11 @@ def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     for name, row in rows.items():
         Path(f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     Path("config.yaml").write_text("model: {path: m}\n" + written[1])
-    made = GRPOConfig.from_yaml("config.yaml")
-    scorer = Scorer(made.rewards)
-    mixed = load_train(made, needs=scorer.check)
+    settings = GRPOConfig.from_yaml("config.yaml")
+    scorer = Scorer(settings.rewards)
+    mixed = load_train(settings, needs=scorer.check)
     assert [mixed.sample(i).columns["task"] for i in range(3)] == ["grounding", "count", "chart"]
     assert list(mixed.weights) == [3, 1, 1] and mixed.names == ["boxes", "counts", "charts"]
     assert mixed.sample(1).messages[0] == {"role": "system", "content": "Answer with a number."}
-    found = load_eval(made, needs=scorer.check)
+    found = load_eval(settings, needs=scorer.check)
     assert {name: len(rows) for name, rows in found.items()} == {"boxes": 1, "all": 2}

@@ -11,9 +11,9 @@ from mm_grpo.data.mixture_order import MixtureOrder, Turns
 
 
 def order(
-    sizes: list[int], weights: list[float], prompts: int, seed: int = 3, **options: bool
+    sizes: list[int], weights: list[float], prompts: int, seed: int = 3, shuffle: bool = True
 ) -> MixtureOrder:
-    return MixtureOrder(sizes, weights, [f"s{i}" for i in range(len(sizes))], prompts, seed, **options)
+    return MixtureOrder(sizes, weights, [f"s{i}" for i in range(len(sizes))], prompts, seed, shuffle)
 
 
 def source_of(sizes: list[int], row: int) -> int:

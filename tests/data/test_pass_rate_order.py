@@ -51,14 +51,14 @@ def test_an_estimate_moves_by_the_factor_towards_each_share() -> None:
 
 @pytest.mark.parametrize(("rows", "prompts", "staleness"), [(7, 3, 0), (7, 3, 2), (3, 8, 1), (12, 4, 1)])
 def test_a_resumed_order_goes_on_as_the_whole_one(rows: int, prompts: int, staleness: int) -> None:
-    def made() -> PassRateOrder:
+    def new_order() -> PassRateOrder:
         return PassRateOrder(rows, prompts, 5, 0.5, staleness)
 
-    whole = run(made(), 1, 16)
+    whole = run(new_order(), 1, 16)
     plain = [PromptOrder(rows, prompts, 5).rows(step) for step in range(1, 17)]
     assert whole[0] == plain[0] and whole != plain
     for done in range(16):
-        before, after = made(), made()
+        before, after = new_order(), new_order()
         run(before, 1, done)
         after.restore(json.loads(json.dumps(before.state())))
         assert run(after, done + 1, 16) == whole[done:]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import STDOUT, Popen
 
 from helpers import processes
 
@@ -19,17 +19,12 @@ NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def running(command: Sequence[object], output: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(command: Sequence[object], output: Path, **env: str) -> Iterator[Popen[bytes]]:
     """The command on the CPU, its output in a file. What is left of it at the end is killed."""
     known = {k: v for k, v in processes.environment(0, 1, 0).items() if k not in NUMBERS}
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=processes.ROOT,
-            env={**known, **env},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+        arguments = list(map(str, command))
+        process = Popen(arguments, cwd=processes.ROOT, env=known | env, stdout=file, stderr=STDOUT)
     try:
         yield process
     finally:

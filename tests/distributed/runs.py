@@ -36,9 +36,8 @@ MIXTURE: dict[str, Any] = {
 def partly_long() -> list[dict[str, Any]]:
     """Of six rows the third and the fourth have a prompt that is too long."""
     pictures = [Image.new("RGB", (56, 56), (40 * i, 9, 90)) for i in range(6)]
-    return [
-        {"prompt": "what is it" * (99 if i in (2, 3) else 1), "image": one} for i, one in enumerate(pictures)
-    ]
+    prompts = ["what is it" * (99 if i in (2, 3) else 1) for i in range(6)]
+    return [{"prompt": text, "image": image} for text, image in zip(prompts, pictures, strict=True)]
 
 
 def train(config: str) -> None:

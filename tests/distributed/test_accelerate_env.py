@@ -20,9 +20,7 @@ PLAIN = {**NUMBERED, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACK
 """What accelerate 1.15 sets where its file says nothing about training."""
 
 
-def accept(
-    env: dict[str, str], dtype: torch.dtype = torch.float32, device: str = "cpu", **optim: Any
-) -> None:
+def accept(env: dict[str, str], dtype: Any = torch.float32, device: str = "cpu", **optim: Any) -> None:
     """Check the launcher under these variables of accelerate and no other."""
     others = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_") and k not in NUMBERED}
     config = GRPOConfig.from_dict({"model": {"path": "x"}, "optim": optim})

@@ -21,9 +21,7 @@ def run(config: Path, world: int, output: Path, *arguments: object, ends: int = 
 
 
 @pytest.mark.long
-def test_two_processes_make_the_run_of_one_and_one_goes_on_with_it(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_two_processes_make_the_run_of_one_which_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
     rollout = {"max_staleness": 2, "max_attempts": 2, "num_generations": 2}
     data = {"pass_rate": 0.5, "train": {**SHAPES, "split": "train", "size": 8, "seed": 1}}
     changes: dict[str, Any] = {"rollout": rollout, "data": data, "run": RUN}

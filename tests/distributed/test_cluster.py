@@ -35,9 +35,8 @@ def test_their_values_are_our_defaults() -> None:
     section = read(ONE)["deepspeed_config"]
     assert section["zero_stage"] == OURS.optim.zero_stage and section["gradient_accumulation_steps"] == 1
     assert section["gradient_clipping"] == OURS.optim.max_grad_norm
-    assert (
-        read(TWO)["deepspeed_config"].items() >= {"zero_stage": 2, "gradient_accumulation_steps": 1}.items()
-    )
+    section = read(TWO)["deepspeed_config"]
+    assert section["zero_stage"] == 2 and section["gradient_accumulation_steps"] == 1
 
 
 @pytest.mark.long
@@ -81,16 +80,17 @@ def test_what_the_slurm_script_starts(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", str(SLURM)], check=True, timeout=30)
     env = slurm(tmp_path / "bin", 'printf "%s\\n" "$OMP_NUM_THREADS" "$@"')
     known = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    command = ["bash", str(SLURM), "my config.yaml", "run.max_steps=3"]
-    done = subprocess.run(
-        command, env={**known, **env}, capture_output=True, text=True, timeout=30, check=True
-    )
+
+    def script(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(SLURM), *arguments]
+        return subprocess.run(command, env=known | env, capture_output=True, text=True, timeout=30)
+
+    done = script("my config.yaml", "run.max_steps=3")
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "3", "--kill-on-bad-exit=1", "torchrun", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
         "--rdzv-id", "123456", "--rdzv-endpoint", "localhost:23456", "-m", "mm_grpo.cli", "train", "my config.yaml",
         "run.max_steps=3", "--resume",
     ]  # fmt: skip
-    left = subprocess.run(
-        ["bash", str(SLURM)], env={**known, **env}, capture_output=True, text=True, timeout=30
-    )
-    assert left.returncode == 1 and "usage: sbatch examples/cluster/train.slurm CONFIG" in left.stderr
+    bare = script()
+    assert bare.returncode == 1 and "usage: sbatch examples/cluster/train.slurm CONFIG" in bare.stderr

@@ -34,11 +34,9 @@ def of_two_hosts(number: int, port: int) -> list[object]:
 def two_hosts(program: list[object], folder: Path) -> Iterator[list[Popen[bytes]]]:
     """Two launchers on the loopback, each of one process."""
     port = processes.free_port()
+    starts = [running([*of_two_hosts(n, port), *program], folder / f"host-{n}.txt") for n in (0, 1)]
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(running([*of_two_hosts(n, port), *program], folder / f"host-{n}.txt"))
-            for n in (0, 1)
-        ]
+        yield [stack.enter_context(host) for host in starts]
 
 
 def outputs(folder: Path) -> list[str]:
@@ -53,10 +51,9 @@ def test_two_hosts_join_and_a_lost_one_ends_the_other_with_a_message(tmp_path: P
         while not (tmp_path / "exchanged").exists() and time.monotonic() < end:
             assert hosts[0].poll() is None and hosts[1].poll() is None, outputs(tmp_path)
             time.sleep(0.02)
-        found = [
-            [one[n] for n in ("rank", "world", "ranks", "sum", "local")] for one in peers.joined(tmp_path)
-        ]
-        assert found == [[rank, 2, [0, 1], 3.0, "0"] for rank in (0, 1)]
+        names = ("rank", "world", "ranks", "sum", "local")
+        answers = [[answer[name] for name in names] for answer in peers.joined(tmp_path)]
+        assert answers == [[rank, 2, [0, 1], 3.0, "0"] for rank in (0, 1)]
         gone = [hosts[0].pid, *children(hosts[0].pid)]
         assert len(gone) == 2
         for pid in gone:

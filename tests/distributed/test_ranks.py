@@ -38,9 +38,8 @@ def test_collectives_of_two_processes(tmp_path: Path) -> None:
     assert first[6:8] == second[6:8] == ["DataError: row 7 is bad", "GuardStop: guard x: stop"]
     lost = "RankLost: process 1 failed in 'rewards': ZeroDivisionError: division by zero"
     assert (first[8], second[8]) == (lost, "ZeroDivisionError: division by zero")
-    assert (first[9], second[9]) == tuple(
-        f"{n}: a subclass of one of ours" for n in ("ConfigError", "Special")
-    )
+    message = ": a subclass of one of ours"
+    assert (first[9], second[9]) == (f"ConfigError{message}", f"Special{message}")
     message, waited = first[10]
     assert message.startswith("process 0 of 2 lost another one while exchanging 'lengths'")
     assert "longer than 1 s (run.process_timeout)" in message and 0.9 < waited < 60

@@ -94,23 +94,22 @@ KINDS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+FolderOf = Callable[[str, int], Path]
+
+
 def launched(config: Path, world: int, output: Path, **more: Any) -> list[int]:
     return processes.launch(Path(runs.__file__), world, [config], output, **more)
 
 
 @pytest.fixture(scope="module")
-def folder_of(
-    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, int], Path]:
+def folder_of(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     """The folder of a run of one of KINDS on so many processes, which is made once."""
 
     @cache
     def run(kind: str, world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{kind}-{world}") / "run"
-        config, output = (
-            write_config(models["qwen2_5_vl"], folder, **KINDS[kind][0]),
-            folder.parent / "output",
-        )
+        output = folder.parent / "output"
+        config = write_config(models["qwen2_5_vl"], folder, **KINDS[kind][0])
         assert launched(config, world, output, deadline=280) == [0] * world, processes.outputs(output, world)
         return folder
 
@@ -120,7 +119,7 @@ def folder_of(
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_and_two_processes_make_the_same_run(
-    kind: str, models: dict[str, Path], folder_of: Callable[[str, int], Path]
+    kind: str, models: dict[str, Path], folder_of: FolderOf
 ) -> None:
     folders = [folder_of(kind, world) for world in (1, 2)]
     one, two = map(metrics_of, folders)
@@ -152,7 +151,7 @@ def test_one_and_two_processes_make_the_same_run(
 
 @pytest.mark.long
 def test_two_processes_go_on_when_one_was_killed_while_it_wrote_a_checkpoint(
-    models: dict[str, Path], folder_of: Callable[[str, int], Path], tmp_path: Path
+    models: dict[str, Path], folder_of: FolderOf, tmp_path: Path
 ) -> None:
     """Of a mixture, whose places in the sources are kept too."""
     model, straight, killed = models["qwen2_5_vl"], folder_of("mixture", 2), tmp_path / "killed"

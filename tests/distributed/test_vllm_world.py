@@ -16,16 +16,10 @@ STEPS = 2
 def test_two_processes_with_vllm_make_the_run_of_one(models: dict[str, Path], tmp_path: Path) -> None:
     for world in (1, 2):
         folder = tmp_path / f"of-{world}"
-        config = write_config(
-            models["qwen2_5_vl"],
-            folder,
-            rollout={"engine": "vllm"},
-            run={"dir": str(folder), "max_steps": STEPS, "eval_every": 0, "report": False},
-        )
-        output = tmp_path / f"output-{world}"
-        codes = processes.launch(
-            Path(runs.__file__), world, [config], output, deadline=140, preload=forkserver.VLLM
-        )
+        run = {"dir": str(folder), "max_steps": STEPS, "eval_every": 0, "report": False}
+        config = write_config(models["qwen2_5_vl"], folder, rollout={"engine": "vllm"}, run=run)
+        output, script = tmp_path / f"output-{world}", Path(runs.__file__)
+        codes = processes.launch(script, world, [config], output, deadline=140, preload=forkserver.VLLM)
         assert codes == [0] * world, processes.outputs(output, world)
     one, two = tmp_path / "of-1", tmp_path / "of-2"
     assert_the_same_run(two, one, STEPS)

@@ -67,11 +67,10 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
         if kind == "-":
             continue
         sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind], box=[4, 4, 60, 40])
+        ends = ["length" if len(ids) == 8 else "stop" for ids in tokens]
         completions = tuple(
-            Completion(
-                ids, (-5.0,) * len(ids), "", "length" if len(ids) == 8 else "stop", slot * GENERATIONS + g
-            )
-            for g, ids in enumerate(tokens)
+            Completion(ids, (-5.0,) * len(ids), "", end, slot * GENERATIONS + g)
+            for g, (ids, end) in enumerate(zip(tokens, ends, strict=True))
         )
         weights = tuple(scale * a if on else 0.0 for a, on in zip(spread, live, strict=True))
         groups.append(Group(slot, processor.prompt(sample), completions, (0.0,) * GENERATIONS, weights))
@@ -92,17 +91,11 @@ def in_turns(group: Group) -> Group:
 
 def config_of(path: Path, case: Mapping[str, Any]) -> GRPOConfig:
     """`optimizer` is sgd (at rate 1) or adamw; `config` are sections laid over what is here."""
+    prompts = len(SETS[case.get("set", "even")].ljust(4))
+    rate = 1.0 if case.get("optimizer") == "sgd" else 0.1
     values = {
-        "rollout": {
-            "prompts_per_step": len(SETS[case.get("set", "even")].ljust(4)),
-            "num_generations": GENERATIONS,
-            "max_completion_length": 8,
-        },
-        "optim": {
-            "learning_rate": 1.0 if case.get("optimizer") == "sgd" else 0.1,
-            "adam_epsilon": 1e-4,
-            "max_grad_norm": 0.0,
-        },
+        "rollout": {"prompts_per_step": prompts, "num_generations": GENERATIONS, "max_completion_length": 8},
+        "optim": {"learning_rate": rate, "adam_epsilon": 1e-4, "max_grad_norm": 0.0},
         "run": {"max_steps": 10},
     }
     return small_config(path, **merged(values, case.get("config", {})))
@@ -126,10 +119,8 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
         torch.manual_seed(ranks.rank)
         lora = LoRAConfig(rank=case["lora"])
         if case.get("quantization"):
-            section = ModelConfig(
-                path=str(path), lora=lora, quantization="nf4", device="cpu", dtype="float32"
-            )
-            model = load_model(section, processor.family)
+            options = {"quantization": "nf4", "device": "cpu", "dtype": "float32"}
+            model = load_model(ModelConfig(path=str(path), lora=lora, **options), processor.family)
         else:
             add_adapters(model, lora, processor.family)
     scale = 500.0 if case.get("optimizer") == "sgd" else 1.0
@@ -207,9 +198,8 @@ def main(path: str, cases: str, folder: str) -> None:
     ranks = distributed.start("cpu", deadline=60.0)
     listed: Sequence[Mapping[str, Any]] = json.loads(Path(cases).read_text())
     for case in listed:
-        torch.save(
-            run(Path(case.get("model", path)), case, ranks), Path(folder) / f"{case['name']}-{ranks.rank}.pt"
-        )
+        result = run(Path(case.get("model", path)), case, ranks)
+        torch.save(result, Path(folder) / f"{case['name']}-{ranks.rank}.pt")
 
 
 if __name__ == "__main__":

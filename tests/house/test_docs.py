@@ -66,11 +66,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_pages_that_the_package_names_exist() -> None:
-    named = {
-        name
-        for file in (ROOT / "mm_grpo").rglob("*.py")
-        for name in re.findall(r"docs/[\w-]+\.md", file.read_text(encoding="utf-8"))
-    }
+    source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "mm_grpo").rglob("*.py"))
+    named = set(re.findall(r"docs/[\w-]+\.md", source))
     assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
 
 
@@ -114,9 +111,7 @@ def test_a_config_of_the_docs_is_legal(values: dict[str, Any]) -> None:
     GRPOConfig.from_dict(whole).check()
 
 
-def test_the_readmes_own_files_pass_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_readmes_files_pass_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     readme = read("README.md")
     (row,), (config,), (reward, _, loop) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
@@ -129,11 +124,8 @@ def test_the_readmes_own_files_pass_the_check(
     build("qwen2_5_vl", tmp_path / "model")
     assert check_config(GRPOConfig.from_yaml("mine.yaml", ["model.path=model"])), capsys.readouterr().out
     score = runpy.run_path("my_rewards.py")["says_a_number"]
-    assert [score(*each) for each in (("it is 12", "12"), ("it is 3", "12"), ("3", "red"))] == [
-        1.0,
-        0.0,
-        None,
-    ]
+    for completion, answer, expected in (("it is 12", "12", 1.0), ("it is 3", "12", 0.0), ("3", "red", None)):
+        assert score(completion, answer) == expected
 
 
 @pytest.mark.parametrize("name", ["data", "turns", "recipes"])
@@ -148,11 +140,8 @@ def test_the_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytes
         exec(compile(snippet, name, "exec"), {"__name__": name})
     if name == "data":
         row = json.loads((tmp_path / "rows.jsonl").read_text())
-        assert row == {
-            "image": "a.png",
-            "prompt": "Where is each dog?",
-            "boxes": [[1, 0, 9, 9], [2, 0, 9, 9]],
-        }
+        boxes = [[1, 0, 9, 9], [2, 0, 9, 9]]
+        assert row == {"image": "a.png", "prompt": "Where is each dog?", "boxes": boxes}
         with pytest.raises(DataError, match=r"instances\.json: .*COCO.*docs/data\.md"):
             load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": "instances.json"}}))
 
@@ -165,9 +154,8 @@ def test_the_snippets_on_python_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         exec(compile(snippet, "python.md", "exec"), names)
     assert (names["summary"]["steps"], names["summary"]["stopped"]) == (3, "three steps are enough here")
     rows = [json.loads(line) for line in (tmp_path / "runs/page/metrics.jsonl").read_text().splitlines()]
-    assert [row.get("my/right") == row.get("rewards/exact_match/mean") for row in rows] == [True] * 4 + [
-        False
-    ]
+    equal = [row.get("my/right") == row.get("rewards/exact_match/mean") for row in rows]
+    assert equal == [True, True, True, True, False]
     assert (tmp_path / "page_model" / "config.json").exists()
     assert not_on_the_page({name for row in rows for name in row}) == ["my/right"]
 
@@ -184,9 +172,7 @@ READ: list[tuple[int, dict[str, Any]]] = [  # images and columns of the rows in 
 ]
 
 
-def test_rows_shown_are_read_by_the_config_below_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_read_by_the_config_below_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     for at, side in enumerate((32, 40)):
@@ -251,7 +237,5 @@ def test_every_promise_of_the_readme_has_tests_that_exist() -> None:
 def test_the_number_of_rewards_that_ship_is_counted() -> None:
     files = (ROOT / "mm_grpo/rewards/builtins").glob("*.py")
     number = sum(len(re.findall(r"^@reward\(", file.read_text(), re.MULTILINE)) for file in files)
-    said = [
-        re.findall(r"(\d+) (?:that ship|\[rewards\])", read(page)) for page in ("docs/index.md", "README.md")
-    ]
-    assert said == [[str(number)], [str(number)]]
+    for page in ("docs/index.md", "README.md"):
+        assert re.findall(r"(\d+) (?:that ship|\[rewards\])", read(page)) == [str(number)]

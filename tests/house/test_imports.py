@@ -75,9 +75,8 @@ def graph() -> grimp.ImportGraph:
 
 
 def test_every_module_belongs_to_a_layer(graph: grimp.ImportGraph) -> None:
-    strays = sorted(
-        {part(module) for module in graph.modules if part(module) and level(part(module)) is None}
-    )
+    parts = {part(module) for module in graph.modules}
+    strays = sorted(name for name in parts if name and level(name) is None)
     assert strays == [], f"{strays} belong to no layer in tests/house/test_imports.py"
 
 
@@ -95,10 +94,9 @@ def test_every_package_docstring_names_its_modules() -> None:
     missing = []
     for init in sorted(ROOT.rglob("__init__.py")):
         docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-        beside = {p.stem for p in init.parent.glob("*.py")} | {
-            p.parent.name for p in init.parent.glob("*/__init__.py")
-        }
-        modules = sorted(name for name in beside if not name.startswith("__"))
+        packages = {path.parent.name for path in init.parent.glob("*/__init__.py")}
+        names = {path.stem for path in init.parent.glob("*.py")} | packages
+        modules = sorted(name for name in names if not name.startswith("__"))
         missing += [f"{init}: {name}" for name in modules if not re.search(rf"\b{name}\b", docstring)]
     assert missing == []
 
@@ -121,18 +119,16 @@ def test_the_public_names() -> None:
     )
     assert " ".join(sorted(mm_grpo.__all__)) == names
     assert {name for name in mm_grpo.__all__ if getattr(mm_grpo, name, None) is None} == set()
-    assert {name for name in dir(mm_grpo) if not name.startswith("__")} == set(mm_grpo.__all__) - {
-        "__version__"
-    }
+    public = {name for name in dir(mm_grpo) if not name.startswith("__")}
+    assert public == set(mm_grpo.__all__) - {"__version__"}
     assert set(mm_grpo.__all__) <= set(dir(mm_grpo))
 
 
 def in_a_fresh_python(code: str, *arguments: str, cwd: Path) -> str:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT.parent), *filter(None, [env.get("PYTHONPATH", "")])])
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=cwd, env=env, text=True, capture_output=True
-    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

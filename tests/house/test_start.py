@@ -60,9 +60,8 @@ def test_a_run_imports_only_what_it_uses(models: dict[str, Path], tmp_path: Path
     config = config_for(models["qwen2_5_vl"], tmp_path / "run", run={"max_steps": 1, "save_every": 1})
     values = config.model_dump(mode="json")
     values["data"]["train"] = {"task": "shapes", "split": "train", "size": 4, "image_size": 56}
-    code = (
-        "def score(completion):\n    return sum(c in 'aeiou' for c in completion) + len(completion) / 100\n"
-    )
+    score = "sum(c in 'aeiou' for c in completion) + len(completion) / 100"
+    code = f"def score(completion):\n    return {score}\n"
     (tmp_path / "score.py").write_text(code, encoding="utf-8")
     values["rewards"] = [f"{tmp_path}/score.py:score"]  # one that tells the answers of a random model apart
     (tmp_path / "config.yaml").write_text(json.dumps(values), encoding="utf-8")

@@ -20,9 +20,8 @@ def members(package: str, file: str, name: str, inside: str = "") -> set[str]:
     if inside:
         (method,) = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == inside]
         return {argument.arg for argument in method.args.args} - {"self"}
-    return {
-        n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-    }
+    fields = [n.target for n in found.body if isinstance(n, ast.AnnAssign)]
+    return {field.id for field in fields if isinstance(field, ast.Name)}
 
 
 def test_every_argument_of_trls_trainer_is_answered() -> None:

@@ -62,9 +62,8 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = project["tool"]["setuptools"]["packages"]
     folders = {f.parent for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"}
-    assert listed == sorted(
-        [".".join(folder.parts) for folder in folders] + ["mm_grpo.docs", "mm_grpo.examples"]
-    )
+    names = [".".join(folder.parts) for folder in folders]
+    assert listed == sorted([*names, "mm_grpo.docs", "mm_grpo.examples"])
     assert [folder for folder in sorted(folders) if not (ROOT / folder / "__init__.py").exists()] == []
 
 
@@ -98,9 +97,8 @@ def write_rows(folder: Path) -> None:
         ImageDraw.Draw(picture).ellipse((10 + number, 20, 50 + number, 60), fill=colour)
         picture.save(folder / "photos" / f"{number}.png")
         rows.append((f"{number}.png", "What colour is the circle?", colour))
-    (folder / "labels.csv").write_text(
-        "file,question,label\n" + "".join(",".join(row) + "\n" for row in rows)
-    )
+    lines = [",".join(row) + "\n" for row in [("file", "question", "label"), *rows]]
+    (folder / "labels.csv").write_text("".join(lines))
 
 
 @pytest.mark.long
@@ -118,15 +116,10 @@ def test_a_newcomer_with_the_installed_wheel(wheel: Path, tmp_path: Path) -> Non
         "data.train=labels.csv", "data.image_dir=photos", "data.columns={image: file, prompt: question, answer: label}",
         "run.dir=runs/mine",
     ]  # fmt: skip
-    lines = [
-        "init|mine",
-        "|".join(["train", "mine/config.yaml", *given]),
-        "export|runs/mine|model",
-        "config|run.guards",
-    ]
-    (snippet,) = re.findall(
-        r"```python\n(from mm_grpo import GRPOConfig.*?)```", README.read_text(), re.DOTALL
-    )
+    train = "|".join(["train", "mine/config.yaml", *given])
+    lines = ["init|mine", train, "export|runs/mine|model", "config|run.guards"]
+    readme = README.read_text()
+    (snippet,) = re.findall(r"```python\n(from mm_grpo import GRPOConfig.*?)```", readme, re.DOTALL)
     few = '"run.max_steps=2", "data.eval.colour_and_shape.size=20", "data.eval.count.size=5"'
     assert '"run.max_steps=20"' in snippet
     given_all = [str(site), snippet.replace('"run.max_steps=20"', few), *lines]

@@ -37,8 +37,8 @@ def run(path: Path, folder: Path, reward: Any, **rollout: Any) -> tuple[list[dic
     return rows_of(folder), seen
 
 
-def test_flat_groups_make_room_for_others(models: dict[str, Path], tmp_path: Path) -> None:
-    metrics, learned = run(models["qwen2_vl"], tmp_path / "r", partly_flat)
+def test_flat_groups_make_room_for_others(model: Path, tmp_path: Path) -> None:
+    metrics, learned = run(model, tmp_path / "r", partly_flat)
     order = PromptOrder(6, 4, seed=5)
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=3, max_steps=2)
     for step in (1, 2):

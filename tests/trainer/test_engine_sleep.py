@@ -59,11 +59,9 @@ class SleepingEngine(FakeRemoteEngine):
 
 
 @pytest.fixture
-def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
+def trainer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> GRPOTrainer:
     monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: SleepingEngine(m, p))
-    config = config_for(
-        models["qwen2_vl"], tmp_path / "run", run={"max_steps": 2, "eval_every": 1, "sight_every": 0}
-    )
+    config = config_for(model, tmp_path / "run", run={"max_steps": 2, "eval_every": 1, "sight_every": 0})
     return GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels])
 
 
@@ -87,9 +85,7 @@ def note_learner(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.learner, "update", noted)
 
 
-def test_the_engine_sleeps_around_the_learner_alone(
-    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_engine_sleeps_around_the_learner(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     note_learner(trainer, monkeypatch)
     trainer.train()
     # sync, the scale of its checks, parity check, evaluation and rollout
@@ -103,9 +99,7 @@ def test_the_engine_sleeps_around_the_learner_alone(
     assert calls_of(trainer)[-1] == "close"
 
 
-def test_a_step_whose_learner_fails_closes_the_engine_asleep(
-    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_learner_closes_the_engine(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     note_learner(trainer, monkeypatch)
     module = trainer.learner.module
     monkeypatch.setattr(module, "forward", full)
@@ -115,9 +109,7 @@ def test_a_step_whose_learner_fails_closes_the_engine_asleep(
     assert module.features is None and module.prompts is None
 
 
-def test_a_gpu_that_is_full_while_weights_are_read_is_explained(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_gpu_is_explained(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mm_grpo.learner.model.AutoModelForImageTextToText.from_pretrained", full)
     with pytest.raises(OutOfDeviceMemory):
-        GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "run"), train=ROWS, rewards=[vowels]).train()
+        GRPOTrainer(config_for(model, tmp_path / "run"), train=ROWS, rewards=[vowels]).train()

@@ -31,9 +31,8 @@ SHAPES = Path(__file__).parents[2] / "examples" / "shapes" / "base"
 
 def run(path: Path, folder: Path, staleness: int, **changes: Any) -> GRPOTrainer:
     rollout = {"max_staleness": staleness} | changes.pop("rollout", {})
-    trainer = trainer_of(
-        path, folder, rollout=rollout, run={"max_steps": STEPS} | changes.pop("run", {}), **changes
-    )
+    changes["run"] = {"max_steps": STEPS} | changes.get("run", {})
+    trainer = trainer_of(path, folder, rollout=rollout, **changes)
     trainer.train()
     return trainer
 
@@ -48,9 +47,8 @@ def break_after(version: int, trainer: GRPOTrainer, patch: pytest.MonkeyPatch) -
 
 def assert_equal_runs(one: Path, other: Path, steps: int = STEPS, *, weights: bool = True) -> None:
     assert without_times(one) == without_times(other)
-    assert [logged(one, step) for step in range(1, steps + 1)] == [
-        logged(other, step) for step in range(1, steps + 1)
-    ]
+    for step in range(1, steps + 1):
+        assert logged(one, step) == logged(other, step)
     if weights:
         files = [(folder / "model/model.safetensors").read_bytes() for folder in (one, other)]
         assert files[0] == files[1]
@@ -58,13 +56,13 @@ def assert_equal_runs(one: Path, other: Path, steps: int = STEPS, *, weights: bo
 
 @pytest.mark.slow
 def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_the_timing(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluated: list[set[int]] = []
     for name, delay in (("slow", 0.005), ("fast", 0.0)):
         use_server(monkeypatch, delay=delay)
         changes: dict[str, Any] = {"run": {"max_steps": STEPS, "eval_every": 2, "save_model": True}}
-        trainer = trainer_of(models["qwen2_vl"], tmp_path / name, rollout={"max_staleness": 2}, **changes)
+        trainer = trainer_of(model, tmp_path / name, rollout={"max_staleness": 2}, **changes)
         generate = trainer.engine.generate
 
         def noted(requests: Any, generate: Any = generate) -> Any:
@@ -88,11 +86,10 @@ def test_each_step_has_the_version_of_the_schedule_and_a_run_repeats_whatever_th
         assert ratio != 1.0 if step > 1 else ratio == pytest.approx(1.0, abs=1e-4)
 
 
-def test_sampling_goes_on_while_the_learner_works(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_sampling_goes_on_meanwhile(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None
 ) -> None:
-    use_server(monkeypatch)
-    trainer = trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
+    trainer = trainer_of(model, tmp_path / "r", rollout={"max_staleness": 1})
     update, generate = trainer.learner.update, trainer.engine.generate
     learning, sampled = ([threading.Event() for _ in range(5)] for _ in range(2))
     steps, threads = iter((1, 2, 3)), set()
@@ -120,18 +117,15 @@ def test_sampling_goes_on_while_the_learner_works(
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_server(monkeypatch)
+def test_a_resumed_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None) -> None:
     rollout = {"max_staleness": 2, "max_attempts": 2}
     changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}
     run = {"max_steps": STEPS, "save_every": 1, "save_model": True, "keep_checkpoints": 9}
     changes["run"] = run | {"guards": {"no_update": "warn"}}
-    trainer_of(models["qwen2_vl"], tmp_path / "whole", **changes).train()
+    trainer_of(model, tmp_path / "whole", **changes).train()
 
-    break_after(2, trainer_of(models["qwen2_vl"], tmp_path / "r", **changes), monkeypatch)
-    again = trainer_of(models["qwen2_vl"], tmp_path / "r", resume=True, **changes)
+    break_after(2, trainer_of(model, tmp_path / "r", **changes), monkeypatch)
+    again = trainer_of(model, tmp_path / "r", resume=True, **changes)
     asked = noting_seeds(monkeypatch, again.engine)
     again.train()
     plan = SeedPlan(run_seed=5, prompts=4, generations=3, attempts=2, max_steps=STEPS)
@@ -148,11 +142,10 @@ def partly_flat(completions: list[Any], trainer_state: Any, log_extra: Any, **co
 
 
 @pytest.mark.long
-def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_callback_evaluates_while_the_next_step_is_sampled(
+    models: dict[str, Path], tmp_path: Path, server: None
 ) -> None:
     """Environments are those of one loop of turns: an evaluation waits until the steps ahead are done with them."""
-    use_server(monkeypatch)
     found: list[float | None] = []
 
     class Evaluates:
@@ -169,10 +162,9 @@ def test_a_callback_evaluates_conversations_while_the_next_step_is_sampled(
 
 @pytest.mark.long
 def test_what_rewards_and_callbacks_do_to_conversations_changes_nothing_of_the_run(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None
 ) -> None:
     """Nor of one that goes on from pictures in a checkpoint."""
-    use_server(monkeypatch)
 
     def scores(completion: str, turns: list[dict[str, Any]]) -> float:
         if spoiling:
@@ -208,46 +200,35 @@ def test_what_rewards_and_callbacks_do_to_conversations_changes_nothing_of_the_r
     assert_equal_runs(tmp_path / "r", tmp_path / "whole", 3)
 
 
-def test_what_fails_ahead_ends_the_run(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_ahead_ends_the_run(model: Path, tmp_path: Path, server: None) -> None:
     def broken(completion: str, trainer_state: Any) -> float:
         if trainer_state.global_step == 3:
             raise ValueError("no score today")
         return vowels(completion)
 
-    use_server(monkeypatch)
     with pytest.raises(Exception, match="no score today"):
-        run(models["qwen2_vl"], tmp_path / "r", 2, reward=broken)
+        run(model, tmp_path / "r", 2, reward=broken)
     until(lambda: not any(t.name.startswith("mm_grpo steps") for t in threading.enumerate()))
 
 
-def test_an_engine_that_does_not_follow_is_found_with_stale_samples_too(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_engine_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_server(monkeypatch, "no load")
     with pytest.raises(GuardStop, match=r"version 1"):
-        run(models["qwen2_vl"], tmp_path / "r", 2)
+        run(model, tmp_path / "r", 2)
     assert not (tmp_path / "r/metrics.jsonl").exists()  # found in the first step
 
 
-def test_stale_samples_do_not_look_like_a_broken_engine(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_samples_do_not_look_like_a_broken_engine(model: Path, tmp_path: Path, server: None) -> None:
     """The policy moves far beyond what rounding explains; only samples of its own version are compared with it."""
-    use_server(monkeypatch)
-    run(models["qwen2_vl"], tmp_path / "r", 2, optim={"learning_rate": 5e-2}, run={"max_steps": 3})
+    run(model, tmp_path / "r", 2, optim={"learning_rate": 5e-2}, run={"max_steps": 3})
     gaps = [row["sampling/sampling_logp_difference/mean"] for row in rows_of(tmp_path / "r")]
     assert gaps[0] < 1e-4 < 1e-2 < max(gaps)
 
 
-def test_an_engine_in_this_process_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_an_engine_in_this_process_and_kl_in_rewards_are_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.max_staleness = 1: must be 0 with .* 'transformers'"):
-        trainer_of(models["qwen2_vl"], tmp_path / "r", rollout={"max_staleness": 1})
+        trainer_of(model, tmp_path / "r", rollout={"max_staleness": 1})
     assert not (tmp_path / "r").exists()
-
-
-def test_kl_in_rewards_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kl_in_reward"):
         config_for("m", tmp_path, rollout={"max_staleness": 1}, algorithm={"kl_in_reward": True, "beta": 0.1})
 
@@ -264,18 +245,13 @@ def test_the_correction_is_on_where_samples_are_stale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "lie"), [("float32", "wrong from the second"), ("bfloat16", "of another prompt")]
 )
-def test_wrong_log_probs_of_stale_samples_stop_the_run(
-    dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_wrong_log_probs_stop_the_run(
+    dtype: str, lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None
 ) -> None:
-    use_server(monkeypatch)
-    trainer = trainer_of(
-        SHAPES,
-        tmp_path / "r",
-        model={"dtype": dtype},
-        rollout={"max_staleness": 1, "max_completion_length": 8},
-        optim={"learning_rate": 1e-6},
-        run={"max_steps": 20},
-    )
+    changes: dict[str, Any] = {"model": {"dtype": dtype}, "optim": {"learning_rate": 1e-6}}
+    changes["run"] = {"max_steps": 20}
+    changes["rollout"] = {"max_staleness": 1, "max_completion_length": 8}
+    trainer = trainer_of(SHAPES, tmp_path / "r", **changes)
     generate, before = trainer.engine.generate, list[Completion]()
 
     def lying(requests: Any) -> list[Completion]:

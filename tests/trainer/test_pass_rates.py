@@ -21,18 +21,17 @@ STEPS = 7
 
 
 @pytest.mark.slow
-def test_rows_follow_from_the_successes_that_are_logged(models: dict[str, Path], tmp_path: Path) -> None:
+def test_rows_follow_from_the_successes_that_are_logged(model: Path, tmp_path: Path) -> None:
     run = {"max_steps": STEPS, "report": False, "save_model": False, "headline": "vowels >= 1"}
-    config = config_for(models["qwen2_vl"], tmp_path / "r", run=run, data={"pass_rate": 0.5})
+    config = config_for(model, tmp_path / "r", run=run, data={"pass_rate": 0.5})
     assert deciding_fields(config)["run.headline"] == "vowels >= 1"
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     order = PassRateOrder(6, 4, 5, 0.5)
     for step in range(1, STEPS + 1):
-        groups = [
-            list(of) for _, of in groupby(rollouts_of(tmp_path / "r", step), key=lambda row: row["slot"])
-        ]
+        rows = rollouts_of(tmp_path / "r", step)
+        groups = [list(group) for _, group in groupby(rows, key=lambda row: row["slot"])]
         assert [int(group[0]["uid"].split(":")[1]) for group in groups] == order.rows(step)
-        shares = [sum(one["reward"] >= 1 for one in group) / len(group) for group in groups]
+        shares = [sum(row["reward"] >= 1 for row in group) / len(group) for group in groups]
         order.observe(step, list(zip(order.rows(step), shares, strict=True)))
     assert order._drawn and len({*order.rates}) > 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,35 +12,26 @@ from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
 from mm_grpo import GRPOTrainer
 
 
-def test_advantages_are_those_of_rewards_less_the_kl(models: dict[str, Path], tmp_path: Path) -> None:
+def test_advantages_are_those_of_rewards_less_the_kl(model: Path, tmp_path: Path) -> None:
     paid = {"beta": 0.3, "kl_in_reward": True, "kl_estimator": "k1", "scale_rewards": "none"}
-    config = config_for(
-        models["qwen2_vl"],
-        tmp_path / "r",
-        algorithm=paid,
-        optim={"learning_rate": 0.02},
-        run={"max_steps": 2},
-    )
+    rate, run = {"learning_rate": 0.02}, {"max_steps": 2}
+    config = config_for(model, tmp_path / "r", algorithm=paid, optim=rate, run=run)
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
-    kept: list[list[tuple[float, ...]]] = []
+    ratios: list[list[list[float]]] = []
     step = trainer.learner.update
 
-    def noted(groups: object) -> object:
-        kept.append([  # before the update: log-ratios of the samples
-            tuple(
-                sum(c.logprobs) - sum(ref)
-                for c, ref in zip(
-                    g.completions, trainer.learner.reference_logprobs([(g.prompt, g.completions)])[0], strict=True
-                )
-            )
-            for g in groups  # type: ignore[attr-defined]
-        ])  # fmt: skip
-        return step(groups)  # type: ignore[arg-type]
+    def noted(groups: Any) -> Any:
+        ratios.append([])  # log-ratios of the samples, before the update
+        for group in groups:
+            (references,) = trainer.learner.reference_logprobs([(group.prompt, group.completions)])
+            pairs = zip(group.completions, references, strict=True)
+            ratios[-1].append([sum(completion.logprobs) - sum(reference) for completion, reference in pairs])
+        return step(groups)
 
-    trainer.learner.update = noted  # type: ignore[method-assign,assignment]
+    trainer.learner.update = noted  # type: ignore[method-assign]
     trainer.train()
-    assert max(abs(x) for group in kept[0] for x in group) < 1e-4  # the policy is its reference at first
-    second, tokens = kept[1], 0
+    assert max(abs(x) for group in ratios[0] for x in group) < 1e-4  # the policy is its reference at first
+    second, tokens = ratios[1], 0
     logged = rollouts_of(tmp_path / "r", 2)
     assert max(abs(x) for group in second for x in group) > 0.01
     for slot, costs in enumerate(second):

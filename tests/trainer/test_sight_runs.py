@@ -13,21 +13,20 @@ from mm_grpo.errors import ConfigError
 
 
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
-    models: dict[str, Path],
+    model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = {"max_steps": 4, "sight_every": 3, "report": False}
-    config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
+    config = config_for(model, tmp_path / "r", run=run)
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "r")
     assert [row["step"] for row in rows if "sight/nats" in row] == [1, 3]
     assert [row["step"] for row in rows if "time/sight" in row] == [1, 3]
-    assert [" sight " in line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")] == [
-        True, False, True, False,
-    ]  # fmt: skip
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [" sight " in line for line in lines] == [True, False, True, False]
     logged = rollouts_of(tmp_path / "r", 1)
     assert len(logged) == 12 and not any("sight" in row for row in rollouts_of(tmp_path / "r", 4))
     for row in logged:
@@ -42,26 +41,23 @@ def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
     assert rows[0]["sight/reward"] == pytest.approx(rows[0]["reward"])  # every row has an image
 
 
-def test_it_changes_no_update_and_0_leaves_it_out(models: dict[str, Path], tmp_path: Path) -> None:
+def test_it_changes_no_update_and_0_leaves_it_out(model: Path, tmp_path: Path) -> None:
     for name, every in (("with", 1), ("without", 0)):
-        config = config_for(models["qwen2_vl"], tmp_path / name, run={"max_steps": 2, "sight_every": every})
+        config = config_for(model, tmp_path / name, run={"max_steps": 2, "sight_every": every})
         GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     measured, plain = metrics_of(tmp_path / "with"), metrics_of(tmp_path / "without")
     assert all("sight/nats" in row for row in measured) and not any("sight/nats" in row for row in plain)
     assert [{k: v for k, v in row.items() if not k.startswith("sight/")} for row in measured] == plain
 
 
-def test_the_perception_term_of_a_run_and_a_run_that_has_nothing_to_mask(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_perception_term_of_a_run_and_a_run_with_nothing_to_mask(model: Path, tmp_path: Path) -> None:
     term = {"perception_coef": 0.5, "perception_entropy_coef": 0.1}
-    config = config_for(models["qwen2_vl"], tmp_path / "r", algorithm=term, run={"max_steps": 2})
+    config = config_for(model, tmp_path / "r", algorithm=term, run={"max_steps": 2})
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "r")
     assert all(row["perception/kl"] > 0 for row in rows) and all(row["learner/updates"] == 1 for row in rows)
     assert [row["learner/images_encoded"] for row in rows] == [2 * row["prompts/images"] for row in rows]
     text = [{"prompt": f"say {i}", "answer": "a"} for i in range(4)]
+    text_only = config.with_values({"run.overwrite": True, "data.text_only": True})
     with pytest.raises(ConfigError, match="none of 4 rows of the training set has an image"):
-        GRPOTrainer(
-            config.with_values({"run.overwrite": True, "data.text_only": True}), train=text, rewards=[vowels]
-        )
+        GRPOTrainer(text_only, train=text, rewards=[vowels])

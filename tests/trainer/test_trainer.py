@@ -88,19 +88,17 @@ def test_the_saved_model_loads_without_us_and_has_moved(finished: Path, models: 
     assert AutoProcessor.from_pretrained(finished / "model").chat_template
 
 
-def test_the_same_run_again_is_equal_in_everything_but_time(
-    finished: Path, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_same_run_again_is_the_same(finished: Path, models: dict[str, Path], tmp_path: Path) -> None:
     config = config_for(models["qwen2_5_vl"], tmp_path / "two")
     GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels]).train()
     assert metrics_of(finished) == metrics_of(tmp_path / "two")
     assert rollouts_of(finished, 3) == rollouts_of(tmp_path / "two", 3)
 
 
-def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) -> None:
+def test_identical_rows_are_two_groups(model: Path, tmp_path: Path) -> None:
     twice = [ROWS[0], ROWS[0], {**ROWS[0], "images": ROWS[1]["images"]}]
     changes = {"rollout": {"prompts_per_step": 3}, "run": {"max_steps": 1}}
-    config = config_for(models["qwen2_vl"], tmp_path / "r", **changes)
+    config = config_for(model, tmp_path / "r", **changes)
     GRPOTrainer(config, train=twice, rewards=[vowels]).train()
     logged = rollouts_of(tmp_path / "r", 1)
     assert {r["uid"] for r in logged} == {"train:0", "train:1", "train:2"}
@@ -108,20 +106,16 @@ def test_identical_rows_are_two_groups(models: dict[str, Path], tmp_path: Path) 
     assert len({tuple(r["images"]) for r in logged}) == 2
 
 
-def test_long_prompts_are_refused_or_dropped_and_never_cut(
-    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_long_prompts_are_never_cut(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": text} for text in ("short", "a much longer question " * 9, "tiny", "s")]
     limits = {"max_prompt_length": 120, "text_only": True}
-    config = config_for(models["qwen2_vl"], tmp_path / "a", data=limits)
+    config = config_for(model, tmp_path / "a", data=limits)
     with pytest.raises(DataError, match=r"train:1: the prompt has 2\d\d tokens, and"):
         GRPOTrainer(config, train=rows, rewards=[vowels]).train()
     of_packs = {"max_tokens_per_pack": 126}  # of which a completion takes up to 6
     for name, tokens, optim in (("b", 120, {}), ("c", None, of_packs)):
         data = {**limits, "max_prompt_length": tokens, "on_overlong": "drop"}
-        dropping = config_for(
-            models["qwen2_vl"], tmp_path / name, data=data, optim=optim, run={"max_steps": 1}
-        )
+        dropping = config_for(model, tmp_path / name, data=data, optim=optim, run={"max_steps": 1})
         GRPOTrainer(dropping, train=rows, rewards=[vowels]).train()
         assert rows_of(tmp_path / name)[0]["prompts/dropped"] == 1
         logged = rollouts_of(tmp_path / name, 1)
@@ -130,7 +124,7 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(
         assert all(r["seed"] == plan.group(1, r["slot"])[r["generation"]] for r in logged)
     # a step that no prompt is left of makes no update, and the run goes on
     data, rollout = {**limits, "on_overlong": "drop", "shuffle": False}, {"prompts_per_step": 1}
-    emptied = config_for(models["qwen2_vl"], tmp_path / "d", data=data, rollout=rollout)
+    emptied = config_for(model, tmp_path / "d", data=data, rollout=rollout)
     with caplog.at_level("WARNING"):
         GRPOTrainer(emptied, train=rows, rewards=[vowels]).train()
     metrics = rows_of(tmp_path / "d")
@@ -138,33 +132,29 @@ def test_long_prompts_are_refused_or_dropped_and_never_cut(
     assert "step 2: all 1 prompts were dropped" in caplog.text and not rollouts_of(tmp_path / "d", 2)
 
 
-def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_reward_that_raises_stops_with_its_line_and_leaves_whole_files(model: Path, tmp_path: Path) -> None:
     def fragile(completion: str) -> float:
         if (tmp_path / "r/rollouts/step-000001.jsonl").exists():
             raise KeyError("answer")
         return vowels(completion)
 
     with pytest.raises(RewardError, match=r"fragile.*KeyError.*test_trainer\.py:\d+"):
-        GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "r"), train=ROWS, rewards=[fragile]).train()
+        GRPOTrainer(config_for(model, tmp_path / "r"), train=ROWS, rewards=[fragile]).train()
     assert [r["step"] for r in rows_of(tmp_path / "r")] == [1]
     assert [p.name for p in (tmp_path / "r" / "rollouts").glob("*.jsonl")] == ["step-000001.jsonl"]
 
 
-def test_an_optimizer_that_holds_other_tensors_is_stopped(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = GRPOTrainer(config_for(models["qwen2_vl"], tmp_path / "r"), train=ROWS, rewards=[vowels])
+def test_an_optimizer_that_holds_other_tensors_is_stopped(model: Path, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(config_for(model, tmp_path / "r"), train=ROWS, rewards=[vowels])
     trainer.learner.optimizer.adamw.step = lambda: None  # type: ignore[method-assign,assignment]
     with pytest.raises(GuardStop, match="guard update_happens: the weights did not change"):
         trainer.train()
 
 
 @pytest.mark.parametrize(("heldout", "every"), [(HELDOUT, 3), (None, 0)])
-def test_a_short_trial_is_cut_and_evaluated_ten_times(
-    heldout: Any, every: int, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_short_trial_is_evaluated_ten_times(heldout: Any, every: int, model: Path, tmp_path: Path) -> None:
     run = {"dir": str(tmp_path / "{time}"), "max_steps": 30, "eval_every": None, "eval_blind": "shuffled"}
-    config = config_for(models["qwen2_vl"], run=run, optim={"warmup_steps": 31})
+    config = config_for(model, run=run, optim={"warmup_steps": 31})
     trainer = GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels])
     assert trainer.config.run.eval_every == every
     assert any("optim.warmup_steps = 31" in each for each in trainer.plan.sentences)
@@ -180,7 +170,7 @@ def test_a_path_is_no_loaded_model(models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def spoilt(config: Any, inputs: Any, tokens: Any, statistics: Any) -> Any:
         statistics.add(loss=torch.tensor(math.nan), entropy=torch.tensor(math.nan))
@@ -188,7 +178,7 @@ def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
 
     monkeypatch.setattr("mm_grpo.learner.learner.pack_loss", spoilt)
     run = {"max_steps": 2, "save_every": 1, "guards": {"update_happens": "warn"}}
-    warned = config_for(models["qwen2_vl"], tmp_path / "w", run=run)
+    warned = config_for(model, tmp_path / "w", run=run)
     GRPOTrainer(warned, train=ROWS, rewards=[vowels]).train()
     assert "loss" in caplog.text and "cannot be written" not in caplog.text
     assert [row["loss"] for row in rows_of(tmp_path / "w")] == ["nan"] * 2  # JSON has no number for it

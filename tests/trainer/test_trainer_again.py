@@ -15,14 +15,10 @@ from mm_grpo.errors import ConfigError
 
 
 @pytest.mark.slow
-def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_start_from_the_runs_seed(model: Path, tmp_path: Path) -> None:
     def run(name: str) -> list[dict[str, Any]]:
-        config = config_for(
-            models["qwen2_vl"],
-            tmp_path / name,
-            model={"lora": {"rank": 4}},
-            run={"max_steps": 1, "report": False, "save_model": False},
-        )
+        fields = {"max_steps": 1, "report": False, "save_model": False}
+        config = config_for(model, tmp_path / name, model={"lora": {"rank": 4}}, run=fields)
         drawn = torch.get_rng_state()
         trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
         assert torch.equal(torch.get_rng_state(), drawn)  # the caller's random numbers are left alone
@@ -35,13 +31,10 @@ def test_adapters_start_from_the_runs_seed(models: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_a_resume_cannot_go_on_with(models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_a_resume_cannot_go_on_with(model: Path, tmp_path: Path) -> None:
     def trainer(heldout: Any, resume: bool, max_steps: int, rows: Any = ROWS) -> GRPOTrainer:
-        config = config_for(
-            models["qwen2_vl"],
-            tmp_path / "r",
-            run={"max_steps": max_steps, "save_every": 1, "report": False, "save_model": False},
-        )
+        run = {"max_steps": max_steps, "save_every": 1, "report": False, "save_model": False}
+        config = config_for(model, tmp_path / "r", run=run)
         return GRPOTrainer(config, train=rows, eval=heldout, rewards=[vowels], resume=resume)
 
     heldout = {"a": HELDOUT[:1], "b": HELDOUT[1:2]}

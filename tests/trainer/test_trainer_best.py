@@ -27,6 +27,11 @@ ACCURACIES = {0: 0.2, 1: 0.5, 2: 0.9, 3: 0.9, 4: 0.1, 5: 0.3}
 """Of the headline set, by step; the second set has 1.0 always."""
 
 
+@pytest.fixture
+def model(models: dict[str, Path]) -> Path:
+    return models["qwen2_5_vl"]
+
+
 def fake_scores(patch: pytest.MonkeyPatch, first: Mapping[int, float], sets: int = 1) -> None:
     """Give each evaluation of the first of so many sets its score by step, and of the others 1."""
     number = count()
@@ -39,63 +44,55 @@ def fake_scores(patch: pytest.MonkeyPatch, first: Mapping[int, float], sets: int
 
 
 def test_the_checkpoint_of_the_best_is_kept_between_those_that_are_due(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 2 is the best, and checkpoints are due every fourth."""
     fake_scores(monkeypatch, ACCURACIES)
-    summary = run(models["qwen2_5_vl"], tmp_path / "run", 5, heldout={"only": ROWS[:1]}, save_every=4)
+    summary = run(model, tmp_path / "run", 5, 4, eval={"only": ROWS[:1]})
     assert summary["best_step"] == 2
-    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000005"]
 
 
-def run(
-    model: Path, folder: Path, steps: int, resume: bool = False, heldout: Any = HELDOUT, save_every: int = 1
-) -> dict[str, Any]:
+def run(model: Path, folder: Path, steps: int, save_every: int = 1, **options: Any) -> dict[str, Any]:
     run = {"max_steps": steps, "eval_every": 1, "save_every": save_every, "keep_checkpoints": 1}
     rollout = {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 3}
     run |= {"report": False, "save_model": False}
     config = small_config(model, folder, rollout=rollout, run=run)
-    return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[length], resume=resume).train()
+    options = {"eval": HELDOUT, **options}
+    return GRPOTrainer(config, train=ROWS, rewards=[length], **options).train()
 
 
-def kept(folder: Path) -> list[str]:
+def checkpoint_names(folder: Path) -> list[str]:
     return sorted(p.name for p in (folder / "checkpoints").iterdir())
 
 
 def extra_of(folder: Path, step: int) -> dict[str, Any]:
     manifest = json.loads((folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").read_text())
-    found: dict[str, Any] = manifest["extra"]
-    return found
+    return dict(manifest["extra"])
 
 
-def test_the_best_is_kept_over_a_resume(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_is_kept_over_a_resume(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_scores(monkeypatch, ACCURACIES, sets=2)
-    model = models["qwen2_5_vl"]
     summary = run(model, tmp_path / "run", 3)
     assert (summary["score_best"], summary["best_step"], summary["score_after"]) == (0.9, 2, 0.9)
-    assert kept(tmp_path / "run") == ["step-000002", "step-000003"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000003"]
     assert extra_of(tmp_path / "run", 3)["best"] == {"score": 0.9, "step": 2}
 
     run(model, tmp_path / "run", 5, resume=True)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["score_best"], summary["best_step"]) == (0.9, 2)
     assert (summary["score_before"], summary["score_after"]) == (0.2, 0.3)
-    assert {when: one["score"] for when, one in summary["first_set"].items()} == {
-        "before": 0.2, "best": 0.9, "after": 0.3
-    }  # fmt: skip
+    scores = {when: evaluation["score"] for when, evaluation in summary["first_set"].items()}
+    assert scores == {"before": 0.2, "best": 0.9, "after": 0.3}
     assert evaluated_steps(RunPaths(tmp_path / "run")) == [0, 2, 5]
-    assert kept(tmp_path / "run") == ["step-000002", "step-000005"]
+    assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000005"]
     assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
 
 
-def test_the_saved_model_is_the_best_and_the_trainer_s_the_last(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_saved_model_is_the_best(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Collapses after step 2."""
     fake_scores(monkeypatch, {0: 0.1, 1: 0.1, 2: 0.9, 3: 0.1})
-    model, folder = models["qwen2_5_vl"], tmp_path / "run"
+    folder = tmp_path / "run"
     run = {"max_steps": 3, "eval_every": 1, "save_every": 1, "keep_checkpoints": 1, "keep": "best"}
     config = small_config(model, folder, optim={"learning_rate": 0.1}, run={**run, "report": False})
     guard = Watch()

@@ -37,50 +37,38 @@ class Exchange:
             self.paths[self.row].write_bytes(self.paths[2].read_bytes())
 
 
-def trainer(
-    model: Path, folder: Path, rows: Any, on_bad_image: str, resume: bool = False, **options: Any
-) -> GRPOTrainer:
-    config = config_for(
-        model,
-        folder,
-        data={"shuffle": False, "on_bad_image": on_bad_image},
-        rollout={"prompts_per_step": 2},
-        run={"max_steps": 4, "save_every": 1, "report": False, "save_model": False},
-    )
-    return GRPOTrainer(config, train=rows, rewards=[vowels], resume=resume, **options)
+def trainer(model: Path, folder: Path, rows: Any, on_bad_image: str, **options: Any) -> GRPOTrainer:
+    run = {"max_steps": 4, "save_every": 1, "report": False, "save_model": False}
+    data, rollout = {"shuffle": False, "on_bad_image": on_bad_image}, {"prompts_per_step": 2}
+    config = config_for(model, folder, data=data, rollout=rollout, run=run)
+    return GRPOTrainer(config, train=rows, rewards=[vowels], **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "after", "steps"), [(1, 2, 3), pytest.param(5, 1, 1, id="before the first checkpoint")]
 )
-def test_an_exchanged_image_ends_the_run(
-    models: dict[str, Path], tmp_path: Path, row: int, after: int, steps: int
-) -> None:
+def test_an_exchanged_image_ends_a_run(model: Path, tmp_path: Path, row: int, after: int, steps: int) -> None:
     rows = rows_on_disk(tmp_path / "rows")
-    unchanged = trainer(
-        models["qwen2_vl"], tmp_path / "same", rows, "stop", callbacks=[Exchange(rows, row, 9)]
-    )
+    unchanged = trainer(model, tmp_path / "same", rows, "stop", callbacks=[Exchange(rows, row, 9)])
     assert unchanged.train()["steps"] == 4
-    run = trainer(models["qwen2_vl"], tmp_path / "run", rows, "drop", callbacks=[Exchange(rows, row, after)])
+    run = trainer(model, tmp_path / "run", rows, "drop", callbacks=[Exchange(rows, row, after)])
     kept = Path(rows[row]["images"][0]).read_bytes()
     with pytest.raises(DataError, match=rf"train row {row}: image .*{row}\.png' changed") as caught:
         run.train()
     assert not isinstance(caught.value, BadImage) and len(metrics_of(tmp_path / "run")) == steps
     Path(rows[row]["images"][0]).write_bytes(kept)  # put back, as the message says
-    assert trainer(models["qwen2_vl"], tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
+    assert trainer(model, tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "same")
 
 
 @pytest.mark.slow
-def test_a_run_that_met_a_cut_picture_goes_on_without_its_row(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_run_that_met_a_cut_picture_goes_on_without_its_row(model: Path, tmp_path: Path) -> None:
     rows = rows_on_disk(tmp_path / "rows")
     cut = Path(rows[3]["images"][0])
     os.truncate(cut, cut.stat().st_size * 2 // 3)
     with pytest.raises(BadImage, match=r"train row 3: .*data\.on_bad_image=drop.*--resume"):
-        trainer(models["qwen2_vl"], tmp_path / "run", rows, "stop").train()
-    assert trainer(models["qwen2_vl"], tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
-    trainer(models["qwen2_vl"], tmp_path / "straight", rows, "drop").train()
+        trainer(model, tmp_path / "run", rows, "stop").train()
+    assert trainer(model, tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
+    trainer(model, tmp_path / "straight", rows, "drop").train()
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "straight")

@@ -29,11 +29,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_healthy_run_raises_no_alarm(
-    models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_healthy_run_raises_no_alarm(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     changes: dict[str, Any] = {"algorithm": {"beta": 0.1}, "run": {"max_steps": 6}}
-    trainer_for(models["qwen2_vl"], tmp_path / "r", vowels, **changes).train()
+    trainer_for(model, tmp_path / "r", vowels, **changes).train()
     assert warnings_of(caplog) == []
     rows = rows_of(tmp_path / "r")
     assert len(rows) == 6 and all(row["kl"] > 0 for row in rows[1:])
@@ -45,10 +43,8 @@ def test_a_healthy_run_raises_no_alarm(
     assert all(-10 < row["completions/mean_logprob"] < -1 for row in rows)
 
 
-def test_images_that_do_not_reach_the_text_stop_the_first_step(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    trainer = trainer_for(models["qwen2_vl"], tmp_path / "r", vowels)
+def test_images_that_do_not_reach_the_text_stop_the_first_step(model: Path, tmp_path: Path) -> None:
+    trainer = trainer_for(model, tmp_path / "r", vowels)
     score = trainer.learner.score
 
     def blind(prompt: Any, *args: Any, **options: Any) -> Any:
@@ -62,10 +58,10 @@ def test_images_that_do_not_reach_the_text_stop_the_first_step(
 
 
 @pytest.mark.slow
-def test_guards_go_on_counting_when_a_run_is_resumed(models: dict[str, Path], tmp_path: Path) -> None:
+def test_guards_go_on_counting_when_a_run_is_resumed(model: Path, tmp_path: Path) -> None:
     def trainer(max_steps: int, resume: bool) -> GRPOTrainer:
         run = {"max_steps": max_steps, "save_every": 1, "report": False, "guards": {}}
-        config = config_for(models["qwen2_vl"], tmp_path / "r", run=run, algorithm={"entropy_coef": 0.01})
+        config = config_for(model, tmp_path / "r", run=run, algorithm={"entropy_coef": 0.01})
         return GRPOTrainer(config, train=ROWS, rewards=[nothing], resume=resume)
 
     trainer(6, False).train()

@@ -18,13 +18,8 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj")
 @pytest.mark.slow
 def test_a_run_moves_its_layers(models: dict[str, Path], tmp_path: Path) -> None:
     path = models[tiny.HYBRID]
-    config = config_for(
-        path,
-        tmp_path / "run",
-        algorithm={"beta": 0.1},
-        optim={"learning_rate": 1e-2, "max_tokens_per_pack": 200},
-        run={"max_steps": 2},
-    )
+    optim = {"learning_rate": 1e-2, "max_tokens_per_pack": 200}
+    config = config_for(path, tmp_path / "run", algorithm={"beta": 0.1}, optim=optim, run={"max_steps": 2})
     GRPOTrainer(config, train=ROWS, rewards=[vowels]).train()
     rows = rows_of(tmp_path / "run")
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6

@@ -21,10 +21,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """colours.jsonl (9 rows), counts.jsonl (4 rows) and heldout.jsonl, whose rows have a column task of their own."""
     place = tmp_path_factory.mktemp("rows")
     for name, kind, size, seed in (("colours", "colour", 9, 1), ("counts", "count", 4, 2)):
-        write_jsonl(
-            _without_objects(shapes_rows(split="train", size=size, seed=seed, kinds=[kind], image_size=56)),
-            place / f"{name}.jsonl",
-        )
+        rows = shapes_rows(split="train", size=size, seed=seed, kinds=[kind], image_size=56)
+        write_jsonl(_without_objects(rows), place / f"{name}.jsonl")
     heldout = _without_objects(shapes_rows(split="heldout", size=5, seed=3, image_size=56))
     tasks = ["colour", "colour", "count", "count", "count"]
     write_jsonl([row | {"task": t} for row, t in zip(heldout, tasks, strict=True)], place / "heldout.jsonl")
@@ -73,9 +71,8 @@ def test_every_step_has_the_exact_share_of_each_source(straight: Path) -> None:
         assert Counter(uid.partition(":")[0] for uid in uids) == {"train/colours": 3, "train/counts": 1}
         seen.update(uids)
     # 12 prompts of 9 rows, 4 prompts of 4 rows
-    assert {uid: count for uid, count in seen.items() if "counts" in uid} == {
-        f"train/counts:{i}": 1 for i in range(4)
-    }
+    counts = {uid: count for uid, count in seen.items() if "counts" in uid}
+    assert counts == {f"train/counts:{i}": 1 for i in range(4)}
     assert Counter(count for uid, count in seen.items() if "colours" in uid) == {1: 6, 2: 3}
 
 
@@ -88,13 +85,11 @@ def test_metrics_by_task_are_means_over_the_rows_of_the_task(straight: Path) -> 
             assert found[f"task/{task}/prompts"] == count and len(own) == 3 * count
             assert found[f"task/{task}/reward"] == pytest.approx(fmean(row["reward"] for row in own))
             assert found[f"task/{task}/mean_length"] == pytest.approx(fmean(row["tokens"] for row in own))
-            spread = [
-                len({r["reward"] for r in own if r["slot"] == slot}) < 2 for slot in {r["slot"] for r in own}
-            ]
+            slots = {row["slot"] for row in own}
+            spread = [len({row["reward"] for row in own if row["slot"] == slot}) < 2 for slot in slots]
             assert found[f"task/{task}/frac_reward_zero_std"] == fmean(spread)
-        assert found["reward"] == pytest.approx(
-            0.75 * found["task/colour/reward"] + 0.25 * found["task/count/reward"]
-        )
+        colour, counting = found["task/colour/reward"], found["task/count/reward"]
+        assert found["reward"] == pytest.approx(0.75 * colour + 0.25 * counting)
         assert found["rewards/vowels/none"] == 3 and found["rewards/digits/none"] == 9
         assert all((row["parts"]["digits"] is None) == (row["columns"]["task"] == "colour") for row in rows)
     assert metrics[4]["epoch/colours"] == 12 / 9 and metrics[4]["epoch/counts"] == 1.0

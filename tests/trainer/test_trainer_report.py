@@ -13,6 +13,7 @@ import pytest
 from helpers import tiny
 from helpers.configs import small_config
 from helpers.small_runs import ROWS, config_for, vowels
+from PIL import Image
 from transformers.utils import logging as transformers_logging
 
 from mm_grpo import GRPOTrainer
@@ -29,9 +30,8 @@ def test_the_page_and_the_marks(models: dict[str, Path], tmp_path: Path) -> None
         run={"max_steps": 3, "save_every": 0, "save_model": False,
              "guards": {"no_update": "off", "zero_std": "off", "no_reward": "off"}},
     )  # fmt: skip
-    rows = [
-        {"prompt": "where?", "image": tiny.picture(i, 112, 56), "box": [28, 14, 84, 42]} for i in range(4)
-    ]
+    pictures = [tiny.picture(i, 112, 56) for i in range(4)]
+    rows = [{"prompt": "where?", "image": picture, "box": [28, 14, 84, 42]} for picture in pictures]
     rewards = ["iou", lambda completion: len(set(completion))]
     trainer = GRPOTrainer(config, train=rows, rewards=rewards)
     trainer.train()
@@ -44,8 +44,6 @@ def test_the_page_and_the_marks(models: dict[str, Path], tmp_path: Path) -> None
     (mark,) = row["gold"]
     assert mark["label"] == "iou" and (mark["image"], len(mark["points"])) == (0, 4)
     # the box is in the dataset's pixels, the mark in those that the model saw
-    from PIL import Image
-
     with Image.open(paths.images / row["images"][0]) as image:
         scale = image.width / width, image.height / height
     assert mark["points"][0] == [round(28 * scale[0], 2), round(14 * scale[1], 2)]
