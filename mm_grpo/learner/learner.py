@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.alternate_prompts import AlternatePrompts
 from mm_grpo.learner.features.base import FeaturePack, LossFeature
 from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward, wrap_model
@@ -88,6 +89,7 @@ class Learner(LearnerWeights):
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
         self.optimizer = make_optimizer(self.module, optim, total_updates, self.ranks)
         self._work = PackStatistics()
+        self.alternates: dict[str, AlternatePrompts] = {}
         self.features: list[LossFeature] = [feature(self) for feature in feature_classes(config.algorithm)]
 
     def update(self, groups: Sequence[Group]) -> LearnerReport:
@@ -99,6 +101,7 @@ class Learner(LearnerWeights):
         with self.ranks.fail_together("groups"):
             check_groups(groups, self.config.rollout.prompts_per_step)
 
+        self.alternates = {}  # a step that failed may have left some
         has_gradient = [feature.has_gradient for feature in self.features]
         minibatches = make_minibatches(groups, self.config, self.ranks, self.model.device, has_gradient)
         # before image features are kept, because later passes do not run these prompts
@@ -208,6 +211,7 @@ class Learner(LearnerWeights):
         work, self._work = self._work, PackStatistics()
         work.images += self.module.features.encoded if self.module.features is not None else 0
         self._use_image_features(None)
+        self.alternates = {}
         metrics = {
             **statistics.metrics(len(updates)),
             **update_metrics(updates),

@@ -72,7 +72,7 @@ learner/features/twin_view.py < learner/test_twin_view.py
     bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
     dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
 learner/features/perception.py < learner/test_perception.py
-    dropped condition | if group.prompt.vision ==> if True
+    dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
     wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
 learner/features/credit.py < learner/test_credit.py

@@ -20,6 +20,7 @@ from mm_grpo.algorithm.losses import token_weights
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.features import perception
 from mm_grpo.learner.features.credit import credit_metrics, weighed
 from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.learner.minibatch import LogProbs, Minibatch
@@ -204,3 +205,19 @@ def test_weights_do_not_depend_on_which_process_runs_a_group() -> None:
 def test_what_credit_is_refused_with(field: str, changes: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"algorithm.{field}")):
         config_for("x", algorithm={"credit": "pgpo", **changes})
+
+
+def test_features_share_the_masked_prompts_of_a_step(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(
+        perception,
+        "masked_prompt",
+        lambda *arguments: calls.append(arguments[-1]) or masked_prompt(*arguments),
+    )
+    path = models["qwen2_5_vl"]
+    groups = make_groups(load_processor(str(path)))
+    learner = learner_of(path, algorithm={"credit": "pgpo", "perception_coef": 0.01})
+    for step in (1, 2):
+        learner.update(groups)
+        pictured = [g.completions[0].seed for g in groups if g.prompt.vision]
+        assert sorted(calls) == sorted(pictured * step) and learner.alternates == {}

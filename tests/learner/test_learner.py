@@ -222,6 +222,18 @@ def test_a_second_optimizer_of_one_model_gets_its_gradients() -> None:
         assert record.grad_norm == pytest.approx(5.0) and record.update_norm > 0.1
 
 
+def test_a_gradient_that_is_not_finite_is_held_back() -> None:
+    module = torch.nn.Linear(2, 1, bias=False)
+    before = module.weight.detach().clone()
+    optimizer = Optimizer(module, config_for("x").optim, 10)
+    module.weight.grad = torch.tensor([[float("inf"), 1.0]])
+    record = optimizer.apply(live_tokens=3)
+    assert not record.stepped and record.grad_norm == float("inf")
+    assert torch.equal(module.weight, before) and module.weight.grad is None
+    message = update_happens(record)
+    assert message is not None and "overflow" in message
+
+
 def test_clipping_by_norm_by_hand() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     optimizer = optimizer_of(module, max_grad_norm=1.0, adam_epsilon=1e-4)

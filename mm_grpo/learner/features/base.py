@@ -15,6 +15,7 @@ from torch import Tensor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.alternate_prompts import AlternatePrompts
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.logprobs import PackResult
 from mm_grpo.learner.loss import LossInputs, PackTokens
@@ -35,6 +36,8 @@ class FeatureLearner(Protocol):
     processor: Processor
     config: GRPOConfig
     ranks: Ranks
+    alternates: dict[str, AlternatePrompts]
+    """Alternate prompts of the step by name, which features share; dropped after the step."""
 
     def run(self, items: Sequence[Item]) -> tuple[ByCompletion, ByCompletion]:
         """Return log-probs [T] and entropies [T] of each completion, without gradients. Collective."""

@@ -50,7 +50,7 @@ class Credit(LossFeature):
         with timed(self.times, "time/credit"):
             has_advantage = [flag for g in groups for flag in g.has_advantage]
             items = [i for m in minibatches for i in m.live if i.prompt.vision and has_advantage[i.index]]
-            masked = masked_prompts(groups, learner.processor, self.algorithm.perception_mask_ratio)
+            masked = masked_prompts(groups, learner)
             with learner.ranks.fail_together("masked images"):
                 items = masked.items(items)
             self.control = learner.run(items)[0]

@@ -17,7 +17,7 @@ from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
-from mm_grpo.learner.features.base import FeaturePack, LossFeature, PackRows
+from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeature, PackRows
 from mm_grpo.learner.minibatch import Minibatch
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor
@@ -37,8 +37,7 @@ class Perception(LossFeature):
         return bool(prompt.vision)
 
     def begin_step(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> None:
-        ratio = self.algorithm.perception_mask_ratio
-        self.masked_prompts = masked_prompts(groups, self.learner.processor, ratio)
+        self.masked_prompts = masked_prompts(groups, self.learner)
 
     def added_rows(self, rows: PackRows) -> PackRows:
         """Return the rows' groups with images after the masked prompts."""
@@ -66,20 +65,20 @@ class Perception(LossFeature):
         return {"perception/kl": sums["perception_kl"] / sums["pictured"]} if sums.get("pictured") else {}
 
 
-def masked_prompts(groups: Sequence[Group], processor: Processor, ratio: float) -> AlternatePrompts:
-    """Return the prompts of `groups` with their images masked; rows without images have none.
+def masked_prompts(groups: Sequence[Group], learner: FeatureLearner) -> AlternatePrompts:
+    """Return the prompts of the step's `groups` with their images masked; rows without images have none.
 
     A mask is drawn from the seed of the group's first completion. So it is another one at every step, and the same in
-    all updates of a step, on any number of processes and in a resumed run.
+    all updates of a step, on any number of processes and in a resumed run. Each is made once, whichever feature asks.
     """
-    return AlternatePrompts(
-        groups,
-        lambda group: (
-            masked_prompt(processor, group.prompt, ratio, group.completions[0].seed)
-            if group.prompt.vision
-            else None
-        ),
-    )
+    processor, ratio = learner.processor, learner.config.algorithm.perception_mask_ratio
+
+    def make(group: Group) -> Prompt | None:
+        if not group.prompt.vision:
+            return None
+        return masked_prompt(processor, group.prompt, ratio, group.completions[0].seed)
+
+    return learner.alternates.setdefault("masked", AlternatePrompts(groups, make))
 
 
 def masked_prompt(processor: Processor, prompt: Prompt, ratio: float, seed: int) -> Prompt:

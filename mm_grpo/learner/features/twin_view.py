@@ -31,7 +31,7 @@ from mm_grpo.errors import DataError
 from mm_grpo.learner.alternate_prompts import AlternatePrompts, require_images
 from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeature
 from mm_grpo.learner.forward_pass import states_on_host
-from mm_grpo.learner.minibatch import Minibatch
+from mm_grpo.learner.minibatch import ByCompletion, Minibatch
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rewards.builtins.boxes import Frame
@@ -51,6 +51,7 @@ class TwinView(LossFeature):
     def __init__(self, learner: FeatureLearner) -> None:
         super().__init__(learner)
         self.twins = TwinPrompts(learner.processor, learner.config)
+        self.teacher: ByCompletion = {}
 
     @classmethod
     def check_rows(cls, config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
@@ -69,6 +70,8 @@ class TwinView(LossFeature):
         """Run the completions after their twin prompts without gradients, for the states of the teacher."""
         with self.learner.ranks.fail_together("twin views"):
             items = self.prompts.items(minibatch.live)
+        # the states of the update before are large, and must not stay beside the new ones
+        self.teacher = {}
         self.teacher = self.learner.run_pass(items, states_on_host)
         return minibatch.with_kl_states(self.teacher)
 
