@@ -162,13 +162,12 @@ class HFProcessor(ABC):
         `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's. NoFixedPoint if there is no size.
         """
         asked = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
+        low, high = limits.get("min_pixels", self.min_pixels), limits.get("max_pixels", self.max_pixels)
         result = self.fixed_size(asked)
-        area = math.prod(result)
-        if limits.get("min_pixels", area) <= area <= limits.get("max_pixels", area):
-            if "resized_height" not in limits or result == asked:
-                return result
-        run = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
-        low, high = (min(max(limits.get(key, run[key]), self.min_pixels), self.max_pixels) for key in run)
+        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == asked)
+        if fits or not limits:
+            return result
+        low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
         most = high
         while most >= low:
             once = self.limited_size(asked, low, most)
