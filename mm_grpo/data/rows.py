@@ -18,12 +18,13 @@ here (images.py); rows with videos are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, fill_template, rename, value_at
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import RowConversation, read_conversation
+from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
 from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -43,6 +44,8 @@ class Fields:
     """Sources of the image parts of the conversation, in order."""
     columns: dict[str, Any]
     """The row's other fields under our names, and `answer` if the row has it in another place."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row."""
     prompt_column: str = "prompt"
     """Our name of the column that held the prompt."""
     conversational: bool = True
@@ -56,11 +59,12 @@ def read_row(
     columns: Mapping[str, str] | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
+    pixel_limits: Mapping[str, int] | None = None,
 ) -> Fields:
     """Read the fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt` and `prompt_template` are as in the config's section `data`.
+    `system_prompt` and `prompt_template` are as in the config's section `data`. `pixel_limits` bound those of images.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
@@ -74,6 +78,9 @@ def read_row(
     conversation = read_conversation(values, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
+    template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
+    for limits in filter(None, (row_limits, pixel_limits)):
+        messages = with_limits(messages, limits)
     prompt_columns = {*PROMPT_FIELDS, *conversation.used}
     reward_columns = {name: value for name, value in values.items() if name not in prompt_columns}
     _check_texts(conversation, messages, images, reward_columns, row_name)
@@ -83,6 +90,7 @@ def read_row(
         tuple(messages),
         tuple(images),
         {**reward_columns, **conversation.answers},
+        template_kwargs,
         prompt_column=conversation.column,
         conversational=not isinstance(conversation.prompt, str),
     )
@@ -154,7 +162,7 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a text part, or an image part with at most the key `image`."""
+    """Return a text part, or an image part with the key `image` and limits, if it has them."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -169,7 +177,7 @@ def _part(part: Any, where: str) -> Message:
         source = source.get("url") if isinstance(source, Mapping) else source
         if source is None:
             raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
-    return {"type": "image"} if source is None else {"type": "image", "image": source}
+    return {"type": "image", **({} if source is None else {"image": source}), **read_limits(part, where)}
 
 
 def _check_texts(
@@ -244,7 +252,7 @@ def _image_parts(messages: list[Message]) -> list[Message]:
 
 
 def _without_images(message: Message) -> Message:
-    bare = [{"type": "image"} if part["type"] == "image" else part for part in _parts(message)]
+    bare = [{key: value for key, value in part.items() if key != "image"} for part in _parts(message)]
     return message | {"content": bare} if bare else message
 
 
