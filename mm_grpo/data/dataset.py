@@ -41,7 +41,6 @@ from mm_grpo.data.file_states import FileStates
 from mm_grpo.data.images import MAX_BYTES, BadImage, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
-from mm_grpo.data.row_settings import with_limits
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import DataError, did_you_mean
 from mm_grpo.types import Sample
@@ -175,10 +174,8 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            kwargs = fields.chat_template_kwargs
-            return Sample(
-                self.uid(index), fields.messages, images, (), fields.columns, chat_template_kwargs=kwargs
-            )
+            settings = fields.chat_template_kwargs
+            return Sample(self.uid(index), fields.messages, images, (), fields.columns, settings)
 
         return open_sample
 
@@ -206,7 +203,7 @@ class Dataset(Rows):
                 if not any(isinstance(image, Image.Image) for image in fields.images):
                     yield (
                         (
-                            str(with_limits(fields.messages, None)),
+                            str(without_images(fields.messages)),
                             *(image_key(image, folder) for image in fields.images),
                         ),
                         self.row_name(index),

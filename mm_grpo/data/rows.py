@@ -79,8 +79,8 @@ def read_row(
     messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    for limits in filter(None, (row_limits, pixel_limits)):
-        messages = with_limits(messages, limits)
+    for limits in (row_limits, pixel_limits or {}):
+        messages = with_limits(messages, limits) if limits else messages
     prompt_columns = {*PROMPT_FIELDS, *conversation.used}
     reward_columns = {name: value for name, value in values.items() if name not in prompt_columns}
     _check_texts(conversation, messages, images, reward_columns, row_name)

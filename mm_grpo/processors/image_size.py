@@ -39,10 +39,19 @@ def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
 
 def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
-    parts = [
-        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
-    ]
+    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
     return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
+
+
+def without_limits(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the messages without limits of their image parts."""
+
+    def bare(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {key: value for key, value in part.items() if key not in PIXEL_LIMITS}
+
+    return [
+        m if isinstance(m["content"], str) else {**m, "content": [*map(bare, m["content"])]} for m in messages
+    ]
 
 
 def resize_to(image: Image, size: Size) -> Image:
