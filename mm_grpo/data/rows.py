@@ -55,7 +55,7 @@ class Fields:
     """All fields of the row under our names, and `answer` if the row has it in another place. A column that
     `data.columns` maps to the prompt or to images has its own name too."""
     used: Mapping[str, str] = field(default_factory=dict)
-    """Columns that prompt and answer were made of, and for what: one of PROMPT_PURPOSES, "prompt template", "answer"."""
+    """Columns that prompt and answer were made of, and for what: PROMPT_PURPOSES, "prompt template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
 
@@ -102,7 +102,7 @@ def read_row(
     conversation = read_conversation(values, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
-    used = {name: purpose for name, purpose in (used | conversation.used).items() if name in row_columns}
+    used = {name: purpose for name, purpose in {**used, **conversation.used}.items() if name in row_columns}
     fields = Fields(
         tuple(messages),
         tuple(images),
