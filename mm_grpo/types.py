@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+PIXEL_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an image part that limit the size of its image, in pixels; the last two come together."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Sample:
     uid: str
     """Names the row, never its text: two equal rows have two uids."""
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`."""
+    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`;
+    it may hold PIXEL_LIMITS."""
     images: tuple[Image, ...] = ()
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
