@@ -12,7 +12,7 @@ from helpers.configs import small_config
 from PIL import Image
 
 from mm_grpo.data import Dataset
-from mm_grpo.data.lazy_image import LazyImage
+from mm_grpo.user_code.lazy_image import LazyImage
 from mm_grpo.data.shapes import render, scene, shapes_rows
 
 
