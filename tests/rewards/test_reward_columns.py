@@ -123,7 +123,9 @@ def test_images_that_no_reward_reads_are_not_decoded(
     assert second.getpixel((0, 0)) == (254, 0, 0) and len(decoded) == 2
 
 
-@pytest.mark.parametrize(("form", "mode"), [("GIF", "P"), ("PNG", "RGBA"), ("PNG", "L"), ("WEBP", "RGB"), ("TIFF", "1")])
+@pytest.mark.parametrize(
+    ("form", "mode"), [("GIF", "P"), ("PNG", "RGBA"), ("PNG", "L"), ("WEBP", "RGB"), ("TIFF", "1")]
+)
 def test_images_of_every_mode_are_what_the_library_decodes(form: str, mode: str) -> None:
     data = io.BytesIO()
     Image.effect_noise((9, 5), 80).convert(mode).save(data, form)
