@@ -34,6 +34,8 @@ class Sample:
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All fields of the row by our names; rewards get them."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row, over the run's."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None

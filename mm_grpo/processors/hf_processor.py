@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,6 +58,7 @@ class HFProcessor(ABC):
     """Images that have a stable size, in words for the message about an image that has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
     """Count of each media token that the chat template writes for one image, without the placeholder."""
+    follows_rows: ClassVar[bool] = True
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -77,7 +79,7 @@ class HFProcessor(ABC):
         self.template: str = template.get("default", "") if isinstance(template, Mapping) else template
         if not self.template:
             raise ConfigError(f"model.path = '{path}': it has no chat template; add chat_template.jinja")
-        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
+        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template)
         # a tokenizer loads without its vocabulary, and then drops all text but special tokens
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise ConfigError(
@@ -139,11 +141,9 @@ class HFProcessor(ABC):
         """
         if sample.videos:
             raise DataError(f"{sample.uid}: the row has videos; only images are supported")
-        limits = pixel_limits(sample.messages) or [{}] * len(sample.images)
-        images = tuple(
-            self._resize(sample.uid, i, *pair)
-            for i, pair in enumerate(zip(sample.images, limits, strict=False))
-        )
+        limits = chain(pixel_limits(sample.messages), repeat({}))
+        pairs = enumerate(zip(sample.images, limits, strict=False))
+        images = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
         collapsed = self.ids(sample)
         self._check_placeholders(sample.uid, collapsed, len(images))
         ids, vision = self.encode(images) if images else ([], {})
@@ -195,18 +195,19 @@ class HFProcessor(ABC):
             vision=vision,
         )
 
-    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+    def observation(self, answers: Sequence[Sequence[str | Image]], sample: Sample) -> list[int]:
         """Return the collapsed ids between the end of the model's turn and its next one, by the chat template.
 
         `answers` are the texts and images of each tool's answer. DataError if the template cannot show them.
         """
+        row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
         marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            _, _, after = self._text(messages, row).partition(marker)
+            _, _, after = self._text(messages, row, **arguments).partition(marker)
             end = next((token for token in ends if after.startswith(token)), None)
             return "" if end is None else after[len(end) :]
 
@@ -225,8 +226,8 @@ class HFProcessor(ABC):
             "model that ends with a stop token; conversations of several turns need one that does (model.path)"
         )
 
-    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
-        return len(self.ids(Sample(row, messages))) + images * self.max_image_tokens()
+    def max_prompt_tokens(self, sample: Sample, images: int) -> int:
+        return len(self.ids(sample)) + images * self.max_image_tokens()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -282,7 +283,9 @@ class HFProcessor(ABC):
 
     def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
         """Return the ids of a sample's conversation, with one placeholder for each image; `change` edits its text."""
-        messages, arguments = sample.messages, dict[str, Any]()
+        where = f"{sample.uid}: chat_template_kwargs"
+        arguments = check_arguments(sample.chat_template_kwargs, self.template, where, DataError)
+        messages = sample.messages
         if sample.tools and knows_tools(self.template):
             arguments["tools"] = list(sample.tools)
         elif sample.tools:
@@ -315,7 +318,7 @@ class HFProcessor(ABC):
                 if isinstance(message.get("content"), str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            return self.render(copies, **self.chat_template_kwargs, **arguments)
+            return self.render(copies, **{**self.chat_template_kwargs, **arguments})
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
