@@ -31,6 +31,7 @@ from mm_grpo.pages.report import LivePage
 from mm_grpo.parity.gaps import first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
+from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.processors.base import Processor
@@ -252,6 +253,7 @@ def _read_rows(
     eval_sets = {name: readable(rows, drop, ranks) for name, rows in sets.items()}
     if ranks.first:
         warn_of_shared_rows(train_set, eval_sets)
+        warn_of_golds((train_set, *eval_sets.values()), scorer.specs)
     if toolbox is not None:
         asking = scorer.asking_for(("environment", "environments"), train_set.columns)
         toolbox.place(asking, processes=ranks.world)
