@@ -24,7 +24,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import BadImage, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
@@ -123,6 +123,16 @@ class HFProcessor(ABC):
         return {}
 
     # the processor ---------------------------------------------------------------------------
+
+    def refusal(self, size: Size) -> str:
+        """Return why an upright image of `size` is refused, what is legal and what to do; "" if it is taken."""
+        try:
+            self.fixed_size(size)
+        except NoFixedPoint as error:
+            return (
+                f"cannot be brought to a stable size: {error}; legal are {self.stable}; crop it or widen them"
+            )
+        return ""
 
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample: resize once, tokenize once, expand one placeholder per image.
@@ -296,13 +306,10 @@ class HFProcessor(ABC):
         ]
 
     def _resize(self, uid: str, index: int, image: Image) -> Image:
-        try:
-            return resize_to(image, self.fixed_size((image.height, image.width)))
-        except NoFixedPoint as error:
-            raise DataError(
-                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}; crop the "
-                "image or widen them"
-            ) from None
+        size = (image.height, image.width)
+        if why := self.refusal(size):
+            raise BadImage(f"{uid}: image {index} {why}")
+        return resize_to(image, self.fixed_size(size))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
         """DataError unless the ids hold one placeholder per image, and no media tokens but the template's."""
