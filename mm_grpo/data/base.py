@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
 
+from mm_grpo.data.images import Refusal
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
@@ -44,7 +45,7 @@ class Rows(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names that rewards may ask for: of all rows, after `data.columns`, without prompt and images."""
+        """Names that rewards may ask for: of all rows, after `data.columns`."""
 
     @property
     def sources(self) -> Sequence[Rows]:
@@ -102,9 +103,7 @@ class Rows(Protocol):
     def fields(self, index: int) -> Fields:
         """Read row `index` with its images closed, in other columns too. DataError when it is wrong."""
 
-    def look_at_images(
-        self, index: int, refusal: Callable[[tuple[int, int]], str] | None = None
-    ) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
 
     def dataset_column(self, name: str) -> str:

@@ -8,17 +8,17 @@ of `SAMPLED_ROWS` rows. A fault that only decoding shows is found when the row i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.images import Refusal
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError, by_cause
 
 log = logging.getLogger(__name__)
-Refusal = Callable[[tuple[int, int]], str]
 MAX_DROPPED = 0.1
 """Largest share of a source's rows that `data.on_bad_image: drop` leaves out."""
 

@@ -27,6 +27,7 @@ from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -50,6 +51,8 @@ LEGAL_SOURCES = (
 Folder = str | Path | None
 Files = FileStates | None
 Size = tuple[int, int]
+Refusal = Callable[[Size, tuple[tuple[str, int], ...]], str]
+"""Returns why a model refuses an upright image of (height, width) pixels with these PIXEL_LIMITS; "" if it does not."""
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
@@ -118,12 +121,13 @@ def look_at_image(
     row: str,
     image_dir: Folder,
     files: Files = None,
-    refusal: Callable[[Size], str] | None = None,
+    refusal: Refusal | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Raise as `open_image` for an image that is missing, too large, or no image by its header.
+    """Raise as `open_image` for an image that is missing, too large, or no image by its header, or by `refusal`.
 
-    `refusal` returns why the model does not take an image of a size (height, width), "" if it does; BadImage then too.
-    Of most files only the first bytes are read, and nothing is decoded if the size is refused, or taken, in any turn.
+    Of most files only the first bytes are read. Nothing is decoded, unless it depends on an image's turn if it is
+    refused. `limits` are the image's PIXEL_LIMITS.
     """
     if isinstance(source, Image.Image):
         (width, height), where = source.size, f"{row}: image (a PIL image)"
@@ -132,9 +136,10 @@ def look_at_image(
     _limit_pixels((width, height), where, MAX_PIXELS)
     if refusal is None:
         return
-    why = refusal((height, width))
-    if bool(why) != bool(refusal((width, height))):  # EXIF may turn it
-        why = refusal(open_image(source, row=row, image_dir=image_dir, files=files).size[::-1])
+    items = tuple(limits.items())
+    why = refusal((height, width), items)
+    if bool(why) != bool(refusal((width, height), items)):  # EXIF may turn it
+        why = refusal(open_image(source, row=row, image_dir=image_dir, files=files).size[::-1], items)
     if why:
         raise BadImage(f"{where} {why}")
 

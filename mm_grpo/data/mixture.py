@@ -21,6 +21,7 @@ from typing import Any
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.source_entries import read_entry
 from mm_grpo.data.base import Rows
+from mm_grpo.data.images import Refusal
 from mm_grpo.data.mixture_order import MixtureOrder, ratio
 from mm_grpo.data.readers import place
 from mm_grpo.data.rows import Fields
@@ -151,9 +152,7 @@ class MixedDataset(Rows):
         source, inner = self._place(index)
         return source.fields(inner)
 
-    def look_at_images(
-        self, index: int, refusal: Callable[[tuple[int, int]], str] | None = None
-    ) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         source, inner = self._place(index)
         return source.look_at_images(inner, refusal)
 

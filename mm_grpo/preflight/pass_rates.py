@@ -60,10 +60,8 @@ def measure(
             if (share := success.share(group)) is not None:
                 shares[group.slot] = share
 
-    with open_sampler(config, [subset], scorer, toolbox, processor, phase=print_phase) as (
-        prompt_builder,
-        sampler,
-    ):
+    opened = open_sampler(config, [subset], scorer, toolbox, processor, phase=print_phase)
+    with opened as (prompt_builder, sampler):
         scorer.start(conversational=all_rows.conversational)
         runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         answer_rows(runner, subset, config, 0, keep=keep, report=partial(report, "pass rate"))
@@ -96,4 +94,4 @@ def plain_rows(dataset: Rows, rows: list[int]) -> Iterator[dict[str, Any]]:
     for row in rows:
         sample = dataset.sample(row)
         images = {"images": list(sample.images)} if sample.images else {}
-        yield {"prompt": list(sample.messages), **images, **sample.columns}
+        yield {"prompt": list(sample.messages), **images, **sample.other_columns}
