@@ -238,3 +238,11 @@ class UpdateRecord:
     """False when the optimizer held the update back: no live tokens, or a gradient that is not finite."""
     boundaries: int = 1
     """Backward passes that closed the accumulation. Anything but 1 means that gradients were dropped."""
+
+
+def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
+    parts = [
+        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
+    ]
+    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]

@@ -113,8 +113,9 @@ def _check(  # noqa: PLR0915
     eval_metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
+    processor, template = processor_of(config), config.data.gold_template
     if config.data.on_bad_image == "drop":
-        train, *evaluations = (readable(dataset, "drop", Ranks()) for dataset in (train, *evaluations))
+        train, *evaluations = (readable(d, "drop", Ranks(), processor) for d in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     # the reward of an environment has no right answer
     specs = scorer.specs[: len(scorer.specs) - len(environment_rewards)]
@@ -130,7 +131,6 @@ def _check(  # noqa: PLR0915
     RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
     if config.run.expected_curve is not None:
         read_expected_curve(config.run.expected_curve)
-    processor, template = processor_of(config), config.data.gold_template
     context = context_of(_check_model(config, processor).config)
     embedded = ENGINE_FACTS[config.rollout.engine].embedded
     length = None if embedded else config.rollout.vllm.max_model_len
