@@ -30,11 +30,18 @@ class Sample:
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields of the row; rewards get them."""
+    """All fields of the row by our names; rewards get them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
     """The sample before the first messages of a conversation were added to it; None when nothing was added."""
+    prompt_columns: frozenset[str] = frozenset()
+    """Names of `columns` that prompt and images were made of."""
+
+    @property
+    def other_columns(self) -> dict[str, Any]:
+        """The columns that the model is not shown."""
+        return {name: value for name, value in self.columns.items() if name not in self.prompt_columns}
 
 
 @dataclass(frozen=True)

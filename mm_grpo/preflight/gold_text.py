@@ -34,8 +34,8 @@ def gold_text(
     It is the text of the first column that the reward reads, `solution` and `answer` before others, in place of
     the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column.
     """
-    columns = prompt.sample.columns
-    if not spec.applies_to(columns):
+    columns = prompt.sample.other_columns
+    if not spec.applies_to(prompt.sample.columns):
         return None
     writer = GOLD.get(builtin_name(spec) or "")
     if writer is not None:
