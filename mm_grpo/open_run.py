@@ -103,7 +103,8 @@ class OpenRun:
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
         if ranks.first:
-            for line in brief_lines(self.train_set, scorer.specs, other_uses(config, self.train_set, toolbox)):
+            uses = other_uses(config, self.train_set, toolbox)
+            for line in brief_lines(self.train_set, scorer.specs, uses):
                 print_phase(line)
         self.parts = parts = self._load(model, processor)
         self.processor, self.model, self.engine = parts.processor, parts.model, parts.engine

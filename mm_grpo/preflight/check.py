@@ -34,7 +34,7 @@ from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
-from mm_grpo.preflight.understood import other_uses, source_lines
+from mm_grpo.preflight.understood import other_uses, understood
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
@@ -128,10 +128,8 @@ def check_config(  # noqa: PLR0915
         for_training = dataset is train
         find_fault = partial(_limit_fault, config=config, for_training=for_training, twins=twins)
         builder = prompt_builder if for_training else prompt_builder.evaluation
-        uses = other_uses(config, dataset, toolbox)
-        for source in checked.sources:
-            for line in source_lines(source, builder, rewards, uses):
-                print_line(line, console)
+        for line in understood(checked, builder, rewards, other_uses(config, dataset, toolbox)):
+            print_line(line, console)
         report = _check_rows(checked, builder, find_fault, rewards, console, check_page)
         # with --rows all rows are compared too, by what can be read without their images
         keys[name] = report.keys if rows is None else list(dataset.row_keys())

@@ -70,7 +70,7 @@ class RewardCheck:
         self._rows: list[tuple[str, Prompt]] = []
 
     def preview(self, prompt: Prompt) -> list[tuple[str | None, str]]:
-        """Return for each reward a row's right answer, without the template, and its score in words; no report counts it."""
+        """Return each reward's right answer for a row, without the template, and its score in words; reports stay."""
         return [check.preview(prompt) for check in self._checks]
 
     def add(self, row: str, prompt: Prompt) -> None:
