@@ -37,6 +37,7 @@ from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.preflight.gold_warnings import GoldWarnings
+from mm_grpo.preflight.understood import other_uses, understood
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
@@ -157,6 +158,8 @@ def _check(  # noqa: PLR0915
         for_training = dataset is train
         find_fault = partial(_limit_fault, config=config, for_training=for_training, twins=twins)
         builder = prompt_builder if for_training else prompt_builder.evaluation
+        for line in understood(checked, builder, rewards, other_uses(config, dataset, toolbox)):
+            print_line(line, console)
         limit = None if for_training else config.rollout.eval.max_completion_length
         golds = GoldWarnings(specs, template, tokenizer, limit or config.rollout.max_completion_length)
         report = _check_rows(checked, builder, find_fault, rewards, console, check_page, golds)
