@@ -21,7 +21,6 @@
     mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     pass_rate_order   the same, but rows near a pass rate of one half come more often
-    lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
     recipe_prepare   a dataset of the hub written to disk by a recipe's prepare.py
 

@@ -9,6 +9,7 @@ and on disk, only the first row is; `check` goes through everything.
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.blind import exchange, image_key, without_images
 from mm_grpo.data.columns import (
     ABSENT,
-    PROMPT_FIELDS,
     check_columns,
     locate,
     nested_names,
@@ -38,12 +38,13 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.images import MAX_BYTES, BadImage, look_at_image, open_images, read_encoded
+from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.images import MAX_BYTES, Refusal, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import DataError, did_you_mean
-from mm_grpo.types import Sample
+from mm_grpo.errors import BadImage, DataError, did_you_mean
+from mm_grpo.types import Sample, pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
@@ -124,10 +125,8 @@ class Dataset(Rows):
             with suppress(DataError):
                 first_rows.append(self.fields(index))
         row_columns = dict.fromkeys(name for fields in first_rows for name in fields.columns)
-        prompts = {*PROMPT_FIELDS, *({fields.prompt_column for fields in first_rows} - row_columns.keys())}
-        names = rename(self._rows.column_names, self._settings.columns)
         # an `answer` that is no column (a reply in the conversation) shows in the first rows alone
-        return tuple(dict.fromkeys([*(name for name in names if name not in prompts), *row_columns]))
+        return (*(rename(self._rows.column_names, self._settings.columns) | row_columns),)
 
     @property
     def sources(self) -> Sequence[Rows]:
@@ -174,8 +173,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            settings = fields.chat_template_kwargs
-            return Sample(self.uid(index), fields.messages, images, (), fields.columns, settings)
+            return Sample(
+                self.uid(index), fields.messages, images, (), fields.columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+            )  # fmt: skip
 
         return open_sample
 
@@ -209,13 +210,15 @@ class Dataset(Rows):
                         self.row_name(index),
                     )
 
-    def look_at_images(self, index: int) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
-        images = self.fields(index).images
+        fields = self.fields(index)
 
         def look() -> None:
-            for image in images:
-                look_at_image(image, row_name, folder, self._image_files)
+            for image, limits in zip(
+                fields.images, chain(pixel_limits(fields.messages), repeat({})), strict=False
+            ):
+                look_at_image(image, row_name, folder, self._image_files, refusal, limits)
 
         return look
 
@@ -257,10 +260,20 @@ class Dataset(Rows):
     def fingerprint(self) -> dict[str, Any]:
         left_out = sorted(set(range(len(self._rows))) - set(self._indices))
         # row numbers count only if some are left out: all other datasets hash their rows alone
-        state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
-        for index in self.spaced(SAMPLED_ROWS):
-            state.update(self._row_text(index).encode() + b"\0")
-        return {"rows": len(self), "sha256": state.hexdigest()}
+        state, digests = hashlib.sha256(repr(left_out).encode() if left_out else b""), bytearray()
+        spaced = self.spaced(SAMPLED_ROWS)
+        for index in rows_to_look_at(self):
+            if index in spaced:
+                text = self._row_text(index)
+                state.update(text.encode() + b"\0")
+            else:  # opening all files would take too long
+                row = self._rows.encoded_row(self._indices[index])
+                text = json.dumps(row, sort_keys=True, default=_stable_text)
+            digests += xxhash.xxh3_64_digest(text.encode())
+        row_digests = base64.b64encode(digests).decode()
+        return {
+            "rows": len(self), "left_out": left_out, "sha256": state.hexdigest(), "digests": row_digests
+        }  # fmt: skip
 
     def _row_text(self, index: int) -> str:
         """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image.
@@ -273,7 +286,8 @@ class Dataset(Rows):
         for place, source in enumerate(images):
             with suppress(BadImage):
                 images[place] = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)[0]
-        return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
+        columns = fields.other_columns  # of the prompt's, messages and images say all
+        return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""

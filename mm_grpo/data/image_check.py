@@ -46,11 +46,11 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
                 raise
             missing = missing or (error if isinstance(error, MissingPrompt) else None)
             continue
-        row_name, readable = dataset.row_name(index), readable + 1
+        row_name, readable, columns = dataset.row_name(index), readable + 1, fields.other_columns
         if fields.images:
             with_image += 1
-            for name in fields.columns.keys() - warned:
-                if holds_image(fields.columns[name]):
+            for name in columns.keys() - warned:
+                if holds_image(columns[name]):
                     warned.add(name)
                     log.warning(
                         "%s: the column %r holds an image that the model is not shown, beside one that it is; rewards "
@@ -59,8 +59,8 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
                         dataset.dataset_column(name),
                     )
             continue
-        names.update(dict.fromkeys(fields.columns))
-        if (column := next(image_columns(fields.columns), None)) is not None:
+        names.update(dict.fromkeys(columns))
+        if (column := next(image_columns(columns), None)) is not None:
             name = dataset.dataset_column(column)
             raise DataError(
                 f"{row_name}: the column {name!r} looks like images and is not read, and the row has no other image: "

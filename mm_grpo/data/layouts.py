@@ -46,8 +46,8 @@ class RowConversation:
     """Our name of the prompt's column."""
     prompt: Any
     """A string or a list of messages."""
-    used: tuple[str, ...]
-    """Columns that the prompt was made of."""
+    used: Mapping[str, str]
+    """Columns that prompt and answer were made of, and for what: "prompt", "system" or "answer"."""
     answers: Mapping[str, Any]
     """The column `answer`, if the row has it in another place; else empty."""
 
@@ -71,7 +71,7 @@ def read_conversation(
             f"{row_name}: the columns {column!r} and {rivals[0]!r} may both be the prompt. Set data.columns.prompt="
             f"{column} or data.columns.prompt={rivals[0]}"
         )
-    prompt, dataset_name, used = values[column], mapped or column, [column]
+    prompt, dataset_name, used = values[column], mapped or column, {column: "prompt"}
     answer = None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
         raise DataError(
@@ -82,13 +82,15 @@ def read_conversation(
     if turns:
         prompt = _as_messages(prompt, column, row_name)
     if turns or dataset_name == "messages":
-        prompt, used = _with_system(prompt, values, row_name), [column, "system"]
+        prompt = _with_system(prompt, values, row_name)
+        used |= {"system": "system"} if "system" in values else {}
         if (reply := _reply(prompt)) is not None:
             prompt = list(prompt)[:-1]
             answer = _answer_of(reply, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
-        answer = _other_answer(values, dataset_name)
-    return RowConversation(column, prompt, tuple(used), {} if answer is None else {"answer": answer})
+        source, answer = _other_answer(values, dataset_name)
+        used |= {} if answer is None else {source: "answer"}
+    return RowConversation(column, prompt, used, {} if answer is None else {"answer": answer})
 
 
 def _missing(
@@ -176,9 +178,9 @@ def _answer_of(
     return text
 
 
-def _other_answer(values: Mapping[str, Any], dataset_name: str) -> Any:
-    """Return the answer from the columns of verl and R1-V."""
+def _other_answer(values: Mapping[str, Any], dataset_name: str) -> tuple[str, Any]:
+    """Return the column of R1-V or verl that may hold the answer, and the answer; None if it does not."""
     graded_by, solution = values.get("reward_model"), values.get("solution")
     if dataset_name == "problem" and isinstance(solution, str) and (tagged := _ANSWER.search(solution)):
-        return tagged[1].strip()
-    return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None
+        return "solution", tagged[1].strip()
+    return "reward_model", graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None

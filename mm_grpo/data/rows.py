@@ -1,8 +1,8 @@
 """Parsing of a dataset row (a mapping) into `Fields`: messages, image sources, columns.
 
 layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. `image` or
-`images` are optional, and every other field of the row is a column for the rewards. Names that differ are mapped
-by `data.columns` (our name → the dataset's name; columns.py).
+`images` are optional. Every field of the row is a column for the rewards; `used` says which ones the prompt was made
+of. Names that differ are mapped by `data.columns` (our name → the dataset's name; columns.py).
 
 Where the images stand in the messages, in this order of preference:
 
@@ -18,10 +18,19 @@ here (images.py); rows with videos are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mm_grpo.data.columns import ABSENT, PROMPT_FIELDS, brief, fill_template, rename, value_at
+from mm_grpo.data.columns import (
+    ABSENT,
+    PROMPT_FIELDS,
+    brief,
+    fill_template,
+    locate,
+    rename,
+    template_names,
+    value_at,
+)
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import RowConversation, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
@@ -29,6 +38,7 @@ from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 IMAGE_TAG = "<image>"
+PROMPT_PURPOSES = ("prompt", "images", "system")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 
 Message = dict[str, Any]
@@ -43,13 +53,25 @@ class Fields:
     images: tuple[Any, ...]
     """Sources of the image parts of the conversation, in order."""
     columns: dict[str, Any]
-    """The row's other fields under our names, and `answer` if the row has it in another place."""
+    """All fields of the row under our names, and `answer` if the row has it in another place. A column that
+    `data.columns` maps to the prompt or to images has its own name too."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this row."""
-    prompt_column: str = "prompt"
-    """Our name of the column that held the prompt."""
+    used: Mapping[str, str] = field(default_factory=dict)
+    """Columns that were read, and for what: PROMPT_PURPOSES, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
+
+    @property
+    def prompt_columns(self) -> frozenset[str]:
+        """Names of the columns that the model is shown."""
+        return frozenset(name for name, purpose in self.used.items() if purpose in PROMPT_PURPOSES)
+
+    @property
+    def other_columns(self) -> dict[str, Any]:
+        """The columns that the model is not shown."""
+        hidden = self.prompt_columns
+        return {name: value for name, value in self.columns.items() if name not in hidden}
 
 
 def read_row(
@@ -71,29 +93,37 @@ def read_row(
             answer, videos, or a count of images other than the count of places for them.
     """
     columns = columns or {}
-    values = renamed(row, row_name, columns)
+    row_columns = values = renamed(row, row_name, columns)
+    used = {name: "prompt" if name == "prompt" else "images" for name in PROMPT_FIELDS if name in values}
+    for name, column in columns.items():
+        if name in used and column in row and column not in values:
+            row_columns, used[column] = {**row_columns, column: values[name]}, used[name]
     if prompt_template is not None:
-        values["prompt"] = fill_template(prompt_template, values, row_name)
+        named = (locate(name, values) for name in template_names(prompt_template))
+        used = {column: "prompt template" for column, _ in filter(None, named)} | used
+        values = {**values, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
     conversation = read_conversation(values, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    for limits in (row_limits, pixel_limits or {}):
-        messages = with_limits(messages, limits) if limits else messages
-    prompt_columns = {*PROMPT_FIELDS, *conversation.used}
-    reward_columns = {name: value for name, value in values.items() if name not in prompt_columns}
-    _check_texts(conversation, messages, images, reward_columns, row_name)
-    if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
-        messages = [{"role": "system", "content": system_prompt}, *messages]
-    return Fields(
+    for limits in filter(None, (row_limits, pixel_limits)):
+        messages = with_limits(messages, limits)
+    used = {name: purpose for name, purpose in {**used, **conversation.used}.items() if name in row_columns}
+    if row_columns.get(TEMPLATE_COLUMN) is not None:
+        used[TEMPLATE_COLUMN] = "chat template"
+    fields = Fields(
         tuple(messages),
         tuple(images),
-        {**reward_columns, **conversation.answers},
+        {**row_columns, **conversation.answers},
         template_kwargs,
-        prompt_column=conversation.column,
+        used,
         conversational=not isinstance(conversation.prompt, str),
     )
+    _check_texts(conversation, messages, images, fields.other_columns, row_name)
+    if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
+        return replace(fields, messages=({"role": "system", "content": system_prompt}, *messages))
+    return fields
 
 
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -184,7 +214,7 @@ def _check_texts(
     conversation: RowConversation,
     messages: list[Message],
     images: list[Any],
-    reward_columns: Mapping[str, Any],
+    other_columns: Mapping[str, Any],
     row_name: str,
 ) -> None:
     """DataError for a text with a placeholder of an image that is missing, and for a prompt that asks nothing."""
@@ -195,7 +225,7 @@ def _check_texts(
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
         if not images and (place := PLACEHOLDER.search(text)):
             unread = "".join(
-                f" (the column {name!r} looks like images)" for name in image_columns(reward_columns)
+                f" (the column {name!r} looks like images)" for name in image_columns(other_columns)
             )
             raise DataError(
                 f"{row_name}: the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the "

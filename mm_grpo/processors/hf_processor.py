@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -26,22 +26,14 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import BadImage, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.image_size import (
-    MAX_WALK,
-    NoFixedPoint,
-    Size,
-    pixel_limits,
-    resize_to,
-    settle,
-    without_limits,
-)
+from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle, without_limits
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample, pixel_limits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -175,6 +167,17 @@ class HFProcessor(ABC):
                 return result
             low, most = self.min_pixels, min(most, math.prod(current)) - 1
         raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
+
+    def refusal(self, size: Size, limits: Iterable[tuple[str, int]]) -> str:
+        """Return why `image_size` refuses an upright image, what is legal and what to do; "" if it is taken."""
+        row_limits = dict(limits)
+        try:
+            self.image_size(size, row_limits)
+        except NoFixedPoint as error:
+            own = f", and the row's or its source's {row_limits}" if row_limits else ""
+            legal = f"legal are {self.stable}{own}; crop the image or widen them"
+            return f"cannot be brought to a stable size: {error}; {legal}"
+        return ""
 
     def picture(self, image: Image, *, row: str) -> Picture:
         resized = self._resize(row, 0, image, {})
@@ -339,14 +342,10 @@ class HFProcessor(ABC):
         ]
 
     def _resize(self, uid: str, index: int, image: Image, limits: Mapping[str, int]) -> Image:
-        try:
-            return resize_to(image, self.image_size((image.height, image.width), limits))
-        except NoFixedPoint as error:
-            own = f", and the row's or its source's {dict(limits)}" if limits else ""
-            raise DataError(
-                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}{own}; crop "
-                "the image or widen them"
-            ) from None
+        size = (image.height, image.width)
+        if why := self.refusal(size, limits.items()):
+            raise BadImage(f"{uid}: image {index} {why}")
+        return resize_to(image, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
         """DataError unless the ids hold one placeholder per image, and no media tokens but the template's."""
