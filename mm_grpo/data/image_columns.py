@@ -1,8 +1,9 @@
-"""Images that a row has and nothing reads: columns that look like images, and placeholders in texts.
+"""Columns that look like images, numbered columns of images, and the tags that stand for images in texts.
 
 A column looks like images by its values (a PIL image, encoded bytes, the mapping of datasets.Image, a path or an
 address that ends as image files do, a data URL) or by its name (`picture`, `image_path`, `file_name`), unless its
-values are numbers. To add a name: `_NAME`. To add a placeholder: `PLACEHOLDER`. image_check.py checks whole datasets.
+values are numbers. To add a name: `_NAME`. To add a tag of another model: `PLACEHOLDERS`. image_check.py checks whole
+datasets, rows.py puts images in the places of their tags.
 """
 
 from __future__ import annotations
@@ -13,12 +14,26 @@ from typing import Any
 
 from PIL import Image
 
-PLACEHOLDER = re.compile(
-    r"<(?:image|img|video|image[ _]?\d+|start_of_image"
-    r"|\|(?:image|img|video|image_pad|video_pad|vision_start|image_\d+)\|)>",
-    re.IGNORECASE,
+from mm_grpo.errors import DataError
+
+IMAGE_TAG = "<image>"
+IMAGE_PLACE = re.compile(rf"{IMAGE_TAG}|(?i:<\|?im(?:age|g)[ _-]?(\d{{1,4}})\|?>)")
+"""Tags that are read: of the next image, and of an image by its number."""
+_MARKUP = (
+    r"(?i:<(?:img|video|audio)\s*/?>)|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G|AGE|G_BREAK|G_END)\]"
 )
-"""Placeholders of images and videos in the texts of the model families."""
+"""Placeholders that may be text if a row has no image. `List<Image>` and `<img src="a.png">` are text in all rows."""
+_PLACEHOLDERS = (
+    r"<(im(?:age|g))>(?:<image>|<img_placeholder>|[^<\n]*)</\1>",  # Qwen-VL, InternLM, MiniCPM, around a path
+    IMAGE_PLACE.pattern,
+    _MARKUP,
+    r"(?i:<\|[\w ]*(?:image|img|vision|video|audio|media)[\w ]*\|>)",  # Qwen, Phi, Llama, GLM, Kimi, ERNIE
+    r"(?i:<(?:image|img|video|audio)[ _-]?(?:here|placeholder|(?:soft_)?token|pad|patch|context|start|end)>)",
+    r"(?i:<(?:start|begin|end)_of_(?:image|video|audio)>)",  # Gemma
+    r"<(?:images|IMAGE|im_start|im_end|im_patch|vision_start|vision_end|fake_token_around_image|global-img)>",
+)
+_PLACEHOLDER = re.compile("|".join(f"(?:{pattern})" for pattern in _PLACEHOLDERS))
+"""Placeholders of images, videos and sounds in texts for the models of the field."""
 HOW_TO_READ = (
     "Images are read from the columns 'image' and 'images', or what data.columns.image and data.columns.images name, "
     "and from image parts of the prompt"
@@ -33,6 +48,7 @@ _NAME = re.compile(
     r"(?:_?(?:path|file|filename|file_name|name|url|uri|link|src|bytes|data|base64|b64|raw)s?)?|file_?names?|file_?paths?",
     re.IGNORECASE,
 )
+_NUMBERED = re.compile(r"image_?(\d{1,2})")
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[ -]")
 
 
@@ -42,6 +58,38 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
         is_name = _NAME.fullmatch(_WORDS.sub("_", str(name)))
         if any(_is_image(v) or _is_path(v) or (is_name and _may_be_image(v)) for v in _values(value)):
             yield name
+
+
+def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
+    """Return the images of the columns `image_1`, `image_2`, ... (or from 0), without nulls behind the last.
+
+    DataError if one before the last is null or missing.
+    """
+    numbers = {
+        int(m[1]): name for name in row if (m := _NUMBERED.fullmatch(str(name))) and row[name] is not None
+    }
+    images = {numbers[number]: row[numbers[number]] for number in sorted(numbers)}
+    if not numbers or {*image_columns(images)} != images.keys():
+        return {}
+    first = min(1, *numbers, *(0 for name in row if name in ("image0", "image_0")))
+    if sorted(numbers) != [*range(first, first + len(numbers))]:
+        raise DataError(
+            f"{row_name}: of the numbered columns {', '.join(map(repr, images))} hold an image, and one before the "
+            "last is null; move the images up, or list them in 'images'"
+        )
+    return images
+
+
+def unread_tag(text: str, *, reads_tags: bool, allow_markup: bool) -> str | None:
+    """Return the first placeholder in a text that stands for no image; None if there is none.
+
+    With `reads_tags` the tags of IMAGE_PLACE stand for images.
+    """
+    for tag in _PLACEHOLDER.finditer(text) if "<" in text or "[IM" in text else ():
+        read = reads_tags and IMAGE_PLACE.fullmatch(tag[0])
+        if not read and not (allow_markup and re.fullmatch(_MARKUP, tag[0])):
+            return tag[0]
+    return None
 
 
 def holds_image(value: Any) -> bool:
