@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+PIXEL_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an image part that limit the size of its image, in pixels; the last two come together."""
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,24 @@ class Sample:
     uid: str
     """Names the row, never its text: two equal rows have two uids."""
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`."""
+    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`;
+    it may hold PIXEL_LIMITS."""
     images: tuple[Image, ...] = ()
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """All other fields of the row; rewards get them."""
+    """All fields of the row by our names; rewards get them."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
     """The sample before the first messages of a conversation were added to it; None when nothing was added."""
+    prompt_columns: frozenset[str] = frozenset()
+    """Names of `columns` that prompt and images were made of."""
+
+    @property
+    def other_columns(self) -> dict[str, Any]:
+        """The columns that the model is not shown."""
+        return {name: value for name, value in self.columns.items() if name not in self.prompt_columns}
 
 
 @dataclass(frozen=True)

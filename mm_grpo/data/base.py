@@ -44,7 +44,7 @@ class Rows(Protocol):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names that rewards may ask for: of all rows, after `data.columns`, without prompt and images."""
+        """Names that rewards may ask for: of all rows, after `data.columns`."""
 
     @property
     def sources(self) -> Sequence[Rows]:

@@ -28,7 +28,6 @@ from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.blind import exchange, image_key, without_images
 from mm_grpo.data.columns import (
     ABSENT,
-    PROMPT_FIELDS,
     check_columns,
     locate,
     nested_names,
@@ -122,10 +121,8 @@ class Dataset(Rows):
             with suppress(DataError):
                 first_rows.append(self.fields(index))
         row_columns = dict.fromkeys(name for fields in first_rows for name in fields.columns)
-        prompts = {*PROMPT_FIELDS, *({fields.prompt_column for fields in first_rows} - row_columns.keys())}
-        names = rename(self._rows.column_names, self._settings.columns)
         # an `answer` that is no column (a reply in the conversation) shows in the first rows alone
-        return tuple(dict.fromkeys([*(name for name in names if name not in prompts), *row_columns]))
+        return (*(rename(self._rows.column_names, self._settings.columns) | row_columns),)
 
     @property
     def sources(self) -> Sequence[Rows]:
@@ -172,7 +169,8 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            return Sample(self.uid(index), fields.messages, images, (), fields.columns)
+            uid, hidden = self.uid(index), fields.prompt_columns
+            return Sample(uid, fields.messages, images, (), fields.columns, prompt_columns=hidden)
 
         return open_sample
 
@@ -267,7 +265,8 @@ class Dataset(Rows):
         for place, source in enumerate(images):
             with suppress(BadImage):
                 images[place] = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)[0]
-        return json.dumps([fields.messages, images, fields.columns], sort_keys=True, default=_stable_text)
+        columns = fields.other_columns  # of the prompt's, messages and images say all
+        return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""
@@ -277,6 +276,7 @@ class Dataset(Rows):
             columns=self._settings.columns,
             system_prompt=self._settings.system_prompt,
             prompt_template=self._settings.prompt_template,
+            text_only=self._settings.text_only,
         )
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 

@@ -9,7 +9,7 @@ datasets, rows.py puts images in the places of their tags.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -19,9 +19,7 @@ from mm_grpo.errors import DataError
 IMAGE_TAG = "<image>"
 IMAGE_PLACE = re.compile(rf"{IMAGE_TAG}|(?i:<\|?im(?:age|g)[ _-]?(\d{{1,4}})\|?>)")
 """Tags that are read: of the next image, and of an image by its number."""
-_MARKUP = (
-    r"(?i:<(?:img|video|audio)\s*/?>)|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G|AGE|G_BREAK|G_END)\]"
-)
+_MARKUP = r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G|AGE|G_BREAK|G_END)\]"
 """Placeholders that may be text if a row has no image. `List<Image>` and `<img src="a.png">` are text in all rows."""
 _PLACEHOLDERS = (
     r"<(im(?:age|g))>(?:<image>|<img_placeholder>|[^<\n]*)</\1>",  # Qwen-VL, InternLM, MiniCPM, around a path
@@ -35,8 +33,8 @@ _PLACEHOLDERS = (
 _PLACEHOLDER = re.compile("|".join(f"(?:{pattern})" for pattern in _PLACEHOLDERS))
 """Placeholders of images, videos and sounds in texts for the models of the field."""
 HOW_TO_READ = (
-    "Images are read from the columns 'image' and 'images', or what data.columns.image and data.columns.images name, "
-    "and from image parts of the prompt"
+    "Images are read from the columns 'image' and 'images' (or 'image_1', 'image_2', ...), or what data.columns.image and "
+    "data.columns.images name, and from image parts of the prompt"
 )
 
 _SUFFIX = re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE)
@@ -60,24 +58,29 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
-    """Return the images of the columns `image_1`, `image_2`, ... (or from 0), without nulls behind the last.
+def numbered_columns(names: Iterable[Any]) -> dict[str, int]:
+    """Return the columns `image_1`, `image_2`, ... and their numbers, in the order of these."""
+    numbers = {name: int(m[1]) for name in names if (m := _NUMBERED.fullmatch(str(name)))}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
-    DataError if one before the last is null or missing.
+
+def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
+    """Return the columns `image_1`, `image_2`, ... (or from 0) by their numbers; {} if they hold anything but images.
+
+    DataError if one before the last image is null or missing.
     """
-    numbers = {
-        int(m[1]): name for name in row if (m := _NUMBERED.fullmatch(str(name))) and row[name] is not None
-    }
-    images = {numbers[number]: row[numbers[number]] for number in sorted(numbers)}
-    if not numbers or {*image_columns(images)} != images.keys():
+    numbers = numbered_columns(row)
+    columns = {name: row[name] for name in numbers}
+    filled = [number for name, number in numbers.items() if row[name] is not None]
+    first = min(numbers.values(), default=2)
+    if first > 1 or len([*image_columns(columns)]) != len(filled):
         return {}
-    first = min(1, *numbers, *(0 for name in row if name in ("image0", "image_0")))
-    if sorted(numbers) != [*range(first, first + len(numbers))]:
+    if filled != [*range(first, first + len(filled))]:
         raise DataError(
-            f"{row_name}: of the numbered columns {', '.join(map(repr, images))} hold an image, and one before the "
-            "last is null; move the images up, or list them in 'images'"
+            f"{row_name}: of the columns {', '.join(map(repr, columns))} one before the last image is null or missing; "
+            "move the images up, or list them in 'images'"
         )
-    return images
+    return columns
 
 
 def unread_tag(text: str, *, reads_tags: bool, allow_markup: bool) -> str | None:
@@ -92,9 +95,23 @@ def unread_tag(text: str, *, reads_tags: bool, allow_markup: bool) -> str | None
     return None
 
 
-def holds_image(value: Any) -> bool:
-    """Return True if a value, or a value of a list, is an image itself, not a path."""
-    return any(map(_is_image, _values(value)))
+def unread_images(columns: Mapping[str, Any], images: Sequence[Any]) -> Iterator[str]:
+    """Yield the names of columns with other images than the row's `images`; with paths of them if those are paths.
+
+    Texts of other columns often repeat where an image came from, and an answer may be the name of a file.
+    """
+    shown = [f"/{image}" for image in images if isinstance(image, str)]
+    for name, value in columns.items():
+        paths = [
+            f"/{v}"
+            for v in _values(value)
+            if shown and name != "answer" and isinstance(v, str) and _is_path(v)
+        ]
+        others = (
+            p for p in paths if "://" not in p and not any(p.endswith(s) or s.endswith(p) for s in shown)
+        )
+        if any(map(_is_image, _values(value))) or any(others):
+            yield name
 
 
 def _values(value: Any, depth: int = 2) -> Iterator[Any]:

@@ -52,8 +52,8 @@ class RowConversation:
     """Our name of the prompt's column."""
     prompt: Any
     """A string or a list of messages."""
-    used: tuple[str, ...]
-    """Columns that the prompt was made of."""
+    used: Mapping[str, str]
+    """Columns that prompt and answer were made of, and for what: "prompt", "system" or "answer"."""
     answers: Mapping[str, Any]
     """The column `answer`, if the row has it in another place; else empty."""
     conversational: bool
@@ -79,7 +79,7 @@ def read_conversation(
             f"{row_name}: the columns {column!r} and {rivals[0]!r} may both be the prompt. Set data.columns.prompt="
             f"{column} or data.columns.prompt={rivals[0]}"
         )
-    prompt, dataset_name, used = values[column], mapped or column, [column]
+    prompt, dataset_name, used = values[column], mapped or column, {column: "prompt"}
     prompt = _from_json(prompt, f"{row_name}: {column!r}")
     conversational, answer = not isinstance(prompt, str), None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
@@ -93,18 +93,17 @@ def read_conversation(
     if isinstance(prompt, str) and _is_history(values.get("history")):
         texts, roles = [*chain(*values["history"]), prompt], cycle(("user", "assistant"))
         prompt = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        used.append("history")
-    if values.get("system") and isinstance(prompt, str | list | tuple):
+        used["history"] = "prompt"
+    if "system" in values and isinstance(prompt, str | list | tuple):
         prompt = _with_system(prompt, values["system"], row_name)
-        used.append("system")
+        used["system"] = "system"
     if (turns or dataset_name == "messages") and (reply := _reply(prompt)) is not None:
         prompt = list(prompt)[:-1]
         answer = _answer_of(reply, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
-        answer = _other_answer(values, dataset_name)
-    return RowConversation(
-        column, prompt, tuple(used), {} if answer is None else {"answer": answer}, conversational
-    )
+        source, answer = _other_answer(values, dataset_name)
+        used |= {} if answer is None else {source: "answer"}
+    return RowConversation(column, prompt, used, {} if answer is None else {"answer": answer}, conversational)
 
 
 def _missing(
@@ -170,14 +169,23 @@ def _from_json(value: Any, where: str) -> Any:
     return content if hits else value
 
 
+def holds_question(name: str, value: Any) -> bool:
+    """Return True for a column of messages or turns with one of the user's, and for a history."""
+    turns = value if isinstance(value, list | tuple) else []
+    speakers = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "from")]
+    return "user" in speakers or "human" in speakers or (name == "history" and _is_history(value))
+
+
 def _is_history(value: Any) -> bool:
     """Return True for pairs of a question and its answer, as ms-swift writes earlier turns."""
     pairs = value if isinstance(value, list | tuple) else []
     return bool(pairs) and all(isinstance(p, list | tuple) and [*map(type, p)] == [str, str] for p in pairs)
 
 
-def _with_system(prompt: Any, system: Any, row_name: str) -> list[Any]:
-    """Put the text of the column `system` before the prompt."""
+def _with_system(prompt: Any, system: Any, row_name: str) -> Any:
+    """Put the text of the column `system`, if there is one, before the prompt."""
+    if not system:
+        return prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     has_system = any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages)
     if not isinstance(system, str) or has_system:
@@ -218,9 +226,9 @@ def _answer_of(
     return text
 
 
-def _other_answer(values: Mapping[str, Any], dataset_name: str) -> Any:
-    """Return the answer from the columns of verl and R1-V."""
+def _other_answer(values: Mapping[str, Any], dataset_name: str) -> tuple[str, Any]:
+    """Return the column of R1-V or verl that may hold the answer, and the answer; None if it does not."""
     graded_by, solution = values.get("reward_model"), values.get("solution")
     if dataset_name == "problem" and isinstance(solution, str) and (tagged := _ANSWER.search(solution)):
-        return tagged[1].strip()
-    return graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None
+        return "solution", tagged[1].strip()
+    return "reward_model", graded_by.get("ground_truth") if isinstance(graded_by, Mapping) else None

@@ -1,8 +1,8 @@
 """Parsing of a dataset row (a mapping) into `Fields`: messages, image sources, columns.
 
 layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. `image` or
-`images` are optional, and every other field of the row is a column for the rewards. Names that differ are mapped
-by `data.columns` (our name → the dataset's name; columns.py).
+`images` are optional. Every field of the row is a column for the rewards; `used` says which ones the prompt was made
+of. Names that differ are mapped by `data.columns` (our name → the dataset's name; columns.py).
 
 Where the images stand in the messages, in this order of preference:
 
@@ -21,7 +21,7 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mm_grpo.data.columns import (
@@ -29,6 +29,7 @@ from mm_grpo.data.columns import (
     PROMPT_FIELDS,
     brief,
     fill_template,
+    locate,
     quoted,
     rename,
     template_names,
@@ -46,6 +47,7 @@ from mm_grpo.data.layouts import RowConversation, read_conversation
 from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PROMPT_PURPOSES = ("prompt", "images", "system")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 _IMAGE_KEYS = (*_OWN_IMAGE_KEYS, "index", "max_pixels", "min_pixels", "resized_height", "resized_width")
 _PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
@@ -63,11 +65,23 @@ class Fields:
     images: tuple[Any, ...]
     """Sources of the image parts of the conversation, in order."""
     columns: dict[str, Any]
-    """The row's other fields under our names, and `answer` if the row has it in another place."""
-    prompt_column: str = "prompt"
-    """Our name of the column that held the prompt."""
+    """All fields of the row under our names, and `answer` if the row has it in another place. A column that
+    `data.columns` maps to the prompt or to images has its own name too."""
+    used: Mapping[str, str] = field(default_factory=dict)
+    """Columns that prompt and answer were made of, and for what: PROMPT_PURPOSES, "prompt template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
+
+    @property
+    def prompt_columns(self) -> frozenset[str]:
+        """Names of the columns that the model is shown."""
+        return frozenset(name for name, purpose in self.used.items() if purpose in PROMPT_PURPOSES)
+
+    @property
+    def other_columns(self) -> dict[str, Any]:
+        """The columns that the model is not shown."""
+        hidden = self.prompt_columns
+        return {name: value for name, value in self.columns.items() if name not in hidden}
 
 
 def read_row(
@@ -89,34 +103,41 @@ def read_row(
             answer, videos, or a count of images other than the count of places for them.
     """
     columns = columns or {}
-    values = renamed(row, row_name, columns)
+    row_columns = values = renamed(row, row_name, columns)
+    used = {name: "prompt" if name == "prompt" else "images" for name in PROMPT_FIELDS if name in values}
+    for name, column in columns.items():
+        if name in used and column in row and column not in values:
+            row_columns, used[column] = {**row_columns, column: values[name]}, used[name]
     if prompt_template is not None:
-        values["prompt"] = fill_template(prompt_template, values, row_name)
+        named = (locate(name, values) for name in template_names(prompt_template))
+        used = {column: "prompt template" for column, _ in filter(None, named)} | used
+        values = {**values, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
-    # a template says where their texts stand
-    hidden = dict.fromkeys({"system", "history"} & {*template_names(prompt_template or "")})
-    conversation = read_conversation(values | hidden, row_name, columns, names=row)
+    # a template says where these texts stand
+    hidden = {"system", "history"} & {name for name in used if used[name] == "prompt template"}
+    shown = {name: value for name, value in values.items() if name not in hidden}
+    conversation = read_conversation(shown, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
     listed, numbered = _listed_images(values, row_name), {}
     has_images = any("image" in part for part in _image_parts(messages))
     if not (listed or has_images or {"image", "images"} & columns.keys()):
         numbered = numbered_images(values, row_name)
-        listed = [*numbered.values()]
-    prompt_columns = {*PROMPT_FIELDS, *numbered, *conversation.used}
-    reward_columns = {name: value for name, value in values.items() if name not in prompt_columns}
-    unread = None if has_images or listed else list(image_columns(reward_columns))
+        listed = [image for image in numbered.values() if image is not None]
+    used = used | conversation.used | dict.fromkeys(numbered, "images")
+    fields = Fields(
+        tuple(messages),
+        tuple(listed),
+        {**row_columns, **conversation.answers},
+        {name: purpose for name, purpose in used.items() if name in row_columns},
+        conversational=conversation.conversational,
+    )
+    unread = None if has_images or listed else [*image_columns(fields.other_columns)]
     _check_tags(messages, unread, row_name, text_only)
     messages, images = _place(messages, listed, row_name)
     _check_texts(conversation, messages, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    return Fields(
-        tuple(messages),
-        tuple(images),
-        {**reward_columns, **conversation.answers},
-        prompt_column=conversation.column,
-        conversational=conversation.conversational,
-    )
+    return replace(fields, messages=tuple(messages), images=tuple(images))
 
 
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:

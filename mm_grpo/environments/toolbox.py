@@ -184,9 +184,10 @@ class Toolbox:
             return {}
         columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
         parameters = inspect.signature(self._example.reset).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return columns
-        return {p.name: columns[p.name] for p in parameters if p.name in columns}
+        names = {p.name for p in parameters}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):  # what prompt and images say is sent once
+            names |= {*sample.other_columns, "prompt", "images"}
+        return {name: value for name, value in columns.items() if name in names}
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:

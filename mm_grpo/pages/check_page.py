@@ -128,7 +128,7 @@ class CheckPage:
             entries.append({"name": name, "original": original, "jpeg": form == "jpeg"})
         text = len(prompt.engine_prompt.token_ids) - len(images)
         answers = [(spec.name, self._answer(spec, prompt)) for spec in self._specs]
-        columns = prompt.sample.columns.items()
+        columns = prompt.sample.other_columns.items()
         return {
             "row": row,
             "images": entries,

@@ -144,7 +144,7 @@ class _Check:
         self.report.skipped = ""
         if self.builtin in NO_GOLD:
             self.report.skipped = "not judged: no column says what a right answer is"
-        elif not self.spec.takes_kwargs and not read_columns(self.spec, prompt.sample.columns):
+        elif not self.spec.takes_kwargs and not read_columns(self.spec, prompt.sample.other_columns):
             self.report.skipped = "not judged: it reads no column, so no answer is right by the row alone"
         return not self.report.skipped
 

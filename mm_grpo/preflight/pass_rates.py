@@ -92,4 +92,4 @@ def plain_rows(dataset: Rows, rows: list[int]) -> Iterator[dict[str, Any]]:
     for row in rows:
         sample = dataset.sample(row)
         images = {"images": list(sample.images)} if sample.images else {}
-        yield {"prompt": list(sample.messages), **images, **sample.columns}
+        yield {"prompt": list(sample.messages), **images, **sample.other_columns}

@@ -13,6 +13,7 @@ A family says which tokens are media, how it resizes and which tensors its tower
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from transformers import AutoProcessor, GenerationConfig
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
+from mm_grpo.processors.image_size import NoFixedPoint, Size, pixel_limits, resize_to
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
@@ -109,6 +110,13 @@ class HFProcessor(ABC):
     def fixed_size(self, size: Size) -> Size:
         """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
 
+    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        """Apply the family's rule once, with limits of one image, which are within the run's.
+
+        NoFixedPoint if no size keeps them; here, because the rule has no limits of one image.
+        """
+        raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
+
     @abstractmethod
     def max_image_tokens(self) -> int:
         """Return the largest number of ids that one image becomes."""
@@ -131,7 +139,11 @@ class HFProcessor(ABC):
         """
         if sample.videos:
             raise DataError(f"{sample.uid}: the row has videos; only images are supported")
-        images = tuple(self._resize(sample.uid, i, image) for i, image in enumerate(sample.images))
+        limits = pixel_limits(sample.messages) or [{}] * len(sample.images)
+        images = tuple(
+            self._resize(sample.uid, i, *pair)
+            for i, pair in enumerate(zip(sample.images, limits, strict=False))
+        )
         collapsed = self.ids(sample)
         self._check_placeholders(sample.uid, collapsed, len(images))
         ids, vision = self.encode(images) if images else ([], {})
@@ -144,8 +156,29 @@ class HFProcessor(ABC):
             vision=vision,
         )
 
+    def image_size(self, size: Size, limits: Mapping[str, int]) -> Size:
+        """Return the size to resize an image to, which the model's own rule under the run's limits maps to itself.
+
+        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's. NoFixedPoint if there is no size.
+        """
+        asked = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
+        low, high = limits.get("min_pixels", self.min_pixels), limits.get("max_pixels", self.max_pixels)
+        result = self.fixed_size(asked)
+        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == asked)
+        if fits or not limits:
+            return result
+        low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
+        most = high
+        while most >= low:
+            once = self.limited_size(asked, low, most)
+            # the engine applies the run's rule to it, which may choose a size above `high`
+            if math.prod(result := self.fixed_size(once)) <= high:
+                return result
+            most = math.prod(once) - 1
+        raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
+
     def picture(self, image: Image, *, row: str) -> Picture:
-        resized = self._resize(row, 0, image)
+        resized = self._resize(row, 0, image, {})
         ids, vision = self.encode([resized])
         return Picture(resized, vision, tuple(ids[0]))
 
@@ -295,13 +328,14 @@ class HFProcessor(ABC):
             t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
         ]
 
-    def _resize(self, uid: str, index: int, image: Image) -> Image:
+    def _resize(self, uid: str, index: int, image: Image, limits: Mapping[str, int]) -> Image:
         try:
-            return resize_to(image, self.fixed_size((image.height, image.width)))
+            return resize_to(image, self.image_size((image.height, image.width), limits))
         except NoFixedPoint as error:
+            own = f", and the row's or its source's {dict(limits)}" if limits else ""
             raise DataError(
-                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}; crop the "
-                "image or widen them"
+                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}{own}; crop "
+                "the image or widen them"
             ) from None
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:

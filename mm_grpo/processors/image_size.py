@@ -8,8 +8,10 @@ until it settles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.types import PIXEL_LIMITS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,6 +35,14 @@ def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
             return current
         current = following
     raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would resize any result again")
+
+
+def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
+    parts = [
+        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
+    ]
+    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
 
 
 def resize_to(image: Image, size: Size) -> Image:

@@ -117,7 +117,7 @@ def _rows(
             "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
         }
         gold, _ = gold_overlays(specs, prompt)
-        columns = _plain_columns(prompt.sample.columns)
+        columns = _plain_columns(prompt.sample.other_columns)
         advantages = group.advantages or (None,) * len(group.completions)
         scored = zip(group.completions, group.rewards, advantages, strict=True)
         for generation, (completion, reward, advantage) in enumerate(scored):

@@ -46,11 +46,17 @@ class Stored:
 def test_a_sample() -> None:
     made = dataset(three())
     sample = made.sample(2)
-    assert (sample.uid, sample.videos, sample.columns) == ("train:2", (), {"answer": "blue"})
+    assert (sample.uid, sample.videos, sample.other_columns) == ("train:2", (), {"answer": "blue"})
+    assert sample.columns == {**three()[2], "images": [picture("blue")]}
     content = [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
     assert sample.messages == ({"role": "user", "content": content},)
     assert [colour_of(image) for image in sample.images] == [COLOURS["blue"]]
-    assert (len(made), made.name, made.columns, made.conversational) == (3, "train", ("answer",), False)
+    assert (len(made), made.name, made.columns, made.conversational) == (
+        3,
+        "train",
+        ("prompt", "images", "answer"),
+        False,
+    )
     with pytest.raises(IndexError):
         made.sample(3)
     system = dataset(three(), system_prompt="Be brief.").sample(0).messages[0]
@@ -89,8 +95,8 @@ def test_a_list_is_checked_whole_and_other_datasets_by_their_first_row() -> None
 def test_columns_are_those_of_all_rows_under_our_names() -> None:
     mixed = [{"problem": "?", "a": 1}, {"problem": "?", "photo": picture("red"), "b": 2}]
     made = dataset(mixed, columns={"prompt": "problem", "image": "photo", "gold": "b"})
-    assert made.columns == ("gold", "a")
-    assert [made.sample(i).columns for i in (0, 1)] == [{"a": 1}, {"gold": 2}]
+    assert made.columns == ("prompt", "image", "gold", "a", "problem", "photo")
+    assert [made.sample(i).other_columns for i in (0, 1)] == [{"a": 1}, {"gold": 2}]
     with pytest.raises(DataError, match=r"data.columns.prompt is 'problen', .*did you mean 'problem'"):
         dataset(mixed, columns={"prompt": "problen"})
     messages = [{"problem": [{"role": "user", "content": "?"}]}]

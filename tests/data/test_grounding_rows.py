@@ -27,7 +27,7 @@ def test_a_prompt_is_made_of_columns() -> None:
     renamed = {"columns": {"prompt": "category"}, "prompt_template": "Where is the {prompt}?"}
     assert text_of(ROWS, **renamed) == [IMAGE_TAG, "Where is the dog?"]
     made = read(ROWS, prompt_template="Where is the {category}?")
-    assert made.fields(0).columns == {"category": "dog", "meta": ROWS[0]["meta"]}
+    assert made.fields(0).other_columns == {"category": "dog", "meta": ROWS[0]["meta"]}
     entry = [{"path": ROWS, "prompt_template": "a {category}"}]
     assert "a dog" in str(load_train(config(), entry[0]).fields(0).messages)
 

@@ -32,11 +32,11 @@ def test_a_dataset_of_the_library() -> None:
     rows = [{"prompt": "?", "images": [encoded(colour)], "answer": colour} for colour in ("red", "blue")]
     stored = held(rows, prompt=TEXT, images=datasets.List(datasets.Image()), answer=TEXT)
     dataset = read(stored)
-    assert dataset.columns == ("answer",)
+    assert dataset.columns == ("prompt", "images", "answer")
     assert colour_of(dataset.sample(1).images[0]) == BLUE
-    assert dataset.sample(1).columns == {"answer": "blue"}
+    assert dataset.sample(1).other_columns == {"answer": "blue"}
     assert colour_of(read(stored.select([1])).sample(0).images[0]) == BLUE
-    assert read(stored.with_format("python", columns=["prompt", "images"])).columns == ()
+    assert read(stored.with_format("python", columns=["prompt", "images"])).columns == ("prompt", "images")
     assert len(read(datasets.DatasetDict({"all": stored}))) == 2
 
 
@@ -65,7 +65,7 @@ def test_mixed_parts_json_columns_and_transforms() -> None:
     rows = [{"prompt": [{"role": "user", "content": "?"}], "boxes": [{"a": 1}, {"b": [2]}]}]
     sample = read(held(rows, prompt=datasets.Json(), boxes=datasets.List(datasets.Json()))).sample(0)
     assert sample.messages == ({"role": "user", "content": "?"},)
-    assert sample.columns == {"boxes": [{"a": 1}, {"b": [2]}]}
+    assert sample.other_columns == {"boxes": [{"a": 1}, {"b": [2]}]}
     made = datasets.Dataset.from_list([{"n": 1}, {"n": 2}])
     made.set_transform(lambda batch: {"prompt": [f"{n}?" for n in batch["n"]]})
     assert read(made).sample(1).messages[0]["content"] == "2?"
@@ -83,7 +83,7 @@ def test_parquet_arrow_and_saved_folders_hold_the_same_rows(tmp_path: Path) -> N
             out.write_table(table)
     for name in ("rows.parquet", "saved", "splits/train", "splits:train", "stream.arrow", "file.arrow"):
         dataset = read(f"{tmp_path}/{name}")
-        assert [dataset.sample(i).columns for i in range(2)] == [{"n": 1}, {"n": None}], name
+        assert [dataset.sample(i).other_columns for i in range(2)] == [{"n": 1}, {"n": None}], name
         assert colour_of(dataset.sample(0).images[0]) == RED and dataset.sample(1).images == ()
         assert dataset.row_name(1) == f"{tmp_path}/{name.replace(':train', '')} row 1"
     before = sorted(path.name for path in tmp_path.iterdir())

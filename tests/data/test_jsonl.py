@@ -35,7 +35,7 @@ def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
     tiny.picture(2).save(tmp_path / "out" / "elsewhere.png")
     dataset = load(str(tmp_path / "out" / "rows.jsonl"), DataConfig())
     assert dataset.sample(0).images[0].tobytes() == tiny.picture(1).tobytes()
-    assert dataset.sample(2).columns == {"answer": [1.5, "x"]}
+    assert dataset.sample(2).other_columns == {"answer": [1.5, "x"]}
 
 
 def test_what_cannot_be_written_names_the_row_and_leaves_the_file(tmp_path: Path) -> None:

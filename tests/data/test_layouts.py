@@ -184,7 +184,8 @@ def test_published_sets_load_without_a_column_map(name: str, tmp_path: Path) -> 
     assert sample.columns["answer"] == answer
     assert [image.size for image in sample.images] == [(84, 84)]
     left = set(row) - {"prompt", "problem", "messages", "conversations", "image", "images"}
-    assert set(set_of.columns) == {*left, "answer"} == set(sample.columns)
+    assert set(set_of.columns) == {*row, "answer"} == set(sample.columns)
+    assert set(sample.other_columns) == {*left, "answer"}
 
 
 def test_dotted_columns_reach_into_mappings_and_lists(tmp_path: Path) -> None:
@@ -192,8 +193,8 @@ def test_dotted_columns_reach_into_mappings_and_lists(tmp_path: Path) -> None:
     row = {"question": "Where?", "image": "a.png", "meta": meta, "a.b": 5}
     names = {"prompt": "question", "answer": "meta.gold.text", "box": "meta.boxes.0", "n": "a.b"}
     set_of = load_train(config(columns=names), [row, {**row, "meta": None}])
-    assert set_of.fields(0).columns == {"answer": "left", "box": [1, 2, 3, 4], "n": 5, "meta": meta}
-    assert set_of.fields(1).columns == {"answer": None, "box": None, "n": 5, "meta": None}
+    assert set_of.fields(0).other_columns == {"answer": "left", "box": [1, 2, 3, 4], "n": 5, "meta": meta}
+    assert set_of.fields(1).other_columns == {"answer": None, "box": None, "n": 5, "meta": None}
     message = refusal([row], columns={"prompt": "question", "answer": "meta.gold.txt"})
     assert "data.columns.answer is 'meta.gold.txt'" in message and "'meta.gold.text'" in message
     message = refusal([row, {**row, "meta": "left"}], columns=names)
@@ -201,12 +202,12 @@ def test_dotted_columns_reach_into_mappings_and_lists(tmp_path: Path) -> None:
 
 
 def test_a_reply_is_the_answer_unless_the_config_names_another() -> None:
-    assert read({"messages": TALK}).columns == {"answer": "4"}
-    assert read({"messages": TALK, "answer": 4}).columns == {"answer": "4"}
+    assert read({"messages": TALK}).other_columns == {"answer": "4"}
+    assert read({"messages": TALK, "answer": 4}).other_columns == {"answer": "4"}
     named = read({"messages": TALK, "answer": "four"}, columns={"answer": "answer"})
-    assert named.columns == {"answer": "four"} and named.messages == (TALK[0],)
+    assert named.other_columns == {"answer": "four"} and named.messages == (TALK[0],)
     talk = {"talk": TALK}
-    assert read(talk, columns={"messages": "talk"}).columns == {"answer": "4"}
+    assert read(talk, columns={"messages": "talk"}).other_columns == {"answer": "4"}
     with pytest.raises(DataError, match=r"'prompt' ends with a message of role 'assistant'"):
         read(talk, columns={"prompt": "talk"})
 
@@ -219,7 +220,7 @@ def test_two_columns_that_may_be_the_prompt_are_refused() -> None:
     assert named["prompt"].messages[0]["content"][1]["text"] == "Think. What?"
     assert named["problem"].messages[0]["content"][1]["text"] == "What?"
     assert (named["problem"].columns["answer"], named["prompt"].columns.get("answer")) == ("1", None)
-    assert read({"prompt": "What?", "problem": 17, "image": "a.png"}).columns == {"problem": 17}
+    assert read({"prompt": "What?", "problem": 17, "image": "a.png"}).other_columns == {"problem": 17}
 
 
 def said(*turns: Any, **row: Any) -> dict[str, Any]:

@@ -53,13 +53,14 @@ def uids(rows: Any) -> list[str]:
 def test_each_source_is_read_with_its_own_settings(files: Path) -> None:
     mixed = load_train(config(two()))
     assert [part.name for part in mixed.sources] == ["train/rows", "train/rows-2"]
-    assert list(mixed.weights) == [3, 1] and mixed.columns == ("box", "task", "answer")
+    shown = {"prompt", "images", "image", "messages", "problem", "question", "picture"}
+    assert list(mixed.weights) == [3, 1] and {*mixed.columns} - shown == {"box", "task", "answer"}
     samples = [mixed.sample(i) for i in range(5)]
     names = ["train/rows:0", "train/rows:1", "train/rows:2", "train/rows-2:0", "train/rows-2:1"]
     assert [s.uid for s in samples] == uids(mixed) == names
     assert [mixed.row_name(i) for i in (2, 3)] == ["boxes/rows.jsonl:3", "counts/rows.jsonl:1"]
-    assert samples[1].columns == {"box": [0, 0, 1, 1], "task": "grounding"}
-    assert samples[4].columns == {"answer": "1", "task": "count"}
+    assert samples[1].other_columns == {"box": [0, 0, 1, 1], "task": "grounding"}
+    assert samples[4].other_columns == {"answer": "1", "task": "count"}
     assert [s.images[0].getpixel((0, 0)) for s in samples] == [(255, 0, 0)] * 3 + [(0, 0, 255)] * 2
     assert [[m["role"] for m in samples[i].messages] for i in (0, 3)] == [["user"], ["system", "user"]]
     with pytest.raises(IndexError):
@@ -89,7 +90,7 @@ def test_python_gives_rows_and_datasets_in_a_mixture(files: Path) -> None:
     mixed = load_train(config(), mixture)
     assert list(mixed.weights) == [2, 1, 1]
     assert uids(mixed)[2:5] == ["train/source-1:2", "train/source-2:0", "train/rows:0"]
-    assert mixed.sample(3).columns == {"answer": "x"}
+    assert mixed.sample(3).other_columns == {"answer": "x"}
     with pytest.raises(DataError, match="is a Dataset, which has its name"):
         load_train(config(), Mixture([load_train(config(), rows), rows]))
 
@@ -137,7 +138,7 @@ def test_a_column_that_the_rows_have_is_not_written_over(files: Path) -> None:
     with pytest.raises(DataError, match=r"train/own: task='count' is to be put on every row, and the rows"):
         load_train(config([{"path": "own.jsonl", "task": "count"}]))
     renamed = {"path": "own.jsonl", "task": "count", "columns": {"kind": "task"}}
-    assert load_train(config([renamed])).sample(0).columns == {"kind": "mine", "task": "count"}
+    assert load_train(config([renamed])).sample(0).other_columns == {"kind": "mine", "task": "count"}
 
 
 def test_the_fingerprint_covers_every_source_and_the_ratio_of_weights(files: Path) -> None:

@@ -32,7 +32,7 @@ def test_folders_of_shards_in_the_order_of_their_names(tmp_path: Path) -> None:
     rows = read(tmp_path / "lines")
     names = [rows.row_name(i).removeprefix(f"{tmp_path}/lines/") for i in (1, 2)]
     assert names == ["rows-0.jsonl:2", "rows-1.jsonl:1"]
-    assert rows.columns == ("n",) and rows.in_memory
+    assert rows.columns == ("prompt", "n") and rows.in_memory
     assert read(tmp_path / "parquet").row_name(2).endswith("train-00001-of-00003.parquet row 0")
     with pytest.raises(IndexError):
         rows.sample(5)

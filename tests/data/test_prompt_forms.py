@@ -60,7 +60,7 @@ def test_the_tag_of_an_image_is_refused_beside_image_parts() -> None:
     [
         "Is it <b>bold</b> or <i>italic</i>?",
         "What does <img src='a.png'> do, and <video controls src=x></video>?",
-        "Is List<Image> or Array<Video> right? <images>...<IMAGES>"[:36],
+        "Is List<Image> or Array<Video> right?",
         "Answer in <think></think><answer></answer>, as <box>(1,2)</box> and <|box_start|>.",
         "[image] and (img), x < image > y, <imagine>, <image-map>, <video game>, vector<img_t>",
     ],
@@ -83,9 +83,9 @@ def test_elements_are_text_in_rows_of_text_alone(tag: str) -> None:
     [
         ("Is <image 1> in <image 2>?", [text("Is "), IMAGE, text(" in "), IMAGE, text("?")], "ab"),
         ("<image_2>, then <image_1>", [IMAGE, text(", then "), IMAGE], "ba"),
-        ("<|image_1|>\n<|image_2|>", [IMAGE, text("\n"), IMAGE], "ab"),
-        ("<image0><Image1>", [IMAGE, IMAGE], "ab"),
-        ("<image 2> <image 1> <image 2>", [IMAGE, text(" "), IMAGE, text(" "), IMAGE], "bab"),
+        ("<|image_1|>\n<|image_2|>?", [IMAGE, text("\n"), IMAGE, text("?")], "ab"),
+        ("<image0><Image1>?", [IMAGE, IMAGE, text("?")], "ab"),
+        ("<image 2>, <image 1>, <image 2>", [IMAGE, text(", "), IMAGE, text(", "), IMAGE], "bab"),
     ],
 )
 def test_tags_with_numbers_are_places_of_their_images(prompt: str, content: Any, images: str) -> None:

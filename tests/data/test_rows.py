@@ -33,7 +33,7 @@ def contents(row: dict[str, Any]) -> list[Any]:
 def test_a_row_without_images() -> None:
     empty = {"image": None, "images": [], "videos": [], "video": None}
     fields = read({"prompt": [user("2 + 2?")], "answer": 4, **empty})
-    assert (fields.messages, fields.images, fields.columns) == ((user("2 + 2?"),), (), {"answer": 4})
+    assert (fields.messages, fields.images, fields.other_columns) == ((user("2 + 2?"),), (), {"answer": 4})
     assert read({"prompt": "2 + 2?"}).messages == (user("2 + 2?"),)
     talk = [user("2 + 2?"), {"role": "assistant", "content": "4"}, user("Sure?")]
     assert read({"prompt": talk}).messages == tuple(talk)  # an earlier answer is part of the prompt
@@ -43,7 +43,7 @@ def test_images_without_a_place_go_to_the_start_of_the_first_user_message() -> N
     system = {"role": "system", "content": "Be brief."}
     fields = read({"prompt": [system, user("Compare."), user("Well?")], "images": ["a.png", "b.png"]})
     assert [m["content"] for m in fields.messages] == ["Be brief.", [IMAGE, IMAGE, text("Compare.")], "Well?"]
-    assert fields.images == ("a.png", "b.png") and fields.columns == {}
+    assert fields.images == ("a.png", "b.png") and fields.other_columns == {}
     assert contents({"prompt": "What?", "image": b"data", "images": []}) == [[IMAGE, text("What?")]]
 
 
@@ -91,12 +91,50 @@ def test_columns_are_renamed() -> None:
     row = {"problem": "What?", "photo": "a.png", "solution": "x", "answer": "y", "id": 1}
     fields = read(row, columns={"prompt": "problem", "image": "photo", "answer": "solution"})
     assert fields.messages == (user([IMAGE, text("What?")]),) and fields.images == ("a.png",)
-    assert fields.columns == {"answer": "x", "id": 1}  # the dataset's own `answer` gives way
+    assert fields.other_columns == {"answer": "x", "id": 1}  # the dataset's own `answer` gives way
     assert rename(["a", "b"], {"a": "b", "b": "a"}) == {"a": "b", "b": "a"}
     assert rename(["prompt"], {"prompt": "problem"}) == {}  # never another column than the one that was named
     with pytest.raises(DataError, match=r"data\.columns\.prompt is 'qestion'.*'question'"):
         check_columns({"prompt": "qestion"}, ["question", "answer"], "the dataset 'train'")
     check_columns({"prompt": "question"}, ["question", "answer"], "the dataset 'train'")
+
+
+TURNS = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "x"}]
+USED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
+    ({"prompt": "What?", "image": "a.png", "id": 1}, {}, {"prompt": "prompt", "image": "images"}),
+    ({"problem": "What?", "solution": "<answer>x</answer>"}, {}, {"problem": "prompt", "solution": "answer"}),
+    ({"problem": "What?", "system": "Be brief."}, {}, {"problem": "prompt", "system": "system"}),
+    (
+        {"prompt": "?", "reward_model": {"ground_truth": "x"}},
+        {},
+        {"prompt": "prompt", "reward_model": "answer"},
+    ),
+    ({"conversations": TURNS, "system": "Be brief."}, {}, {"conversations": "prompt", "system": "system"}),
+    ({"messages": [user("What?")], "images": ["a.png"]}, {}, {"messages": "prompt", "images": "images"}),
+    (
+        {"question": "What?", "meta": {"photo": "a.png"}, "answer": "x"},
+        {"columns": {"prompt": "question", "images": "meta.photo"}},
+        {"prompt": "prompt", "question": "prompt", "images": "images"},
+    ),
+    (
+        {"category": "dog", "meta": {"n": 1}, "prompt": "no", "id": 1},
+        {"prompt_template": "{category} {meta.n}?"},
+        {"category": "prompt template", "meta": "prompt template", "prompt": "prompt"},
+    ),
+    ({"category": "dog"}, {"prompt_template": "{category}?"}, {"category": "prompt template"}),
+]
+
+
+@pytest.mark.parametrize(("row", "settings", "used"), USED)
+def test_every_column_stays_and_says_what_it_was_used_for(
+    row: dict[str, Any], settings: dict[str, Any], used: dict[str, str]
+) -> None:
+    fields = read_row(row, row_name="r", **settings)
+    assert fields.used == used
+    assert {name: fields.columns[name] for name in row} == row
+    shown = {name for name, purpose in used.items() if purpose in ("prompt", "images", "system")}
+    assert set(fields.other_columns) == set(fields.columns) - shown
+    assert set(fields.columns) - set(row) <= {"answer", "prompt", "images"}
 
 
 @pytest.mark.parametrize(

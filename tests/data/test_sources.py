@@ -27,7 +27,7 @@ def test_jsonl_with_images_beside_it(tmp_path: Path) -> None:
     (tmp_path / "images" / "a.png").write_bytes(png("red"))
     dataset = read(str(path))
     assert len(dataset) == 2
-    assert dataset.sample(0).columns == {"answer": 1}
+    assert dataset.sample(0).other_columns == {"answer": 1}
     assert colour_of(dataset.sample(1).images[0]) == (255, 0, 0)
     assert dataset.sample(1).uid == "train:1" and dataset.row_name(1) == f"{path}:2"
     with pytest.raises(DataError, match=rf"^{path}:2: image 'images/a.png' cannot be read .* /nowhere"):
@@ -74,13 +74,13 @@ def test_csv(tmp_path: Path) -> None:
     text = '\ufeffprompt,image,answer,note\r\n"What, then?",a.png,007,\r\n?,,"two\nlines",x\r\n'
     path.write_bytes(text.encode())
     dataset = read(path)
-    assert dataset.fields(0).columns == {"answer": "007", "note": None}
+    assert dataset.fields(0).other_columns == {"answer": "007", "note": None}
     assert (dataset.fields(0).images, dataset.fields(1).images) == (("a.png",), ())
-    assert dataset.fields(1).columns == {"answer": "two\nlines", "note": "x"}
+    assert dataset.fields(1).other_columns == {"answer": "two\nlines", "note": "x"}
     assert [dataset.row_name(i) for i in (0, 1)] == [f"{path}:2", f"{path}:4"]
     tabs = tmp_path / "rows.tsv"
     tabs.write_text("prompt\tn\nA, or B?\t3\n")
-    assert read(tabs).fields(0).columns == {"n": "3"}
+    assert read(tabs).fields(0).other_columns == {"n": "3"}
 
 
 @pytest.mark.parametrize(
