@@ -42,7 +42,6 @@ from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.data.images import MAX_BYTES, Refusal, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
-from mm_grpo.data.row_settings import with_limits
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import BadImage, DataError, did_you_mean
 from mm_grpo.types import Sample, pixel_limits
@@ -205,7 +204,7 @@ class Dataset(Rows):
                 if not any(isinstance(image, Image.Image) for image in fields.images):
                     yield (
                         (
-                            str(with_limits(fields.messages, None)),
+                            str(without_images(fields.messages)),
                             *(image_key(image, folder) for image in fields.images),
                         ),
                         self.row_name(index),
