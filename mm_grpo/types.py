@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+PIXEL_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of an image part that limit the size of its image, in pixels; the last two come together."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +27,15 @@ class Sample:
     uid: str
     """Names the row, never its text: two equal rows have two uids."""
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`."""
+    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`;
+    it may hold PIXEL_LIMITS."""
     images: tuple[Image, ...] = ()
     """Decoded, upright RGB pictures of any size."""
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All fields of the row by our names; rewards get them."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row, over the run's."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
@@ -233,3 +238,11 @@ class UpdateRecord:
     """False when the optimizer held the update back: no live tokens, or a gradient that is not finite."""
     boundaries: int = 1
     """Backward passes that closed the accumulation. Anything but 1 means that gradients were dropped."""
+
+
+def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
+    parts = [
+        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
+    ]
+    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]

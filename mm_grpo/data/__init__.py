@@ -11,6 +11,7 @@
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   the columns of prompt and answer in the rows of several ecosystems
     rows      one row → messages, image sources and columns
+    row_settings   what one row sets: limits of its images, arguments of the chat template
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
     image_files     rows whose images cannot be read: refused or left out before a model is loaded

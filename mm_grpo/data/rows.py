@@ -33,6 +33,7 @@ from mm_grpo.data.columns import (
 )
 from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
 from mm_grpo.data.layouts import RowConversation, read_conversation
+from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
 from mm_grpo.errors import DataError, half_character
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -54,8 +55,10 @@ class Fields:
     columns: dict[str, Any]
     """All fields of the row under our names, and `answer` if the row has it in another place. A column that
     `data.columns` maps to the prompt or to images has its own name too."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row."""
     used: Mapping[str, str] = field(default_factory=dict)
-    """Columns that prompt and answer were made of, and for what: PROMPT_PURPOSES, "prompt template", "answer"."""
+    """Columns that were read, and for what: PROMPT_PURPOSES, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
 
@@ -78,11 +81,12 @@ def read_row(
     columns: Mapping[str, str] | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
+    pixel_limits: Mapping[str, int] | None = None,
 ) -> Fields:
     """Read the fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt` and `prompt_template` are as in the config's section `data`.
+    `system_prompt` and `prompt_template` are as in the config's section `data`. `pixel_limits` bound those of images.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
@@ -102,11 +106,17 @@ def read_row(
     conversation = read_conversation(values, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
     messages, images = _place(messages, _listed_images(values, row_name), row_name)
+    template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
+    for limits in filter(None, (row_limits, pixel_limits)):
+        messages = with_limits(messages, limits)
     used = {name: purpose for name, purpose in {**used, **conversation.used}.items() if name in row_columns}
+    if row_columns.get(TEMPLATE_COLUMN) is not None:
+        used[TEMPLATE_COLUMN] = "chat template"
     fields = Fields(
         tuple(messages),
         tuple(images),
         {**row_columns, **conversation.answers},
+        template_kwargs,
         used,
         conversational=not isinstance(conversation.prompt, str),
     )
@@ -182,7 +192,7 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a text part, or an image part with at most the key `image`."""
+    """Return a text part, or an image part with the key `image` and limits, if it has them."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -197,7 +207,7 @@ def _part(part: Any, where: str) -> Message:
         source = source.get("url") if isinstance(source, Mapping) else source
         if source is None:
             raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
-    return {"type": "image"} if source is None else {"type": "image", "image": source}
+    return {"type": "image", **({} if source is None else {"image": source}), **read_limits(part, where)}
 
 
 def _check_texts(
@@ -272,7 +282,7 @@ def _image_parts(messages: list[Message]) -> list[Message]:
 
 
 def _without_images(message: Message) -> Message:
-    bare = [{"type": "image"} if part["type"] == "image" else part for part in _parts(message)]
+    bare = [{key: value for key, value in part.items() if key != "image"} for part in _parts(message)]
     return message | {"content": bare} if bare else message
 
 

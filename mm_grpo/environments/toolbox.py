@@ -178,6 +178,10 @@ class Toolbox:
                 _check_opening(episode, sample)
         return episodes
 
+    def reads(self, sample: Sample) -> list[str]:
+        """Return the columns of a row that `reset` takes."""
+        return [name for name in self._row(sample) if name in sample.columns]
+
     def _row(self, sample: Sample) -> dict[str, Any]:
         """Return the columns of a row that `reset` takes, with `prompt` and `images` at full size."""
         if self._example is None:

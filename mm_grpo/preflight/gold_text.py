@@ -8,9 +8,10 @@ Rewards in `NO_GOLD` have no right answer in any column. To add one: a line in e
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.builtins.boxes import Frame, gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
 from mm_grpo.rewards.spec import RewardSpec
@@ -105,16 +106,14 @@ def _spaces(options: Options) -> tuple[str, str]:
     return options.get("gold_space", "original"), options.get("space", "pixel")
 
 
-def _all_texts(prompt: Prompt, options: Options) -> str:
-    answer = options["answer"]
-    is_list = isinstance(answer, Sequence) and not isinstance(answer, str)
-    return "\n".join(as_text(text) for text in answer) if is_list else as_text(answer)
-
-
 GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     **dict.fromkeys(("iou", "giou"), lambda prompt, options: _box(options["box"], prompt, options)),
     "box_match": _boxes,
     "clicking": _click,
-    "contains": _all_texts,
+    "contains": lambda prompt, options: "\n".join(gold_texts(options["answer"])),
+    **dict.fromkeys(
+        ("exact_match", "anls", "numeric", "count", "chart_relaxed", "math"),
+        lambda prompt, options: next(iter(gold_texts(options["answer"])), None),
+    ),
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mm_grpo.errors import BadImage
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -20,8 +22,8 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
-class NoFixedPoint(ValueError):
-    """The resize rule never settles for this image under these limits."""
+class NoFixedPoint(BadImage):
+    """The resize rule refuses this image under these limits, or never settles."""
 
 
 def settle(size: Size, rule: Callable[[Size], Size]) -> Size:

@@ -23,7 +23,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
-from mm_grpo.processors.image_size import Size, settle
+from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
 
 
 class InternVLFamily(TiledFamily):
@@ -68,13 +68,17 @@ class InternVLProcessor(HFProcessor):
         return {"min_patches": images.min_patches, "max_patches": images.max_patches}
 
     def fixed_size(self, size: Size) -> Size:
-        images = self.hf.image_processor
+        return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
 
-        def rule(size: Size) -> Size:
-            columns, rows = get_optimal_tiled_canvas(size, self.tile, images.min_patches, images.max_patches)
-            return rows * self.tile[0], columns * self.tile[1]
-
-        return settle(size, rule)
+    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        area = math.prod(self.tile)
+        least, most = math.ceil(min_pixels / area), max_pixels // area
+        if least > most:
+            raise NoFixedPoint(
+                f"no grid of tiles of {area} pixels has an area from {min_pixels} to {max_pixels}"
+            )
+        columns, rows = get_optimal_tiled_canvas(size, self.tile, least, most)
+        return rows * self.tile[0], columns * self.tile[1]
 
     def max_image_tokens(self) -> int:
         tiles = self.hf.image_processor.max_patches

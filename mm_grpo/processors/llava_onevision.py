@@ -88,6 +88,12 @@ class LlavaOnevisionProcessor(HFProcessor):
             )
         return settled
 
+    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        resolutions = [sides for sides in self.resolutions if min_pixels <= math.prod(sides) <= max_pixels]
+        if not resolutions:
+            raise NoFixedPoint(f"no resolution of the model has an area from {min_pixels} to {max_pixels}")
+        return _fit(size, select_best_resolution(size, resolutions))
+
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""
         picture_tokens = int(self.hf.num_image_tokens)

@@ -1,8 +1,11 @@
 """Where the final answer stands, gold answers from a column, and normal forms of texts."""
 
+import time
+
 import pytest
 
-from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise
+from mm_grpo.rewards import get
+from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
 
 FOUND = {
     final_part: {
@@ -19,6 +22,24 @@ FOUND = {
         r"\boxed{1} and \boxed{2": "1",
         r"\boxed{\boxed{3}}": "3",
         "boxed{3}": None,
+    },
+    text_list: {
+        "['tram', 'tram stop']": ("tram", "tram stop"),  # Python
+        "['tram' 'tram stop'\n 'bus']": ("tram", "tram stop", "bus"),  # numpy
+        '["caf\\u00e9", "\\ud83d\\ude00", 3, null]\n': ("café", "\U0001f600", "3"),  # JSON
+        "[\"it's\", 'a \"b\"', 'c\\'d', '\\\\frac{1}{2}']": ("it's", 'a "b"', "c'd", "\\frac{1}{2}"),
+        "('a', 'b')": ("a", "b"),
+        "{'a', '[1]'}": ("a", "[1]"),
+        "('a')": (),  # parentheses alone
+        "[0, 1]": (),
+        "[0, 1)": (),
+        "[]": (),
+        "{'a': 'b'}": (),
+        "['a', ['b']]": (),
+        "['a'] or ['b']": (),
+        "[a, b]": (),
+        "'a'": (),
+        "['a'}": (),
     },
     normalise: {
         "  The\n cat. ": "the cat",
@@ -45,3 +66,40 @@ def test_parts_and_normal_forms(fn, text, found):
 def test_gold_answers_of_a_column():
     assert gold_texts(3.0) == ["3"] and gold_texts(2.5) == ["2.5"] and gold_texts(None) == []
     assert gold_texts(["a", None, " ", 3]) == ["a", "3"]
+
+
+def test_an_element_of_a_real_list_is_a_text_itself() -> None:
+    assert gold_texts(["['a', 'b']"]) == ["['a', 'b']"]
+
+
+LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
+
+
+@pytest.mark.parametrize(
+    ("name", "completion", "answer", "score"),
+    [
+        *((name, "tram", LISTED, 1.0) for name in ("exact_match", "contains", "anls", "chart_relaxed")),
+        *((name, LISTED, LISTED, 1.0) for name in ("exact_match", "contains", "anls", "chart_relaxed")),
+        *((name, "5", NUMBERS, 1.0) for name in ("numeric", "count", "math", "chart_relaxed")),
+        ("exact_match", "tram", [LISTED], 0.0),
+        ("edit_similarity", LISTED, LISTED, 1.0),
+    ],
+)
+def test_a_list_kept_as_text_is_several_answers(
+    name: str, completion: str, answer: object, score: float
+) -> None:
+    assert get(name).fn(completion, answer=answer) == score
+
+
+@pytest.mark.parametrize(("completion", "score"), [("red", 0.0), ("red and blue", 1.0)])
+def test_all_texts_of_a_list_kept_as_text_must_occur(completion: str, score: float) -> None:
+    assert get("contains").fn(completion, answer="['red', 'blue']", mode="all") == score
+
+
+@pytest.mark.parametrize(
+    "text", ["['a'" * 3000 + "]", "[" + " " * 15000 + "x]", "['" + "\\" * 19000 + "]", "[" * 9999 + "]"]
+)
+def test_a_long_text_is_no_list_and_takes_no_time(text: str) -> None:
+    started = time.process_time()
+    assert text_list(text) == ()
+    assert time.process_time() - started < 0.5

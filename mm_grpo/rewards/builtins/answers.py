@@ -6,10 +6,13 @@ the text: models do produce 100,000 characters of the same bracket.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 Gold = str | int | float
@@ -20,6 +23,14 @@ _CLOSE = re.compile(r"</answer>", re.IGNORECASE)
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
 
 _TRAILING = ".,;:!?。、，；：！？"
+_QUOTED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+_NUMBER = r"[-+]?\d[\d.]*"
+_ITEM = re.compile(f"({_QUOTED})|({_NUMBER})|None|null|nan", re.DOTALL)
+# no capturing group may stand in a possessive one: Python 3.11 fails on it
+_LIST = re.compile(
+    rf"[\[({{]\s*+(?:(?:{_QUOTED}|{_NUMBER}|None|null|nan)(?:\s*+,\s*+|\s++|(?=.\Z)))++.", re.DOTALL
+)
+_MAX_LIST = 20_000  # characters of a text that is read as a list
 _PAIRS = {'"': '"', "'": "'", "`": "`", "*": "*", "“": "”", "‘": "’", "«": "»"}
 
 
@@ -82,14 +93,17 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
     return text
 
 
-def gold_texts(answer: Answer) -> list[str]:
+def gold_texts(answer: Answer, *, whole: bool = False) -> list[str]:
     """Return the gold answers of a row as texts that are not blank; any of them is right.
 
-    A whole float is written as an integer, because a column of integers with gaps arrives as floats.
+    A text that is a list of texts (`text_list`) is read as that list; with `whole` it is itself one more answer. A
+    whole float is written as an integer, because a column of integers with gaps arrives as floats.
 
-    >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts(None)
-    (['3'], ['a'], [])
+    >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts("['a', 'b']"), gold_texts(None)
+    (['3'], ['a'], ['a', 'b'], [])
     """
+    if isinstance(answer, str) and (listed := text_list(answer)):
+        answer = (*listed, answer) if whole else listed
     golds = [answer] if answer is None or isinstance(answer, str | int | float) else list(answer)
     texts = [
         str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold)
@@ -97,6 +111,32 @@ def gold_texts(answer: Answer) -> list[str]:
         if gold is not None
     ]
     return [text for text in texts if text.strip()]
+
+
+@lru_cache(maxsize=4096)
+def text_list(text: str) -> tuple[str, ...]:
+    """Return the texts of a list that is kept as text, as Python, JSON or numpy write it; () for anything else.
+
+    It holds quoted texts, and perhaps numbers and nulls beside them. A list of nothing but numbers may be an interval
+    or a box, and is not read.
+
+    >>> text_list('["a", 3, null]'), text_list("['a' 'b']"), text_list("[0, 1]"), text_list("('a')")
+    (('a', '3'), ('a', 'b'), (), ())
+    """
+    text = text.strip()
+    if text[:1] + text[-1:] not in ("[]", "()", "{}") or len(text) > _MAX_LIST or not _LIST.fullmatch(text):
+        return ()
+    items = _ITEM.findall(text)
+    if not any(quote for quote, _ in items) or (text[0] == "(" and len(items) == 1 and text[-2] != ","):
+        return ()
+    return tuple(_unquoted(quote) if quote else number for quote, number in items if quote or number)
+
+
+def _unquoted(text: str) -> str:
+    for parse in (json.loads, ast.literal_eval) if "\\" in text else ():
+        with suppress(ValueError, SyntaxError):
+            return str(parse(text))
+    return text[1:-1]
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

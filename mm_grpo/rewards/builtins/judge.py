@@ -103,7 +103,7 @@ async def judge(
     if attempts < 1 or request_timeout <= 0:
         raise ValueError(f"attempts={attempts}, request_timeout={request_timeout}; both must be above 0")
     template = TEMPLATE if template is None else template
-    golds = gold_texts(answer)
+    golds = gold_texts([answer] if isinstance(answer, str) else answer)  # a judge reads a list kept as text
     if "{answer}" in template and not golds:
         return None
     fields = {

@@ -194,7 +194,7 @@ def chart_relaxed(completion: str, answer: Answer, *, exact_years: bool = False)
     >>> chart_relaxed("<answer>Blue.</answer>", answer="blue")
     1.0
     """
-    golds = gold_texts(answer)
+    golds = gold_texts(answer, whole=True)
     if not golds:
         return None
     prediction = normalise(final_part(completion))

@@ -40,7 +40,8 @@ def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) ->
     text is read in the same way, so a column may hold "<answer> 3 </answer>". White space,
     the punctuation that ends a sentence and wrapping quotes, asterisks or backticks do not count;
     nor does case, unless `ignore_case=False`. Texts are compared, not numbers: "3.0" is not "3".
-    A list of gold answers means any of them. A whole gold float such as 3.0 is the text "3".
+    A list of gold answers means any of them, also one that is kept as text ("['a', 'b']"): for a gold that is such a
+    text, give [text]. A whole gold float such as 3.0 is the text "3".
 
     Returns 1.0 or 0.0; None when the row has no gold answer (None, an empty or blank text, an empty list).
     For short answers of one spelling: the recipe shapes, VQA.
@@ -53,7 +54,7 @@ def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) ->
     >>> exact_match(r"So it is \boxed{12}.", answer=["12", "twelve"])
     1.0
     """
-    texts = gold_texts(answer)
+    texts = gold_texts(answer, whole=True)
     if not texts:
         return None
     prediction = _final(completion, ignore_case)
@@ -231,7 +232,7 @@ def anls(completion: str, answer: Answer) -> float | None:
     >>> anls("It is a Boeing", answer="boeing")
     0.0
     """
-    golds = [_lower(final_part(gold)) for gold in gold_texts(answer)]
+    golds = [_lower(final_part(gold)) for gold in gold_texts(answer, whole=True)]
     if not golds:
         return None
     distance = library("anls", ".distance").Levenshtein.distance
