@@ -19,7 +19,14 @@ from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import PROGRAMS
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
-ENVIRONMENT = "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM".split()
+ENVIRONMENT = [
+    "MAX_PIXELS",
+    "MIN_PIXELS",
+    "NPROC_PER_NODE",
+    "NNODES",
+    "CUDA_VISIBLE_DEVICES",
+    "IMAGE_MAX_TOKEN_NUM",
+]
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
 CALLS: Mapping[str, Mapping[str, str]] = {
@@ -68,7 +75,7 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
             )
     if not keys:
         raise ConfigError(
-            f"{path}: holds no key; what is read is YAML, JSON, shell commands with --key value, and GRPOConfig(...) in "
+            f"{path}: holds no key; what is read is YAML, JSON, shell commands with --key value, GRPOConfig(...) in "
             "a Python script: write the arguments of its config into a .yaml file, as key: value"
         )
     return keys

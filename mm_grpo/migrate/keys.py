@@ -47,8 +47,8 @@ FIELDS: Mapping[str, str] = {
     "rollout.eval.top_k": "val_kwargs.top_k val_override_config.top_k",
     "algorithm.advantage_estimator": "adv_estimator",
     "algorithm.importance_sampling_mode": "rollout_importance_sampling_mode",
-    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap rollout_importance_sampling_threshold"
-    " rollout_correction.rollout_is_threshold",
+    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap"
+    " rollout_importance_sampling_threshold rollout_correction.rollout_is_threshold",
     "algorithm.off_policy_mask_threshold": "off_policy_sequence_mask_delta",
     "algorithm.mask_truncated_completions": "overlong_filter",
     "algorithm.sapo_temperature_pos": "tau_pos tau_positive",
@@ -112,25 +112,42 @@ REASONS: Mapping[str, str] = {
     _NONE:
         "gradient_checkpointing_kwargs use_liger_kernel run_name experiment_name project_name disable_dropout tf32"
         " optim use_cache generation_kwargs rlhf_type model_init_kwargs lr_scheduler_kwargs remove_unused_columns"
-        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"
-        " strategy padding_free dynamic_batching ulysses_size ulysses_sequence_parallel_size use_torch_compile balance_batch"
-        " use_remove_padding use_shm use_fused_kernels use_dynamic_bsz free_cache_engine load_format layered_summon"
-        " disable_tqdm disable_log_stats critic_warmup resume_from_path load_checkpoint_path find_last_checkpoint gamma"
-        " lam device torch_empty_cache_steps ddp_timeout ddp_backend add_version check_model seed_worker group_by_length"
-        " move_model_batches offload_model async_generate vit_gradient_checkpointing vit_lr aligner_lr packing streaming"
-        " use_chat_template template template_backend norm_bbox loss_scale padding_side safe_serialization rollout.mode"
-        " dtype_kwargs override_config external_lib val_batch_size dataset_num_proc load_from_cache_file lazy_tokenize"
-        " router_aux_loss_coef cast_lm_head_to_fp32 use_bias_correction_kl ignore_bias_buffers ds3_gather_for_generation"
-        " log_unique_prompts log_multimodal log_entropy num_completions_to_print disable_log_requests esi_redundant_time",
+        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps strategy padding_free dynamic_batching"
+        " ulysses_size ulysses_sequence_parallel_size use_torch_compile device balance_batch use_remove_padding"
+        " use_shm use_fused_kernels use_dynamic_bsz free_cache_engine load_format gamma layered_summon disable_tqdm"
+        " disable_log_stats critic_warmup resume_from_path load_checkpoint_path ddp_timeout find_last_checkpoint lam"
+        " torch_empty_cache_steps ddp_backend add_version check_model group_by_length packing move_model_batches"
+        " offload_model async_generate vit_gradient_checkpointing vit_lr aligner_lr streaming template"
+        " use_chat_template template_backend norm_bbox loss_scale padding_side safe_serialization rollout.mode project"
+        " override_config external_lib val_batch_size dataset_num_proc load_from_cache_file lazy_tokenize"
+        " tuner_backend router_aux_loss_coef cast_lm_head_to_fp32 use_bias_correction_kl ignore_bias_buffers"
+        " ds3_gather_for_generation log_unique_prompts log_multimodal log_entropy num_completions_to_print"
+        " esi_redundant_time model_type strict per_device_eval_batch_size local_rank device_map sequence_parallel_size"
+        " stop_words response_prefix debug task_type use_adaptive_entropy cache_implementation pad_to_multiple_of"
+        " full_determinism accelerator_config hybrid_engine nccl_timeout early_stop_interval advantage_reweight"
+        " completion_length_limit_scope use_v1 ppo_max_token_len_per_gpu freeze_parameters trainable_parameters"
+        " init_weights use_logits_to_keep interleave_prob agent_template load_args override_optimizer_config"
+        " loss_scale_factor use_prefix_grouper calculate_entropy enable_activation_offload use_liger return_raw_chat"
+        " return_raw_input_ids return_full_prompt image_patch_size validation_shuffle audio_key"
+        " return_multi_modal_inputs skip_tokenizer_init over_sample_rate multi_stage_wake_up calculate_log_probs"
+        " quantization_config_file use_pf_ppo rollout_data_dir validation_data_dir default_hdfs_dir"
+        " del_local_ckpt_after_load max_inflight_gen_batches bypass_mode rollout_rs rollout_rs_threshold"
+        " custom_register_path cached_dataset rope_scaling preserve_thinking model_kwargs max_shard_size optim_args"
+        " optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size use_cpu do_predict",
+    "the saved model is that of the best run.headline: write run.keep: best":
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+    "merge the adapter into a model first, and write its folder into model.path":
+        "adapters ref_adapters resume_only_model lora_adapter_path lora.adapter_path",
     # the model and the optimizer
     "write model.path": "model.model_path model_path",
     "write algorithm.reference_path, with algorithm.beta > 0": "ref_model",
     "write model.dtype: auto, float32 or bfloat16": "dtype torch_dtype bf16 fp16",
     _LORA: "use_peft train_type tuner_type",
-    "model.lora has rank, alpha, target_modules and vision alone": "lora_dropout lora_modules_to_save use_rslora",
+    "model.lora has rank, alpha, target_modules and vision alone": 
+        "lora_dropout lora.dropout lora_modules_to_save modules_to_save use_rslora use_dora target_regex",
     _ZERO: "deepspeed config_file use_deepspeed offload_params param_offload optimizer_offload",
     "the optimizer is AdamW with optim.adam_beta1, optim.adam_beta2 and optim.adam_epsilon":
-        "optim.strategy optimizer optimizer_impl",
+        "optim.strategy optim.optimizer optimizer_impl",
     "the learning rate ends at 0 (linear, cosine) or stays: write optim.lr_scheduler_type": "min_lr_ratio num_cycles",
     "the newest version of the hub is read: download another one, and write its folder": "model_revision use_hf",
     "the processor is the one that model.path holds": "tokenizer_path tokenizer hf_config_path custom_chat_template"
@@ -191,7 +208,7 @@ REASONS: Mapping[str, str] = {
         "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is",
     _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens max_num_seqs enable_prefix_caching ignore_eos",
     "evaluation samples by rollout.eval.temperature (0 is greedy)": "do_sample",
-    "write rollout.tools or rollout.environment, and rollout.max_turns": "multi_turn_scheduler",
+    "write rollout.tools or rollout.environment, and rollout.max_turns": "multi_turn_scheduler use_gym_env gym_env",
     "write data.max_pixels (= tokens x the square of the patch that makes one)": "image_max_token_num",
 }  # fmt: skip
 """Advice, and the keys that get it."""
@@ -203,11 +220,14 @@ PARTS: Mapping[str, str] = {
     "ref": "the reference model is laid out as the policy; write algorithm.reference_path for another one",
     **dict.fromkeys(("fsdp", "fsdp_config", "offload", "megatron"), _ZERO),
     **dict.fromkeys(("profiler", "global_profiler", "npu_profile", "prometheus", "trace"), _PROFILE),
-    **dict.fromkeys(("checkpoint", "transfer_queue", "ray_kwargs", "ray_init", "agent", "v1"), _NONE),
+    **dict.fromkeys(
+        ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip", "pf_ppo",
+         "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), _NONE),
+    **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
     "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
     "distillation": "write algorithm.reference_path: the teacher, with algorithm.beta > 0",
     "engine_kwargs": _VLLM,
-}
+}  # fmt: skip
 """Advice by a section of another trainer, which goes before that of its keys."""
 
 PROGRAMS: Mapping[str, str] = {
@@ -219,10 +239,14 @@ PROGRAMS: Mapping[str, str] = {
     "AReaL": "areal gconfig allocation_mode",
     "another stage than GRPO": "sft dpo kto pt sft_trainer fsdp_sft_trainer sft_vlm dpo_vlm max_seq_length"
     " assistant_only_loss completion_only_loss"
-    + "".join(f" rlhf_type={name}" for name in "dpo orpo simpo kto cpo rm ppo gkd".split()),
+    + "".join(f" rlhf_type={name}" for name in ["dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "gkd"]),
 }
 """Programs whose files are refused, and keys or words of the command line that only they have."""
 
+_FAMILIES = (
+    "galore_ adalora_ chord_ rlsd_ sdar_ fipo_ real_ cosine_ teacher_ clip_cov_ kl_cov_ entropy_ boft_ vera_ reft_"
+    " llamapro_ fourier_ decision_ trackio_ use_transformers transformers_ packing_ lisa_ hqq_ adapter_ liger_"
+)
 PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
     **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
@@ -230,16 +254,14 @@ PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(
         ("save_", "log_", "logging_", "eval_", "torch_compile", "val_", "ray_", "swanlab_"), _NONE
     ),
-    **dict.fromkeys(
-        ("galore_", "adalora_", "chord_", "rlsd_", "sdar_", "fipo_", "real_", "cosine_", "teacher_"), _NONE
-    ),
+    **dict.fromkeys(_FAMILIES.split(), _NONE),
     **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),
     "vllm_server_": "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
     "vllm_": _VLLM,
     "lora_": _LORA,
     "dataloader_": "images are made ahead by two threads of each process",
     "bnb_": _QUANTIZED,
-}
+}  # fmt: skip
 """Advice by the beginning of keys."""
 
 
@@ -265,14 +287,14 @@ KEY_ROWS: Mapping[str, KeyRow] = _key_rows()
 def row_of(path: str) -> KeyRow | None:
     """Return the row of a section of a key's path, or of the path's longest end that has one, else None."""
     section = next((PARTS[part] for part in _fold(path).split(".") if part in PARTS), None)
-    return by_end(path, KEY_ROWS) if section is None else KeyRow(None, section)
+    return by_end(path, KEY_ROWS, None) if section is None else KeyRow(None, section)
 
 
-def by_end(path: str, table: Mapping[str, Value]) -> Value | None:
-    """Return the value of the longest end of a key's path that a table has, else None."""
+def by_end(path: str, table: Mapping[str, Value], default: Value) -> Value:
+    """Return the value of the longest end of a key's path that a table has, else the default."""
     parts = _fold(path).split(".")
     ends = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((table[end] for end in ends if end in table), None)
+    return next((table[end] for end in ends if end in table), default)
 
 
 NO_ZERO_3 = (

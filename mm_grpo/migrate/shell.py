@@ -26,10 +26,10 @@ _PIECE = re.compile(
     re.DOTALL | re.VERBOSE,
 )
 _BLOCKS = {
-    **dict.fromkeys("if for while until case select {".split(), 1),
-    **dict.fromkeys("fi done esac }".split(), -1),
+    **dict.fromkeys(["if", "for", "while", "until", "case", "select", "{"], 1),
+    **dict.fromkeys(["fi", "done", "esac", "}"], -1),
 }
-_NO_WORDS = (*_BLOCKS, *"then do else elif ! time".split())
+_NO_WORDS = (*_BLOCKS, *["then", "do", "else", "elif", "!", "time"])
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
 }  # fmt: skip
