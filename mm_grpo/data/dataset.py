@@ -298,6 +298,7 @@ class Dataset(Rows):
             system_prompt=self._settings.system_prompt,
             prompt_template=self._settings.prompt_template,
             pixel_limits=self._pixel_limits,
+            text_only=self._settings.text_only,
         )
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
