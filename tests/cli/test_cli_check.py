@@ -257,3 +257,26 @@ def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, config_path:
     watched = command("check", config_path, "rewards=[format,{name: exact_match, weight: 0}]")
     assert watched.code == 0, watched.out
     assert command("check", config_path, "--rows", "2").code == 0  # two rows do not show what the others hold
+
+
+def test_warnings_are_printed_once_and_counted(command: Any, config_path: Path, caplog: Any) -> None:
+    """Those of the golds and those that reading the rows logs; `--strict` refuses them, and a run logs them."""
+    mask = "data:image/png;base64," + base64.b64encode((config_path.parent / "0.png").read_bytes()).decode()
+    lines = [
+        {"prompt": "what", "image": f"{at}.png", "answer": answer, "mask": mask}
+        for at, answer in enumerate(["red", "[{'role': 'user', 'content': 'red'}]", "blue", "#### 7"])
+    ]
+    (config_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = command("check", config_path, "rollout.max_completion_length=60")
+    assert result.code == 0 and result.out.rstrip().endswith("ok, 3 warning(s)")
+    for name in ("rows.jsonl:2: ", "rows.jsonl:4: ", "the column 'mask'"):
+        assert (result.out + result.err + caplog.text).count(name) == 1, name
+    assert "rows.jsonl:2: " in result.out
+    strict = command("check", config_path, "--strict", "rollout.max_completion_length=60")
+    assert strict.code == 2 and strict.out.rstrip().endswith("3 problem(s), 3 warning(s)")
+    short = command("check", config_path, "rollout.max_completion_length=2")  # the messages do not fit
+    assert short.out.rstrip().endswith("ok, 4 warning(s)")
+    assert command("check", config_path, "--strict", "rewards=[format]", "data.text_only=true").code == 0
+    caplog.clear()
+    command("train", config_path, "run.max_steps=1")
+    assert sum("rows.jsonl:2: " in text and "'exact_match'" in text for text in caplog.messages) == 1
