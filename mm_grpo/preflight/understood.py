@@ -123,7 +123,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 def _prefix(text: str, width: int) -> str:
     # a mark on a letter counts as one: a text may have hundreds on one letter
-    return text[: bisect_right(list(accumulate(max(1, cell_len(c)) for c in text)), width)]
+    return text[: bisect_right(list(accumulate(max(1, cell_len(c)) for c in text[:width])), width)]
 
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:
@@ -165,7 +165,9 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     for name, image, original in zip(names, images, originals, strict=False):
         sizes = dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size))
         details = f" {'→'.join([*sizes][1 - len(images) :])}"
-        if isinstance(processor, HFProcessor):
+        if len(images) == 1:
+            details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
+        elif isinstance(processor, HFProcessor):
             details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
         marks.append(["‹", Text(name), details if len(marks) < MAX_DETAILED else "", "›"])
     remaining = chain(marks, repeat(["‹image›"]))
@@ -233,7 +235,8 @@ def _reading(spec: RewardSpec, columns: Mapping[str, Any], prompt: Prompt | None
 
 
 def _takes_all(spec: RewardSpec) -> bool:
-    return spec.takes_kwargs or not {"sample", "samples"}.isdisjoint((*spec.required, *spec.optional))
+    takes_rows = spec.takes_kwargs or not {"sample", "samples"}.isdisjoint((*spec.required, *spec.optional))
+    return takes_rows and builtin_name(spec) is None
 
 
 def _column_uses(
