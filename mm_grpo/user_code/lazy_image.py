@@ -71,9 +71,7 @@ def with_pil_images(value: Any) -> Any:
     return LazyImage(size, partial(_decoded, data), mode)
 
 
-@lru_cache(
-    maxsize=8
-)  # all completions of a prompt ask for the same, and the header of a WebP takes milliseconds
+@lru_cache(maxsize=8)  # the completions of a prompt ask for the same, and a WebP's header takes milliseconds
 def _size_and_mode(data: bytes) -> tuple[tuple[int, int], str]:
     image = Image.open(BytesIO(data))
     # a PNG without "exif" would be decoded to look for its orientation; from 5 on it lies on its side
