@@ -128,7 +128,7 @@ def _prefix(text: str, width: int) -> str:
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:
     """Join parts to a line, and shorten all `Text` in it to one length until it fits."""
-    parts = list(parts)
+    parts = [Text(shorten_middle(p, width)) if isinstance(p, Text) else p for p in parts]
     for limit in range(width, 3, -1):
         line = "".join(shorten_middle(part, limit) if isinstance(part, Text) else part for part in parts)
         if (short := shorten_middle(line, width)) == line:
