@@ -54,6 +54,15 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, config_path:
     assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(config_path.parent.glob("*.html"))
 
 
+def test_check_and_train_show_the_first_row_before_they_load(command: Any, config_path: Path) -> None:
+    shown = ["exact_match reads answer = 'red'", "prompt <- prompt, images <- image, answer -> exact_match"]
+    first, _, _ = command("check", config_path, "--rows", 1).out.partition("┏")
+    assert all(f"  {line}" in first for line in shown) and "‹0.png " in first
+    _, _, out = command("train", config_path, "run.max_steps=1").out.partition("reading the rows\n")
+    prompt, gold, columns = out.partition("loading the weights")[0].splitlines()
+    assert "‹0.png›what is it" in prompt and gold.startswith(shown[0]) and columns.startswith(shown[1])
+
+
 def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_path: Path) -> None:
     """As another file, format or encoding; one pixel or word makes another row. A page names them too."""
     picture = Image.open(config_path.parent / "0.png").convert("RGB")
