@@ -32,8 +32,10 @@ from mm_grpo.pages.report import LivePage
 from mm_grpo.parity.gaps import first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
+from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
+from mm_grpo.preflight.understood import brief_lines, other_uses
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
@@ -103,6 +105,10 @@ class OpenRun:
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
+        if ranks.first:
+            uses = other_uses(config, self.train_set, toolbox)
+            for line in brief_lines(self.train_set, scorer.specs, uses):
+                print_phase(line)
         self.parts = parts = self._load(model, processor, loaded)
         self.processor, self.model, self.engine = parts.processor, parts.model, parts.engine
         self.learner, self.sync = parts.learner, parts.sync
@@ -247,6 +253,7 @@ class OpenRun:
         train_set, eval_sets = usable(train_set), {name: usable(rows) for name, rows in sets.items()}
         if ranks.first:
             warn_of_shared_rows(train_set, eval_sets)
+            warn_of_golds((train_set, *eval_sets.values()), scorer.specs)
         if toolbox is not None:
             asking = scorer.asking_for(("environment", "environments"), train_set.columns)
             toolbox.place(asking, processes=ranks.world)

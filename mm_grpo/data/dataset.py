@@ -66,6 +66,7 @@ class Dataset(Rows):
         folder: start of relative image paths when `settings.image_dir` is not set.
         verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
+        pixel_limits: `min_pixels` and `max_pixels` of this source, below the run's.
 
     Raises:
         DataError: there are no rows, a mapped column does not exist, an added one does, or a row that is read is wrong.
@@ -81,8 +82,9 @@ class Dataset(Rows):
         folder: str | Path | None = None,
         verify: bool = True,
         added: Mapping[str, Any] | None = None,
+        pixel_limits: Mapping[str, int] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._pixel_limits = name, pixel_limits
         part = Part(rows, row_name or (lambda index: f"{name} row {index}"), folder)
         self._rows = rows if isinstance(rows, JoinedRows) else JoinedRows([part])
         self._settings = settings
@@ -170,8 +172,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            uid, hidden = self.uid(index), fields.prompt_columns
-            return Sample(uid, fields.messages, images, (), fields.columns, prompt_columns=hidden)
+            return Sample(
+                self.uid(index), fields.messages, images, (), fields.columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+            )  # fmt: skip
 
         return open_sample
 
@@ -198,7 +202,10 @@ class Dataset(Rows):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
                 if not any(isinstance(image, Image.Image) for image in fields.images):
                     yield (
-                        (str(fields.messages), *(image_key(image, folder) for image in fields.images)),
+                        (
+                            str(without_images(fields.messages)),
+                            *(image_key(image, folder) for image in fields.images),
+                        ),
                         self.row_name(index),
                     )
 
@@ -283,6 +290,8 @@ class Dataset(Rows):
             columns=self._settings.columns,
             system_prompt=self._settings.system_prompt,
             prompt_template=self._settings.prompt_template,
+            pixel_limits=self._pixel_limits,
+            text_only=self._settings.text_only,
         )
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 
