@@ -242,7 +242,5 @@ class UpdateRecord:
 
 def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
-    parts = [
-        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
-    ]
+    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
     return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]

@@ -42,7 +42,6 @@ from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.data.images import MAX_BYTES, Refusal, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
-from mm_grpo.data.row_settings import with_limits
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import BadImage, DataError, did_you_mean
 from mm_grpo.types import Sample, pixel_limits
@@ -205,7 +204,7 @@ class Dataset(Rows):
                 if not any(isinstance(image, Image.Image) for image in fields.images):
                     yield (
                         (
-                            str(with_limits(fields.messages, None)),
+                            str(without_images(fields.messages)),
                             *(image_key(image, folder) for image in fields.images),
                         ),
                         self.row_name(index),
@@ -299,6 +298,7 @@ class Dataset(Rows):
             system_prompt=self._settings.system_prompt,
             prompt_template=self._settings.prompt_template,
             pixel_limits=self._pixel_limits,
+            text_only=self._settings.text_only,
         )
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
 from mm_grpo.data.file_states import FileStates
+from mm_grpo.data.image_columns import numbered_columns
 from mm_grpo.errors import DataError, shorten
 from mm_grpo.hub import hub_fault
 
@@ -131,7 +132,8 @@ class _EncodedRows:
         self.column_names: list[str] = list(dataset.format["columns"] or dataset.column_names)
         self._table = dataset.with_format("arrow", columns=self.column_names)
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
-        for field in PROMPT_FIELDS:
+        names = {*self.column_names, *columns}
+        for field in (*PROMPT_FIELDS, *(() if {"image", "images"} & names else numbered_columns(names))):
             _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
         self._files = FileStates(file["filename"] for file in dataset.cache_files)

@@ -11,11 +11,20 @@ import logging
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import quoted
-from mm_grpo.data.image_columns import HOW_TO_READ, holds_image, image_columns
-from mm_grpo.data.layouts import MissingPrompt
+from mm_grpo.data.image_columns import HOW_TO_READ, image_columns, unread_images
+from mm_grpo.data.layouts import MissingPrompt, holds_question
 from mm_grpo.errors import DataError
 
 log = logging.getLogger(__name__)
+
+_SHOW_IMAGE = (
+    "the column '{column}' holds an image that the model is not shown, beside one that it is; rewards can ask for "
+    "it. To show both write data.columns: {{image_1: ..., image_2: {column}}} in place of the one"
+)
+_READ_MESSAGES = (
+    "the column '{column}' holds messages that the model is not shown; rewards can ask for it. To read it in place of "
+    "the prompt set data.columns.prompt={column}"
+)
 
 
 def rows_to_look_at(dataset: Rows) -> range:
@@ -26,8 +35,8 @@ def rows_to_look_at(dataset: Rows) -> range:
 def check_images(dataset: Rows, *, verify: bool) -> None:
     """Refuse rows of one source that would be trained on without their images.
 
-    Warn once of each column with images beside the prompt's, which may be meant for a reward. Without `verify` a row
-    that cannot be read is skipped, unless no row has a prompt.
+    Warn once of each column with other images or messages, which may be meant for a reward, and of rows without images
+    among others. Without `verify` a row that cannot be read is skipped, unless no row has a prompt.
 
     Raises:
         DataError: no row has an image, a row without an image has a column that looks like one, or with `verify` a row
@@ -35,6 +44,7 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
     """
     indices = rows_to_look_at(dataset)
     with_image = readable = 0
+    without = ""
     missing: MissingPrompt | None = None
     warned: set[str] = set()
     names: dict[str, None] = {}
@@ -47,18 +57,17 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
             missing = missing or (error if isinstance(error, MissingPrompt) else None)
             continue
         row_name, readable, columns = dataset.row_name(index), readable + 1, fields.other_columns
+        unused = {name: value for name, value in columns.items() if name not in {*fields.used, *warned}}
+        remarks = dict.fromkeys(unread_images(unused, fields.images) if fields.images else (), _SHOW_IMAGE)
+        remarks |= {name: _READ_MESSAGES for name, value in unused.items() if holds_question(name, value)}
+        for name, remark in remarks.items():
+            warned.add(name)
+            column = dataset.dataset_column(name)
+            log.warning("%s: %s", row_name, remark.format(column=column))
         if fields.images:
             with_image += 1
-            for name in columns.keys() - warned:
-                if holds_image(columns[name]):
-                    warned.add(name)
-                    log.warning(
-                        "%s: the column %r holds an image that the model is not shown, beside one that it is; rewards "
-                        "can ask for it",
-                        row_name,
-                        dataset.dataset_column(name),
-                    )
             continue
+        without = without or row_name
         names.update(dict.fromkeys(columns))
         if (column := next(image_columns(columns), None)) is not None:
             name = dataset.dataset_column(column)
@@ -75,4 +84,12 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
             f"{dataset.row_name(0)}), and the model is one of vision and language. {HOW_TO_READ}; the other columns "
             f"are {quoted(map(dataset.dataset_column, names))}. Name the column that holds the images, as in "
             "data.columns.images=COLUMN, or set data.text_only=true to train on text alone"
+        )
+    if 0 < with_image < readable:
+        log.warning(
+            "%s: %d of %d rows have no image, the first %s; set data.text_only=true if that is meant",
+            dataset.name,
+            readable - with_image,
+            readable,
+            without,
         )

@@ -1,27 +1,40 @@
-"""Images that a row has and nothing reads: columns that look like images, and placeholders in texts.
+"""Columns that look like images, numbered columns of images, and the tags that stand for images in texts.
 
 A column looks like images by its values (a PIL image, encoded bytes, the mapping of datasets.Image, a path or an
 address that ends as image files do, a data URL) or by its name (`picture`, `image_path`, `file_name`), unless its
-values are numbers. To add a name: `_NAME`. To add a placeholder: `PLACEHOLDER`. image_check.py checks whole datasets.
+values are numbers. To add a name: `_NAME`. To add a tag of another model: `PLACEHOLDERS`. image_check.py checks whole
+datasets, rows.py puts images in the places of their tags.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
 
-PLACEHOLDER = re.compile(
-    r"<(?:image|img|video|image[ _]?\d+|start_of_image"
-    r"|\|(?:image|img|video|image_pad|video_pad|vision_start|image_\d+)\|)>",
-    re.IGNORECASE,
+from mm_grpo.errors import DataError
+
+IMAGE_TAG = "<image>"
+IMAGE_PLACE = re.compile(rf"{IMAGE_TAG}|(?i:<\|?im(?:age|g)[ _-]?(\d{{1,4}})\|?>)")
+"""Tags that are read: of the next image, and of an image by its number."""
+_MARKUP = r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G|AGE|G_BREAK|G_END)\]"
+"""Placeholders that may be text if a row has no image. `List<Image>` and `<img src="a.png">` are text in all rows."""
+_PLACEHOLDERS = (
+    r"<(im(?:age|g))>(?:<image>|<img_placeholder>|[^<\n]*)</\1>",  # Qwen-VL, InternLM, MiniCPM, around a path
+    IMAGE_PLACE.pattern,
+    _MARKUP,
+    r"(?i:<\|[\w ]*(?:image|img|vision|video|audio|media)[\w ]*\|>)",  # Qwen, Phi, Llama, GLM, Kimi, ERNIE
+    r"(?i:<(?:image|img|video|audio)[ _-]?(?:here|placeholder|(?:soft_)?token|pad|patch|context|start|end)>)",
+    r"(?i:<(?:start|begin|end)_of_(?:image|video|audio)>)",  # Gemma
+    r"<(?:images|IMAGE|im_start|im_end|im_patch|vision_start|vision_end|fake_token_around_image|global-img)>",
 )
-"""Placeholders of images and videos in the texts of the model families."""
+_PLACEHOLDER = re.compile("|".join(f"(?:{pattern})" for pattern in _PLACEHOLDERS))
+"""Placeholders of images, videos and sounds in texts for the models of the field."""
 HOW_TO_READ = (
-    "Images are read from the columns 'image' and 'images', or what data.columns.image and data.columns.images name, "
-    "and from image parts of the prompt"
+    "Images are read from the columns 'image' and 'images' (or 'image_1', 'image_2', ...), or what data.columns.image and "
+    "data.columns.images name, and from image parts of the prompt"
 )
 
 _SUFFIX = re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE)
@@ -33,6 +46,7 @@ _NAME = re.compile(
     r"(?:_?(?:path|file|filename|file_name|name|url|uri|link|src|bytes|data|base64|b64|raw)s?)?|file_?names?|file_?paths?",
     re.IGNORECASE,
 )
+_NUMBERED = re.compile(r"image_?(\d{1,2})")
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[ -]")
 
 
@@ -44,9 +58,60 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def holds_image(value: Any) -> bool:
-    """Return True if a value, or a value of a list, is an image itself, not a path."""
-    return any(map(_is_image, _values(value)))
+def numbered_columns(names: Iterable[Any]) -> dict[str, int]:
+    """Return the columns `image_1`, `image_2`, ... and their numbers, in the order of these."""
+    numbers = {name: int(m[1]) for name in names if (m := _NUMBERED.fullmatch(str(name)))}
+    return dict(sorted(numbers.items(), key=lambda item: item[1]))
+
+
+def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
+    """Return the columns `image_1`, `image_2`, ... (or from 0) by their numbers; {} if they hold anything but images.
+
+    DataError if one before the last image is null or missing.
+    """
+    numbers = numbered_columns(row)
+    columns = {name: row[name] for name in numbers}
+    filled = [number for name, number in numbers.items() if row[name] is not None]
+    first = min(numbers.values(), default=2)
+    if first > 1 or len([*image_columns(columns)]) != len(filled):
+        return {}
+    if filled != [*range(first, first + len(filled))]:
+        raise DataError(
+            f"{row_name}: of the columns {', '.join(map(repr, columns))} one before the last image is null or missing; "
+            "move the images up, or list them in 'images'"
+        )
+    return columns
+
+
+def unread_tag(text: str, *, reads_tags: bool, allow_markup: bool) -> str | None:
+    """Return the first placeholder in a text that stands for no image; None if there is none.
+
+    With `reads_tags` the tags of IMAGE_PLACE stand for images.
+    """
+    for tag in _PLACEHOLDER.finditer(text) if "<" in text or "[IM" in text else ():
+        read = reads_tags and IMAGE_PLACE.fullmatch(tag[0])
+        if not read and not (allow_markup and re.fullmatch(_MARKUP, tag[0])):
+            return tag[0]
+    return None
+
+
+def unread_images(columns: Mapping[str, Any], images: Sequence[Any]) -> Iterator[str]:
+    """Yield the names of columns with other images than the row's `images`; with paths of them if those are paths.
+
+    Texts of other columns often repeat where an image came from, and an answer may be the name of a file.
+    """
+    shown = [f"/{image}" for image in images if isinstance(image, str)]
+    for name, value in columns.items():
+        paths = [
+            f"/{v}"
+            for v in _values(value)
+            if shown and name != "answer" and isinstance(v, str) and _is_path(v)
+        ]
+        others = (
+            p for p in paths if "://" not in p and not any(p.endswith(s) or s.endswith(p) for s in shown)
+        )
+        if any(map(_is_image, _values(value))) or any(others):
+            yield name
 
 
 def _values(value: Any, depth: int = 2) -> Iterator[Any]:

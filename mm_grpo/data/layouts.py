@@ -2,21 +2,25 @@
 
     column          prompt                                        answer (our column `answer`)
     prompt          a string, or messages of role and content     a column, else reward_model.ground_truth (verl)
-    messages        messages, behind the text of `system`         the reply at the end, else a column
+    messages        messages                                      the reply at the end, else a column
     conversations   turns of from and value (LLaVA), as above     the reply at the end, else a column
     problem         a string                                      a column, else <answer> of `solution` (R1-V)
 
 `image` and `images` are the same in all. A row with two of these columns is refused: nothing is guessed. A column that
-`data.columns.prompt` names is the prompt in any case. A reply at the end is never part of the prompt.
+`data.columns.prompt` names is the prompt in any case. A reply at the end is never part of the prompt. Messages may be
+kept as JSON text. Before a string come the turns of `history` (ms-swift: pairs of a question and its answer), and
+before all the text of `system`.
 
 Not here: where images stand in the messages, and what a message may hold (rows.py).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, cycle
 from typing import Any
 
 from mm_grpo.data.columns import brief, quoted
@@ -31,6 +35,8 @@ _SPEAKERS = {
     **dict.fromkeys(("observation", "tool"), "tool"),
 }
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LIST = re.compile(r"\s*\[\s*\{\s*['\"](\w+)['\"]\s*:")
+"""The start of a text that may be a list of mappings, to the first key."""
 _OBJECT_TAG = re.compile("<ref-object>|<bbox>")
 
 
@@ -50,6 +56,8 @@ class RowConversation:
     """Columns that prompt and answer were made of, and for what: "prompt", "system" or "answer"."""
     answers: Mapping[str, Any]
     """The column `answer`, if the row has it in another place; else empty."""
+    conversational: bool
+    """True when the column held messages, not a string."""
 
 
 def read_conversation(
@@ -72,7 +80,8 @@ def read_conversation(
             f"{column} or data.columns.prompt={rivals[0]}"
         )
     prompt, dataset_name, used = values[column], mapped or column, {column: "prompt"}
-    answer = None
+    prompt = _from_json(prompt, f"{row_name}: {column!r}")
+    conversational, answer = not isinstance(prompt, str), None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
         raise DataError(
             f"{row_name}: {column!r} holds {tag[0]!r}, which ms-swift replaces by what 'objects' holds and mm_grpo "
@@ -81,16 +90,20 @@ def read_conversation(
     turns = dataset_name == "conversations" or _has_speakers(prompt)
     if turns:
         prompt = _as_messages(prompt, column, row_name)
-    if turns or dataset_name == "messages":
-        prompt = _with_system(prompt, values, row_name)
-        used |= {"system": "system"} if "system" in values else {}
-        if (reply := _reply(prompt)) is not None:
-            prompt = list(prompt)[:-1]
-            answer = _answer_of(reply, column, values, row_name, "answer" in columns)
+    if isinstance(prompt, str) and _is_history(values.get("history")):
+        texts, roles = [*chain(*values["history"]), prompt], cycle(("user", "assistant"))
+        prompt = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        used["history"] = "prompt"
+    if "system" in values and isinstance(prompt, str | list | tuple):
+        prompt = _with_system(prompt, values["system"], row_name)
+        used["system"] = "system"
+    if (turns or dataset_name == "messages") and (reply := _reply(prompt)) is not None:
+        prompt = list(prompt)[:-1]
+        answer = _answer_of(reply, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
         source, answer = _other_answer(values, dataset_name)
         used |= {} if answer is None else {source: "answer"}
-    return RowConversation(column, prompt, used, {} if answer is None else {"answer": answer})
+    return RowConversation(column, prompt, used, {} if answer is None else {"answer": answer}, conversational)
 
 
 def _missing(
@@ -135,17 +148,52 @@ def _as_messages(turns: Any, column: str, row_name: str) -> list[Any]:
     return messages
 
 
-def _with_system(prompt: Any, values: Mapping[str, Any], row_name: str) -> Any:
-    """Put the text of the column `system`, if there is one, before the messages."""
-    system = values.get("system")
-    if not system or not isinstance(prompt, list | tuple):
+def _from_json(value: Any, where: str) -> Any:
+    """Return the messages that a text holds as JSON, any other value as it is.
+
+    DataError, which begins with `where`, for a text that only looks like messages.
+    """
+    head = _LIST.match(value) if isinstance(value, str) and value.rstrip().endswith("]") else None
+    if head is None:
+        return value
+    try:
+        content = json.loads(value)
+        kinds = ({"role", "content"}, {"from", "value"})
+        hits = max(sum(isinstance(m, dict) and m.keys() >= kind for m in content) for kind in kinds)
+    except (ValueError, RecursionError):
+        content, hits = [], head[1] in ("role", "content", "from", "value")
+    if hits and hits != len(content):
+        raise DataError(
+            f"{where} is the text {brief(value)}, which looks like messages and is no JSON list of them"
+        )
+    return content if hits else value
+
+
+def holds_question(name: str, value: Any) -> bool:
+    """Return True for a column of messages or turns with one of the user's, and for a history."""
+    turns = value if isinstance(value, list | tuple) else []
+    speakers = [turn.get(key) for turn in turns if isinstance(turn, Mapping) for key in ("role", "from")]
+    return "user" in speakers or "human" in speakers or (name == "history" and _is_history(value))
+
+
+def _is_history(value: Any) -> bool:
+    """Return True for pairs of a question and its answer, as ms-swift writes earlier turns."""
+    pairs = value if isinstance(value, list | tuple) else []
+    return bool(pairs) and all(isinstance(p, list | tuple) and [*map(type, p)] == [str, str] for p in pairs)
+
+
+def _with_system(prompt: Any, system: Any, row_name: str) -> Any:
+    """Put the text of the column `system`, if there is one, before the prompt."""
+    if not system:
         return prompt
-    has_system = any(isinstance(message, Mapping) and message.get("role") == "system" for message in prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    has_system = any(isinstance(message, Mapping) and message.get("role") == "system" for message in messages)
     if not isinstance(system, str) or has_system:
         raise DataError(
-            f"{row_name}: 'system' is {brief(system)}; legal is text, or null if a message has the role 'system'"
+            f"{row_name}: 'system' is {brief(system)}; legal is text, or null if a message has the role 'system'. A "
+            "column of another meaning needs another name: data.columns.NAME=system"
         )
-    return [{"role": "system", "content": system}, *prompt]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _reply(prompt: Any) -> Mapping[str, Any] | None:

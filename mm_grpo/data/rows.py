@@ -7,12 +7,15 @@ of. Names that differ are mapped by `data.columns` (our name → the dataset's n
 Where the images stand in the messages, in this order of preference:
 
     parts     {"type": "image"} stands for the next entry of `images`; a part that carries its own image
-              (its key `image`, `path` or `url`, or an `image_url` part as OpenAI writes it) uses that
-    tags      <image> in a message that is a string, if no message has image parts
+              (its key `image`, `path` or `url`, or an `image_url` part as OpenAI writes it) uses that; `index` is the
+              number of its image in `images`, from 0
+    tags      <image> in a message that is a string, if no message has image parts; tags with numbers (<image 1>,
+              <|image_2|>) stand for the images of these numbers
     nowhere   all images go to the start of the first user message, as TRL does
 
-However they are placed, the count of places must equal the count of images. Images are not opened
-here (images.py); rows with videos are refused.
+However they are placed, each image has its place. The columns `image_1`, `image_2`, ... are the images of a row that
+has no others. Images are not opened here (images.py); rows with videos and tags of other models (image_columns.py) are
+refused.
 """
 
 from __future__ import annotations
@@ -27,19 +30,30 @@ from mm_grpo.data.columns import (
     brief,
     fill_template,
     locate,
+    quoted,
     rename,
     template_names,
     value_at,
 )
-from mm_grpo.data.image_columns import HOW_TO_READ, PLACEHOLDER, image_columns
+from mm_grpo.data.image_columns import (
+    HOW_TO_READ,
+    IMAGE_PLACE,
+    IMAGE_TAG,
+    image_columns,
+    numbered_images,
+    unread_tag,
+)
 from mm_grpo.data.layouts import RowConversation, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
 from mm_grpo.errors import DataError, half_character
+from mm_grpo.types import PIXEL_LIMITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-IMAGE_TAG = "<image>"
 PROMPT_PURPOSES = ("prompt", "images", "system")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
+_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, "index", *PIXEL_LIMITS)
+_PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
+"""Keys of a part by its type."""
 
 Message = dict[str, Any]
 
@@ -82,11 +96,13 @@ def read_row(
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     pixel_limits: Mapping[str, int] | None = None,
+    text_only: bool = False,
 ) -> Fields:
     """Read the fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt` and `prompt_template` are as in the config's section `data`. `pixel_limits` bound those of images.
+    `system_prompt`, `prompt_template` and `text_only` are as in the config's section `data`. `pixel_limits` bound the
+    limits of images.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
@@ -103,27 +119,37 @@ def read_row(
         used = {column: "prompt template" for column, _ in filter(None, named)} | used
         values = {**values, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
-    conversation = read_conversation(values, row_name, columns, names=row)
+    # a template says where these texts stand
+    hidden = {"system", "history"} & {name for name in used if used[name] == "prompt template"}
+    shown = {name: value for name, value in values.items() if name not in hidden}
+    conversation = read_conversation(shown, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
-    messages, images = _place(messages, _listed_images(values, row_name), row_name)
+    listed, numbered = _listed_images(values, row_name), {}
+    has_images = any("image" in part for part in _image_parts(messages))
+    if not (listed or has_images or {"image", "images"} & columns.keys()):
+        numbered = numbered_images(values, row_name)
+        listed = [image for image in numbered.values() if image is not None]
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    for limits in filter(None, (row_limits, pixel_limits)):
-        messages = with_limits(messages, limits)
-    used = {name: purpose for name, purpose in {**used, **conversation.used}.items() if name in row_columns}
-    if row_columns.get(TEMPLATE_COLUMN) is not None:
+    used = used | conversation.used | dict.fromkeys(numbered, "images")
+    if values.get(TEMPLATE_COLUMN) is not None:
         used[TEMPLATE_COLUMN] = "chat template"
     fields = Fields(
         tuple(messages),
-        tuple(images),
+        tuple(listed),
         {**row_columns, **conversation.answers},
         template_kwargs,
-        used,
-        conversational=not isinstance(conversation.prompt, str),
+        {name: purpose for name, purpose in used.items() if name in row_columns},
+        conversational=conversation.conversational,
     )
-    _check_texts(conversation, messages, images, fields.other_columns, row_name)
+    unread = None if has_images or listed else [*image_columns(fields.other_columns)]
+    _check_tags(messages, unread, row_name, text_only)
+    messages, images = _place(messages, listed, row_name)
+    for limits in filter(None, (row_limits, pixel_limits)):
+        messages = with_limits(messages, limits)
+    _check_texts(conversation, messages, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
-        return replace(fields, messages=({"role": "system", "content": system_prompt}, *messages))
-    return fields
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    return replace(fields, messages=tuple(messages), images=tuple(images))
 
 
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -196,42 +222,62 @@ def _part(part: Any, where: str) -> Message:
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise DataError(f"{where}: a text part needs a string in 'text', not {brief(part.get('text'))}")
-        return {"type": "text", "text": part["text"]}
-    if kind not in ("image", "image_url"):
+    if not isinstance(kind, str) or kind not in _PART_KEYS:
         raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
-    source = next((part[key] for key in _OWN_IMAGE_KEYS if part.get(key) is not None), None)
-    if kind == "image_url":
-        source = source.get("url") if isinstance(source, Mapping) else source
-        if source is None:
-            raise DataError(f"{where}: an 'image_url' part has no url; legal is {{'url': ...}}")
-    return {"type": "image", **({} if source is None else {"image": source}), **read_limits(part, where)}
+    if isinstance(url := part.get("image_url"), Mapping):
+        part = {**part, "image_url": None, **url}
+    values = {key: value for key, value in part.items() if key != "type" and value is not None}
+    for key, value in values.items():
+        # some writers fill keys with empty values, and OpenAI's `detail` is the whole picture unless it is "low"
+        is_default = str(value) in ("", "[]", "{}", *(("auto", "high") if key == "detail" else ()))
+        is_number = isinstance(value, int | float)
+        if not is_number if key == "index" else key not in _PART_KEYS[kind] and not is_default:
+            raise DataError(
+                f"{where}: nothing reads {key!r} ({brief(value)}) in a part of type {kind!r}; remove it. Legal are "
+                f"{quoted(_PART_KEYS[kind])}"
+            )
+    if kind == "text":
+        if not isinstance(values.get("text"), str):
+            raise DataError(f"{where}: a text part needs a string in 'text', not {brief(values.get('text'))}")
+        return {"type": "text", "text": values["text"]}
+    sources = [values[key] for key in _OWN_IMAGE_KEYS if key in values]
+    if len(sources) > 1 or (kind == "image_url" and not sources):
+        raise DataError(
+            f"{where}: {len(sources)} images in a part; legal is one of {quoted(_OWN_IMAGE_KEYS)}"
+        )
+    own = {"image": sources[0]} if sources else {key: values[key] for key in ("index",) if key in values}
+    return {"type": "image", **own, **read_limits(values, where)}
 
 
-def _check_texts(
-    conversation: RowConversation,
-    messages: list[Message],
-    images: list[Any],
-    other_columns: Mapping[str, Any],
-    row_name: str,
-) -> None:
-    """DataError for a text with a placeholder of an image that is missing, and for a prompt that asks nothing."""
+def _check_tags(messages: list[Message], unread: list[str] | None, row_name: str, text_only: bool) -> None:
+    """DataError for a text with a placeholder of an image, a video or a sound that is not read.
+
+    `unread` are the columns of a row without images that look like images, None if the row has images.
+    """
+    has_parts = bool(_image_parts(messages))
+    for message in messages:
+        in_parts = has_parts or bool(_parts(message))
+        text = "".join(_texts(message))
+        tag = unread_tag(text, reads_tags=not in_parts, allow_markup=text_only and unread == [])
+        if tag is None:
+            continue
+        if unread is None:
+            place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
+            why = f"which would stay text beside the row's images. Write {place} where an image stands, and"
+        else:
+            looks = "".join(f" (the column {name!r} looks like images)" for name in unread)
+            why = f"and the row has no image{looks}. {HOW_TO_READ}; give the row its image, or"
+        raise DataError(f"{row_name}: the prompt holds {tag!r}, {why} remove the tag, or put a space into it")
+
+
+def _check_texts(conversation: RowConversation, messages: list[Message], row_name: str) -> None:
+    """DataError for half a character, and for a prompt that asks nothing."""
     asks = False
     for message in messages:
         text = "".join(_texts(message))
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
-        if not images and (place := PLACEHOLDER.search(text)):
-            unread = "".join(
-                f" (the column {name!r} looks like images)" for name in image_columns(other_columns)
-            )
-            raise DataError(
-                f"{row_name}: the prompt holds {place[0]!r}, and the row has no image{unread}. {HOW_TO_READ}; give the "
-                f"row its image, or remove {place[0]!r}"
-            )
-        has_image = not isinstance(conversation.prompt, str) and len(_texts(message)) < len(_parts(message))
+        has_image = conversation.conversational and len(_texts(message)) < len(_parts(message))
         asks = asks or (message["role"] == "user" and (has_image or bool(text.strip())))
     if not asks:
         raise DataError(
@@ -250,23 +296,25 @@ def _texts(message: Message) -> list[str]:
 
 
 def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
-    """Return messages with one image part per image, and the images in the order of the parts."""
+    """Return messages with one image part per place of an image, and the images in the order of the parts."""
     kind, parts = "image parts", _image_parts(messages)
-    if not parts:
-        tags = sum(m["content"].count(IMAGE_TAG) for m in messages if isinstance(m["content"], str))
-        if tags:
-            kind, placed = f"{IMAGE_TAG} tags", tags
-            messages = [_split_tags(message) for message in messages]
-        else:
-            messages, placed = _add_image_parts(messages, len(listed))
+    if not parts and any(IMAGE_PLACE.search(m["content"]) for m in messages if isinstance(m["content"], str)):
+        kind, messages = f"{IMAGE_TAG} tags", [_split_tags(message) for message in messages]
+        parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
+    elif not parts:
+        messages, placed = _add_image_parts(messages, len(listed))
         parts = [{"type": "image"}] * placed
-    free = sum("image" not in part for part in parts)
-    if free != len(listed):
+    places = [part.get("index") for part in parts if "image" not in part]
+    indices: list[Any] = list(range(len(places))) if {*places} == {None} else places
+    if "tags" in kind and None not in places and 0 not in places:  # tags are numbered from 1, or from 0
+        indices = [index - 1 for index in indices]
+    if {*indices} != {*range(len(listed))}:
+        numbers = f" (numbers {', '.join(map(str, places))})" if any(places) else ""
         raise DataError(
-            f"{row_name}: {kind} in the prompt: {free}; images in the row: {len(listed)}. Write one for each image. "
-            + HOW_TO_READ
+            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}. Write one "
+            f"for each image. {HOW_TO_READ}"
         )
-    remaining = iter(listed)
+    remaining = (listed[int(index)] for index in indices)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]
     return [_without_images(message) for message in messages], images
 
@@ -282,19 +330,20 @@ def _image_parts(messages: list[Message]) -> list[Message]:
 
 
 def _without_images(message: Message) -> Message:
-    bare = [{key: value for key, value in part.items() if key != "image"} for part in _parts(message)]
+    bare = [{k: v for k, v in part.items() if k not in ("image", "index")} for part in _parts(message)]
     return message | {"content": bare} if bare else message
 
 
 def _split_tags(message: Message) -> Message:
-    """Split a string at its <image> tags into image parts and text parts."""
+    """Split a string at its tags of images into image parts and text parts."""
     content = message["content"]
-    if not isinstance(content, str) or IMAGE_TAG not in content:
+    if not isinstance(content, str) or not IMAGE_PLACE.search(content):
         return message
-    first, *texts = content.split(IMAGE_TAG)
+    first, *pieces = IMAGE_PLACE.split(content)
     parts = [{"type": "text", "text": first}]
-    for text in texts:
-        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    for number, text in zip(pieces[::2], pieces[1::2], strict=True):
+        image = {"type": "image"} if number is None else {"type": "image", "index": int(number)}
+        parts += [image, {"type": "text", "text": text}]
     return message | {"content": [part for part in parts if part.get("text") != ""]}
 
 

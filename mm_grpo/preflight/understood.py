@@ -8,18 +8,19 @@ lines before the model loads. Long texts are cut in the middle (…), and ↵ is
 from __future__ import annotations
 
 import os
-import reprlib
+import re
 import textwrap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, groupby, repeat
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from rich.cells import cell_len
 
 from mm_grpo.data.base import TASK
+from mm_grpo.data.columns import brief
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.rewards.builtins.answers import gold_texts
@@ -41,21 +42,19 @@ WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
 MAX_MESSAGES = 4
 FIRST_ROWS = 8  # rows among which one is looked for that can be used
+MAX_DETAILED = 3  # pictures of a row whose sizes are said
 MAX_NAME = 24  # characters of a column's name
 MAX_RESULT = 60  # characters of a result that are never cut
 MAX_TEXT = 400  # characters of a text that are looked at
-_values = reprlib.Repr()
-_values.maxstring = _values.maxother = MAX_TEXT
-_values.maxlist = _values.maxtuple = _values.maxdict = 16
-Uses = Mapping[str, str]
-"""Column → what it is used for besides prompts and rewards."""
 
 
 class Text(str):
     """A part of a line that may be shortened."""
 
 
-def understood(rows: Rows, builder: PromptBuilder, rewards: RewardCheck, uses: Uses) -> Iterator[str]:
+def understood(
+    rows: Rows, builder: PromptBuilder, rewards: RewardCheck, uses: Mapping[str, str]
+) -> Iterator[str]:
     """Yield the lines of `check` about the first usable row of each source. Each reward is called once for it."""
     for source in rows.sources:
         for index in range(min(FIRST_ROWS, len(source))):
@@ -80,7 +79,7 @@ def understood(rows: Rows, builder: PromptBuilder, rewards: RewardCheck, uses: U
         yield from ("  " + shorten_middle(line, WIDTH) for line in (*lines, *golds, *columns))
 
 
-def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Uses) -> list[str]:
+def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Mapping[str, str]) -> list[str]:
     """Return the three lines of `train` about the first row of the first source. No reward is called."""
     source = rows.sources[0]
     try:
@@ -99,7 +98,7 @@ def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Uses) -> list[str
 
 
 def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[str, str]:
-    """Return what else the run uses columns for."""
+    """Return what columns are used for besides prompts and rewards."""
     twin, by_reset = config.algorithm.twin_view, [] if toolbox is None else toolbox.reads(rows.sample(0))
     crops = twin is not None and twin.view == "crop"
     uses = dict.fromkeys(by_reset, "reset") | ({"box": "algorithm.twin_view"} if crops else {})
@@ -158,44 +157,31 @@ def _picture_name(source: Any) -> str:
 
 
 def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[list[str]]:
-    """Yield the parts of a line for each message, as the template renders it, and of one about several pictures."""
+    """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
     from mm_grpo.processors.hf_processor import HFProcessor
 
-    images, names = prompt.engine_prompt.images, [*map(_picture_name, fields.images)]
-    marks, legend = list[list[str]](), list[str]()
-    for name, image, original in zip(
-        chain(names, repeat("image")), images, prompt.sample.images, strict=False
-    ):
+    images, originals = prompt.engine_prompt.images, prompt.sample.images
+    names, marks = chain(map(_picture_name, fields.images), repeat("image")), list[list[str]]()
+    for name, image, original in zip(names, images, originals, strict=False):
         sizes = dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size))
-        details = [Text(name), f" {'→'.join([*sizes][1 - len(images) :])}"]
+        details = f" {'→'.join([*sizes][1 - len(images) :])}"
         if isinstance(processor, HFProcessor):
-            details.append(f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens")
-        marks.append(["‹", *(details if len(images) == 1 else [str(len(marks) + 1)]), "›"])
-        legend += [", " if legend else "", *marks[-1], " ", *details]
+            details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
+        marks.append(["‹", Text(name), details if len(marks) < MAX_DETAILED else "", "›"])
     remaining = chain(marks, repeat(["‹image›"]))
-    if isinstance(processor, HFProcessor):
-        yield from _rendered(processor, prompt.engine_prompt.token_ids, remaining)
-    else:
+    if not isinstance(processor, HFProcessor):
         yield from (_unrendered(message, remaining) for message in prompt.sample.messages)
-    if len(images) > 1:
-        yield legend
-
-
-def _rendered(processor: Any, token_ids: Sequence[int], marks: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Yield the parts of each message, without special tokens; a token that ends a completion ends a message too."""
-    tokenizer, place, ends = processor.tokenizer, processor.image_token_id, processor.stop_token_ids
-    special = {place, *ends, *(id_ for id_, t in tokenizer.added_tokens_decoder.items() if t.special)}
-    parts: list[str] = []
-    for token, run in groupby(token_ids, lambda id_: id_ if id_ in special else None):
-        ids = list(run)
-        if token is None:
-            text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            parts.append(Text(text if parts else text.lstrip("\n")))
-        elif token in ends and parts:
-            yield parts
-            parts = []
-        parts += [part for id_ in ids if id_ == place for part in next(marks)]
-    yield parts
+        return
+    tokenizer, ids, place = processor.tokenizer, prompt.engine_prompt.token_ids, processor.placeholder()
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {place}
+    ends, others = (
+        "|".join(map(re.escape, tokens))
+        for tokens in (tokenizer.convert_ids_to_tokens([*processor.stop_token_ids]), special)
+    )
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    for message in re.split(ends or "(?!)", text):  # a row's own text holds no special token
+        first, *texts = re.sub(others, "", message).lstrip("\n").split(place)
+        yield [Text(first), *(part for text in texts for part in (*next(remaining), Text(text)))]
 
 
 def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[str]:
@@ -231,14 +217,14 @@ def _reading(spec: RewardSpec, columns: Mapping[str, Any], prompt: Prompt | None
         return [f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"]
     parts = [f"{spec.name} reads "]
     for name in names:
-        parts += [", " if len(parts) > 1 else "", _short(name), " = ", Text(_values.repr(columns[name]))]
+        parts += [", " if len(parts) > 1 else "", _short(name), " = ", Text(brief(columns[name]))]
     with suppress(TypeError):  # the reward refuses it
         if (
             "answer" in names
             and builtin_name(spec)
             and (golds := gold_texts(answer)) not in (answer, [answer])
         ):
-            parts += [", which is ", Text(_values.repr(golds))]
+            parts += [", which is ", Text(brief(golds))]
     for shape in gold_overlays([spec], prompt)[0][:2] if prompt is not None else ():
         xs, ys = zip(*shape.points, strict=True)
         box = ", ".join(f"{number:.4g}" for number in (min(xs), min(ys), max(xs), max(ys)))
@@ -251,7 +237,7 @@ def _takes_all(spec: RewardSpec) -> bool:
 
 
 def _column_uses(
-    source: Rows, fields: Fields, specs: Sequence[RewardSpec], uses: Uses
+    source: Rows, fields: Fields, specs: Sequence[RewardSpec], uses: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return what columns are used for, and the names of the others."""
     names = {name: source.dataset_column(name) for name in dict.fromkeys([*fields.columns, *source.columns])}

@@ -29,7 +29,7 @@ from transformers import AutoProcessor, GenerationConfig
 from mm_grpo.errors import BadImage, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to
+from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle, without_limits
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
@@ -109,17 +109,6 @@ class HFProcessor(ABC):
         """Set the user's limits in `hf`; return the least and largest area [pixels] of an image after the resize."""
 
     @abstractmethod
-    def fixed_size(self, size: Size) -> Size:
-        """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
-
-    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
-        """Apply the family's rule once, with limits of one image, which are within the run's.
-
-        NoFixedPoint if no size keeps them; here, because the rule has no limits of one image.
-        """
-        raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
-
-    @abstractmethod
     def max_image_tokens(self) -> int:
         """Return the largest number of ids that one image becomes."""
 
@@ -149,7 +138,8 @@ class HFProcessor(ABC):
         ids, vision = self.encode(images) if images else ([], {})
         expanded = self.expand(sample, collapsed, ids)
         return Prompt(
-            sample=sample,
+            # its images have their final size, and may go through here again
+            sample=replace(sample, messages=without_limits(sample.messages)),
             token_ids=tuple(expanded),
             engine_prompt=EnginePrompt(tuple(collapsed), images),
             position_ids=self.positions(expanded, vision),
@@ -159,22 +149,23 @@ class HFProcessor(ABC):
     def image_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize an image to, which the model's own rule under the run's limits maps to itself.
 
-        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's. NoFixedPoint if there is no size.
+        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's; if it cannot have both, the largest
+        one counts. NoFixedPoint if there is no size.
         """
-        asked = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
+        current = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
         low, high = limits.get("min_pixels", self.min_pixels), limits.get("max_pixels", self.max_pixels)
-        result = self.fixed_size(asked)
-        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == asked)
+        result = self.fixed_size(current)
+        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == current)
         if fits or not limits:
             return result
         low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
         most = high
-        while most >= low:
-            once = self.limited_size(asked, low, most)
+        for _ in range(MAX_WALK):
+            current = self.limited_size(current, low, most)
             # the engine applies the run's rule to it, which may choose a size above `high`
-            if math.prod(result := self.fixed_size(once)) <= high:
+            if math.prod(result := self.fixed_size(current)) <= high:
                 return result
-            most = math.prod(once) - 1
+            low, most = self.min_pixels, min(most, math.prod(current)) - 1
         raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
 
     def refusal(self, size: Size, limits: Iterable[tuple[str, int]]) -> str:
@@ -252,6 +243,14 @@ class HFProcessor(ABC):
     def placeholder(self) -> str:
         """Return the token that stands for an image in the text that the chat template makes."""
         return str(self.hf.image_token)
+
+    def fixed_size(self, size: Size) -> Size:
+        """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
+        return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
+
+    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        """Apply the rule once, with limits within the run's. NoFixedPoint if it cannot keep them; here it has none."""
+        raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
 
     def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the ids of each image, which is at its final size, and the vision tensors of all."""

@@ -33,7 +33,7 @@ NOT_COPIED = frozenset(
 
 
 def copied_arguments(batch: Batch, spec: RewardSpec, rows: Sequence[int]) -> dict[str, Any]:
-    """Return `arguments_of` with encoded images opened and copies of all that the function could change."""
+    """Return `arguments_of` with encoded images opened, and copies of what the function could change."""
     from mm_grpo.user_code.lazy_image import with_pil_images  # imports PIL
 
     arguments = arguments_of(batch, spec, rows)

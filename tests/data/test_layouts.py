@@ -69,7 +69,7 @@ def trl(text: str, seeds: tuple[int, ...], answer: str) -> dict[str, Any]:
 
 
 def openai(text: str, seeds: tuple[int, ...], answer: str) -> dict[str, Any]:
-    images = [{"type": "image_url", "image_url": {"url": data_url(seed), "detail": "low"}} for seed in seeds]
+    images = [{"type": "image_url", "image_url": {"url": data_url(seed), "detail": "high"}} for seed in seeds]
     reply = {"role": "assistant", "content": answer}
     return {"messages": [{"role": "user", "content": parts(text, images)}, reply]}
 

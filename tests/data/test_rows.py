@@ -68,8 +68,6 @@ def test_tags_in_a_string_are_places() -> None:
     assert contents({"prompt": "<image>\nWhich?", "image": "a.png"}) == [[IMAGE, text("\nWhich?")]]
     row = {"prompt": [user("Is <image> like <image>?"), user("Why?")], "images": ["a.png", "b.png"]}
     assert contents(row) == [[text("Is "), IMAGE, text(" like "), IMAGE, text("?")], "Why?"]
-    parts = [IMAGE, text("<image>")]  # with image parts, a tag is only text
-    assert contents({"prompt": [user(parts)], "image": "a.png"}) == [parts]
 
 
 def test_keys_that_arrow_fills_with_null_are_not_there() -> None:
@@ -105,7 +103,7 @@ TURNS = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "x"}]
 USED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
     ({"prompt": "What?", "image": "a.png", "id": 1}, {}, {"prompt": "prompt", "image": "images"}),
     ({"problem": "What?", "solution": "<answer>x</answer>"}, {}, {"problem": "prompt", "solution": "answer"}),
-    ({"problem": "What?", "system": "Be brief."}, {}, {"problem": "prompt"}),
+    ({"problem": "What?", "system": "Be brief."}, {}, {"problem": "prompt", "system": "system"}),
     (
         {"prompt": "?", "reward_model": {"ground_truth": "x"}},
         {},
