@@ -59,8 +59,10 @@ Refusal = Callable[[Size, Limits], str]
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _JPEG = b"\xff\xd8\xff"
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+# the first bytes of PNG, JPEG, GIF, WebP, BMP, TIFF (two orders), HEIC and AVIF, encoded
+_BASE64 = re.compile(
+    r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkq|TU0AK|AAAA.GZ0eX)[A-Za-z0-9+/\s]+={0,2}\s*"
+)
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 # common files that are no image: (bytes, offset, description)
 _IMPOSTORS = (
@@ -229,11 +231,11 @@ def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
 
 
 def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most: int, files: Files) -> bytes:
-    if name.startswith(_BASE64_HEADS) and len(name) > 64 and _BASE64.fullmatch(name):
+    if len(name) > 64 and _BASE64.fullmatch(name):
         raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
-        name = unquote(name[len("file://") :])
+        name = unquote(re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE))
     elif scheme:
         raise BadImage(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
     folder = str(image_dir or ".")

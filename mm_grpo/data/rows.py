@@ -174,7 +174,7 @@ def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
             listed[name] = list(value) if isinstance(value, list | tuple) else [value]
     if len(listed) > 1 or not listed.keys() <= {"image", "images"}:
         names = " and ".join(map(repr, listed))
-        raise DataError(f"{row_name}: {names} are set; a row has 'image' or 'images', and no videos")
+        raise DataError(f"{row_name}: has {names}; legal is 'image' or 'images', and no videos")
     name, images = next(iter(listed.items()), ("", []))
     for at, image in enumerate(images):
         if image is None:
