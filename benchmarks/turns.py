@@ -203,7 +203,7 @@ class Plain:
             rows = self._continued(rows, images)
             for row, own, number in zip(rows, images, numbers, strict=True):
                 picture = processor.picture(work.look(number), row="row")
-                observed = processor.observation([[picture.image]], row="row")
+                observed = processor.observation([[picture.image]], work.sample)
                 row += processor._spliced(observed, [picture.token_ids])
                 own.append(picture.image)
             seen = len(rows[0]) - length - work.tokens

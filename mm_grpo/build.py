@@ -147,6 +147,7 @@ def build_parts(
     *,
     model: Any = None,
     processor: Processor | None = None,
+    loaded: Processor | None = None,
     ranks: Ranks | None = None,
     toolbox: Toolbox | None = None,
     phase: Callable[[str], None] = lambda text: None,
@@ -154,9 +155,9 @@ def build_parts(
     """Load what `config` names, or take the `model` and the `processor` that are passed in.
 
     `updates` is the length of the learning-rate schedule, `datasets` are all rows that will be sampled, the
-    training set first, `ranks` the processes that train together, `toolbox` what the model may call; `phase` is called
-    with what begins. Raises ConfigError for what cannot be loaded and GuardStop when the weights did not reach the
-    engine.
+    training set first, `loaded` the processor of `config` if it was loaded before, `ranks` the processes that train
+    together, `toolbox` what the model may call; `phase` is called with what begins. Raises ConfigError for what cannot
+    be loaded and GuardStop when the weights did not reach the engine.
     """
     from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
@@ -174,7 +175,7 @@ def build_parts(
     check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
     from_path = "processor" if processor is None else None
     if processor is None:
-        processor = processor_of(config)
+        processor = loaded or processor_of(config)
     else:
         _check_processor(processor, config)
     # an engine's 16-bit base cannot stand in for a base in four bits, unless it runs the learner's own
@@ -218,6 +219,7 @@ def open_sampler(
     datasets: Iterable[Rows],
     scorer: Scorer,
     toolbox: Toolbox | None,
+    processor: Processor,
     *,
     put_in: Callable[[Any], None] | None = None,
     phase: Callable[[str], None] = lambda text: None,
@@ -234,7 +236,6 @@ def open_sampler(
     from mm_grpo.rollout.weights import WeightLedger
 
     embedded = ENGINE_FACTS[config.rollout.engine].embedded
-    processor = processor_of(config)
     model = _load_model(config, processor, on_host=not embedded, phase=phase)
     if put_in is not None:
         put_in(model)

@@ -26,6 +26,10 @@ class DataError(UserError):
     """A dataset or one of its rows cannot be used."""
 
 
+class BadImage(DataError):
+    """An image cannot be read, or the model's resize rule refuses it. `data.on_bad_image` may leave its row out."""
+
+
 class RewardError(UserError):
     """A reward is unknown, raised, or answered with something that is not a score."""
 

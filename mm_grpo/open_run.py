@@ -11,17 +11,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mm_grpo.build import Parts, build_parts, pipeline_of, plan_run
+from mm_grpo.build import Parts, build_parts, pipeline_of, plan_run, processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import Source, load_eval, load_train, warn_of_shared_rows
 from mm_grpo.distributed.ranks import Ranks, start
-from mm_grpo.environments.toolbox import Toolbox, reward_entries, toolbox_of
+from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.health.checks import finite_loss, sampled_gap, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.step_report import LearnerReport
@@ -31,8 +32,10 @@ from mm_grpo.pages.report import LivePage
 from mm_grpo.parity.gaps import first_with_image
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
+from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
+from mm_grpo.preflight.understood import brief_lines, other_uses
 from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.collect import Collector, Rollout
@@ -41,13 +44,14 @@ from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
+from mm_grpo.run.changed_rows import left_out_before
 from mm_grpo.run.checkpoint import steps_between
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.paths import REPORT_EVERY, dated
+from mm_grpo.run.paths import REPORT_EVERY, RunPaths, dated
 from mm_grpo.run.progress import Progress, progress_of_run
 from mm_grpo.run.resume import RunState
 from mm_grpo.run.same_run import identity_of, rewards_of
@@ -88,7 +92,7 @@ class OpenRun:
         several_turns = toolbox is not None
         self.phase("reading the rows")
         self.scorer = scorer = Scorer(reward_entries(config, rewards, toolbox), several_turns=several_turns)
-        self.train_set, eval_sets = _read_rows(config, train, eval, scorer, toolbox, ranks)
+        self.train_set, eval_sets, loaded = self._read_rows(config, train, eval, processor, resume)
         self.plan = plan = plan_run(config, self.train_set, several_turns=several_turns)
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         eval_every = steps_between(config.run.eval_every, plan.max_steps, None) if eval_sets else 0
@@ -101,7 +105,11 @@ class OpenRun:
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
         self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
-        self.parts = parts = self._load(model, processor)
+        if ranks.first:
+            uses = other_uses(config, self.train_set, toolbox)
+            for line in brief_lines(self.train_set, scorer.specs, uses):
+                print_phase(line)
+        self.parts = parts = self._load(model, processor, loaded)
         self.processor, self.model, self.engine = parts.processor, parts.model, parts.engine
         self.learner, self.sync = parts.learner, parts.sync
         sampler = sampler_of(
@@ -123,10 +131,11 @@ class OpenRun:
         user_features = config.algorithm.features
         classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
         features = list(zip(user_features, classes, strict=True))
+        sets = {"train": self.train_set, **{f"eval.{name}": rows for name, rows in eval_sets.items()}}
         self.state = RunState(
-            folder.paths, self.learner, config, self.evaluations, plan.order,
+            folder.paths, self.learner, config, self.evaluations, sets, plan.order,
             # it reads every row
-            cache(partial(identity_of, self.train_set, eval_sets, scorer.specs, toolbox, features)),
+            cache(partial(identity_of, sets, scorer.specs, toolbox, features)),
             max_steps=plan.max_steps, save_every=save_every,
         )  # fmt: skip
         self.signals = StopSignals(quiet=not ranks.first)
@@ -187,6 +196,7 @@ class OpenRun:
 
     def steps_ahead(self) -> dict[int, Rollout]:
         """Return the steps that were sampled ahead of the loaded checkpoint, this process's part."""
+        self.collector.changed_rows = self.state.changed_rows
         return unpack_ahead(self.state.extra, self.collector, self.processor, self.ranks)
 
     @contextmanager
@@ -222,7 +232,37 @@ class OpenRun:
         if self.toolbox is not None:
             self.toolbox.close()
 
-    def _load(self, model: Any, processor: Processor | None) -> Parts:
+    def _read_rows(
+        self, config: GRPOConfig, train: Any, eval: Any, processor: Processor | None, resume: bool
+    ) -> tuple[Rows, dict[str, Rows], Processor]:
+        """Read the training rows and the evaluation sets, and prepare the toolbox for them. Collective.
+
+        Between, the processor is loaded if none is passed in, because its rule of sizes may refuse images.
+        """
+        ranks, toolbox, scorer = self.ranks, self.toolbox, self.scorer
+        options: dict[str, Any] = {"needs": scorer.check, "turns": toolbox is not None}
+        train_set, sets = load_train(config, train, **options), load_eval(config, eval, **options)
+        loaded = processor if processor is not None else processor_of(config)
+        before: dict[str, list[list[int]]] = {}
+        if resume and ranks.first:
+            before = left_out_before(RunPaths(Path(config.run.dir)).checkpoints)
+        before = ranks.broadcast(before, "rows left out")
+
+        def usable(field: str, rows: Rows) -> Rows:
+            return readable(rows, config.data.on_bad_image, ranks, loaded, before.get(field))
+
+        train_set = usable("train", train_set)
+        eval_sets = {name: usable(f"eval.{name}", rows) for name, rows in sets.items()}
+        if ranks.first:
+            warn_of_shared_rows(train_set, eval_sets)
+            warn_of_golds((train_set, *eval_sets.values()), scorer.specs)
+        if toolbox is not None:
+            asking = scorer.asking_for(("environment", "environments"), train_set.columns)
+            toolbox.place(asking, processes=ranks.world)
+            toolbox.look(train_set)
+        return train_set, eval_sets, loaded
+
+    def _load(self, model: Any, processor: Processor | None, loaded: Processor) -> Parts:
         """Load the model and start the engine. Collective."""
         config, ranks = self.config, self.ranks
         if model is None:
@@ -236,27 +276,11 @@ class OpenRun:
                 (self.train_set, *self.evaluations.datasets),
                 model=model,
                 processor=processor,
+                loaded=loaded,
                 ranks=ranks,
                 toolbox=self.toolbox,
                 phase=self.phase,
             )
-
-
-def _read_rows(
-    config: GRPOConfig, train: Any, eval: Any, scorer: Scorer, toolbox: Toolbox | None, ranks: Ranks
-) -> tuple[Rows, dict[str, Rows]]:
-    """Read the training rows and the evaluation sets, and prepare the toolbox for them. Collective."""
-    drop, turns = config.data.on_bad_image, toolbox is not None
-    train_set = readable(load_train(config, train, needs=scorer.check, turns=turns), drop, ranks)
-    sets = load_eval(config, eval, needs=scorer.check, turns=turns)
-    eval_sets = {name: readable(rows, drop, ranks) for name, rows in sets.items()}
-    if ranks.first:
-        warn_of_shared_rows(train_set, eval_sets)
-    if toolbox is not None:
-        asking = scorer.asking_for(("environment", "environments"), train_set.columns)
-        toolbox.place(asking, processes=ranks.world)
-        toolbox.look(train_set)
-    return train_set, eval_sets
 
 
 def _check_folder(

@@ -34,6 +34,8 @@ class Sample:
     videos: tuple[Any, ...] = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All fields of the row by our names; rewards get them."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row, over the run's."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
@@ -236,3 +238,9 @@ class UpdateRecord:
     """False when the optimizer held the update back: no live tokens, or a gradient that is not finite."""
     boundaries: int = 1
     """Backward passes that closed the accumulation. Anything but 1 means that gradients were dropped."""
+
+
+def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
+    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]

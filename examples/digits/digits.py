@@ -109,7 +109,7 @@ def digits_rows(
         raise DataError(f"largest is {largest}; it is the largest digit that is shown and must lie in 1..9")
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.lazy_image import LazyImage
+    from mm_grpo.user_code.lazy_image import LazyImage
 
     rows, square = [], (image_size, image_size)
     for index in range(size):

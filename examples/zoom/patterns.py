@@ -175,7 +175,7 @@ def patterns_rows(*, split: Split, size: int, seed: int = 0, cell_size: int = 84
     _check_cell_size(cell_size)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.lazy_image import LazyImage
+    from mm_grpo.user_code.lazy_image import LazyImage
 
     rows, side = [], SIDE * cell_size
     for index in range(size):

@@ -19,6 +19,7 @@ def check(
     call_judges: Annotated[
         bool, typer.Option("--call-judges", help="Also call rewards that may use a network.")
     ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 2 if there is a warning.")] = False,
     rows: Annotated[int | None, typer.Option(min=1, help="Check this many rows of each set.")] = None,
     page: Annotated[
         str | None, typer.Option(metavar="FILE.html", help="Also write a page of what the model sees.")
@@ -47,7 +48,9 @@ def check(
     with temporary_folder("check") as work:
         if smoke:
             loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
-        passed = check_config(loaded, call_judges=call_judges, rows=rows, page=page)
+        passed = check_config(
+            loaded, call_judges=call_judges, rows=rows, page=page, strict=strict, smoke=smoke
+        )
         if passed and pass_rate is not None:
             from mm_grpo.preflight.pass_rates import measure
             from mm_grpo.run.progress import Progress

@@ -36,6 +36,9 @@ class SourceEntry(Section):
     image_dir: PathText | None = None
     system_prompt: Annotated[PromptText, Field(pattern=r"\S")] | None = None
     text_only: bool = False
+    min_pixels: int | None = Field(default=None, ge=1)
+    max_pixels: int | None = Field(default=None, ge=1)
+    """Most pixels of an image of these rows, from data.min_pixels to data.max_pixels; null is the run's limit."""
 
 
 OWN = tuple(name for name in SourceEntry.model_fields if name not in ("path", "weight", "task"))

@@ -11,6 +11,7 @@
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   the columns of prompt and answer in the rows of several ecosystems
     rows      one row → messages, image sources and columns
+    row_settings   what one row sets: limits of its images, arguments of the chat template
     image_columns   images that nothing would read: columns, placeholders
     image_check     datasets that would be trained on without their images
     image_files     rows whose images cannot be read: refused or left out before a model is loaded
@@ -20,7 +21,6 @@
     mixture_order   which rows of which source fill the slots of a step
     order     which rows fill the slots of a step: a pure function of the seed and the epoch
     pass_rate_order   the same, but rows near a pass rate of one half come more often
-    lazy_image   a picture that is drawn when its pixels are first asked for
     shapes    a task whose images are drawn, without any download
     recipe_prepare   a dataset of the hub written to disk by a recipe's prepare.py
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any, Protocol
 
+from mm_grpo.data.images import Refusal
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
@@ -73,10 +74,11 @@ class Rows(Protocol):
         return range(0, len(self), -(-len(self) // count))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the rows in a resumed run: their number `rows`, and a `sha256`.
+        """Identify the rows in a resumed run: their number `rows`, a `sha256`, indices `left_out` of the source.
 
         Up to SAMPLED_ROWS rows of a source, evenly spaced, are hashed: conversations, columns and image files, so an
-        image that was exchanged behind its path is noticed. A mixture adds its `sources`, each with its weight.
+        image that was exchanged behind its path is noticed. Of rows in memory the others are hashed without files.
+        `digests` has 8 bytes for each row. A mixture has its `sources`, each with its weight.
         """
 
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> PromptOrder:
@@ -101,7 +103,7 @@ class Rows(Protocol):
     def fields(self, index: int) -> Fields:
         """Read row `index` with its images closed, in other columns too. DataError when it is wrong."""
 
-    def look_at_images(self, index: int) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
 
     def dataset_column(self, name: str) -> str:

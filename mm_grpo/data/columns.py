@@ -21,7 +21,7 @@ ABSENT = object()
 """Placeholder of a nested value that a row does not have."""
 _short = reprlib.Repr()
 _short.maxstring, _short.maxother, _short.maxlevel = 50, 24, 3
-_short.maxlist = _short.maxtuple = _short.maxdict = 3
+_short.maxlist = _short.maxtuple = _short.maxdict = 4
 
 
 def check_columns(columns: Mapping[str, str], available: Collection[str], dataset: str) -> None:

@@ -9,6 +9,7 @@ and on disk, only the first row is; `check` goes through everything.
 
 from __future__ import annotations
 
+import base64
 import copy
 import hashlib
 import json
@@ -17,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +38,13 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.images import MAX_BYTES, BadImage, look_at_image, open_images, read_encoded
+from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.images import MAX_BYTES, Refusal, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import DataError, did_you_mean
-from mm_grpo.types import Sample
+from mm_grpo.errors import BadImage, DataError, did_you_mean
+from mm_grpo.types import Sample, pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
@@ -65,6 +67,7 @@ class Dataset(Rows):
         folder: start of relative image paths when `settings.image_dir` is not set.
         verify: read rows (not images) now: all of a list, the first of anything else.
         added: columns that every row gets, with their values.
+        pixel_limits: `min_pixels` and `max_pixels` of this source, below the run's.
 
     Raises:
         DataError: there are no rows, a mapped column does not exist, an added one does, or a row that is read is wrong.
@@ -80,8 +83,9 @@ class Dataset(Rows):
         folder: str | Path | None = None,
         verify: bool = True,
         added: Mapping[str, Any] | None = None,
+        pixel_limits: Mapping[str, int] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self._pixel_limits = name, pixel_limits
         part = Part(rows, row_name or (lambda index: f"{name} row {index}"), folder)
         self._rows = rows if isinstance(rows, JoinedRows) else JoinedRows([part])
         self._settings = settings
@@ -169,8 +173,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            uid, hidden = self.uid(index), fields.prompt_columns
-            return Sample(uid, fields.messages, images, (), fields.columns, prompt_columns=hidden)
+            return Sample(
+                self.uid(index), fields.messages, images, (), fields.columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+            )  # fmt: skip
 
         return open_sample
 
@@ -197,17 +203,22 @@ class Dataset(Rows):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
                 if not any(isinstance(image, Image.Image) for image in fields.images):
                     yield (
-                        (str(fields.messages), *(image_key(image, folder) for image in fields.images)),
+                        (
+                            str(without_images(fields.messages)),
+                            *(image_key(image, folder) for image in fields.images),
+                        ),
                         self.row_name(index),
                     )
 
-    def look_at_images(self, index: int) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
-        images = self.fields(index).images
+        fields = self.fields(index)
 
         def look() -> None:
-            for image in images:
-                look_at_image(image, row_name, folder, self._image_files)
+            for image, limits in zip(
+                fields.images, chain(pixel_limits(fields.messages), repeat({})), strict=False
+            ):
+                look_at_image(image, row_name, folder, self._image_files, refusal, limits)
 
         return look
 
@@ -249,10 +260,20 @@ class Dataset(Rows):
     def fingerprint(self) -> dict[str, Any]:
         left_out = sorted(set(range(len(self._rows))) - set(self._indices))
         # row numbers count only if some are left out: all other datasets hash their rows alone
-        state = hashlib.sha256(repr(left_out).encode() if left_out else b"")
-        for index in self.spaced(SAMPLED_ROWS):
-            state.update(self._row_text(index).encode() + b"\0")
-        return {"rows": len(self), "sha256": state.hexdigest()}
+        state, digests = hashlib.sha256(repr(left_out).encode() if left_out else b""), bytearray()
+        spaced = self.spaced(SAMPLED_ROWS)
+        for index in rows_to_look_at(self):
+            if index in spaced:
+                text = self._row_text(index)
+                state.update(text.encode() + b"\0")
+            else:  # opening all files would take too long
+                row = self._rows.encoded_row(self._indices[index])
+                text = json.dumps(row, sort_keys=True, default=_stable_text)
+            digests += xxhash.xxh3_64_digest(text.encode())
+        row_digests = base64.b64encode(digests).decode()
+        return {
+            "rows": len(self), "left_out": left_out, "sha256": state.hexdigest(), "digests": row_digests
+        }  # fmt: skip
 
     def _row_text(self, index: int) -> str:
         """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image.
@@ -276,6 +297,7 @@ class Dataset(Rows):
             columns=self._settings.columns,
             system_prompt=self._settings.system_prompt,
             prompt_template=self._settings.prompt_template,
+            pixel_limits=self._pixel_limits,
             text_only=self._settings.text_only,
         )
         return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields

@@ -1,4 +1,5 @@
-"""Rows whose images cannot be read, found before a model is loaded: missing files, and files that hold no picture.
+"""Rows whose images cannot be used, found before a model is loaded: missing files, files that hold no picture, and
+pictures of a size that the model's resize rule refuses.
 
 The first bytes of every file are looked at, shared out over the processes; of datasets that are not in memory the files
 of `SAMPLED_ROWS` rows. A fault that only decoding shows is found when the row is reached.
@@ -7,10 +8,13 @@ of `SAMPLED_ROWS` rows. A fault that only decoding shows is found when the row i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.images import Refusal
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError, by_cause
 
@@ -19,33 +23,54 @@ MAX_DROPPED = 0.1
 """Largest share of a source's rows that `data.on_bad_image: drop` leaves out."""
 
 
-def readable(rows: Rows, on_bad_image: str, ranks: Ranks) -> Rows:
+def readable(
+    rows: Rows,
+    on_bad_image: str,
+    ranks: Ranks,
+    processor: Any = None,
+    before: Sequence[Sequence[int]] | None = None,
+) -> Rows:
     """Return the rows with images that can be read. Every process calls it, and each gets the same.
 
+    `processor` may have a `refusal` of sizes (`HFProcessor`). `before` are the rows of each source that a resumed run
+    left out at its start: they stay left out, and no others are, because the order of rows would change.
     DataError if an image cannot be read and `on_bad_image` is not drop, or if more than MAX_DROPPED of a source cannot.
     """
-    return rows.map_sources(lambda source: _readable(source, on_bad_image == "drop", ranks))
+    refusal, drop = getattr(processor, "refusal", None), on_bad_image == "drop"
+    refusal = refusal and lru_cache(2**16)(refusal)  # many images have the same size
+    left_out = None if before is None else dict(zip((s.name for s in rows.sources), before, strict=False))
+    return rows.map_sources(partial(_readable, drop=drop, ranks=ranks, refusal=refusal, before=left_out))
 
 
-def _readable(source: Rows, drop: bool, ranks: Ranks) -> Rows:
+def _readable(
+    source: Rows,
+    drop: bool,
+    ranks: Ranks,
+    refusal: Refusal | None,
+    before: Mapping[str, Sequence[int]] | None,
+) -> Rows:
+    old = [] if before is None else before.get(source.name, [])
+    source = source.without(old) if old else source
     indices = rows_to_look_at(source)
-    shards = ranks.all_gather(list(_faults(source, ranks.shard(indices))), "looking at images")
+    shards = ranks.all_gather(list(_faults(source, ranks.shard(indices), refusal)), "looking at images")
     bad = dict(sorted(fault for shard in shards for fault in shard))
-    if not bad:
-        return source
     causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
-    if not drop or len(bad) > MAX_DROPPED * len(indices):
+    rows = len(indices) + len(old)
+    if bad and (not drop or len(bad) + len(old) > MAX_DROPPED * rows):
         raise DataError(f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth at most")
-    if ranks.first:
-        log.warning("%s: %d rows are left out (data.on_bad_image = drop): %s", source.name, len(bad), causes)
-    return source.without(bad)
+    if ranks.first and old:
+        log.warning("%s: %d rows stay left out, as at the start of the run", source.name, len(old))
+    if ranks.first and bad:
+        what = "are left out" if before is None else "leave their places in the run's steps empty"
+        log.warning("%s: %d rows %s (data.on_bad_image = drop): %s", source.name, len(bad), what, causes)
+    return source.without(bad) if before is None and bad else source
 
 
-def _faults(source: Rows, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
+def _faults(source: Rows, indices: Sequence[int], refusal: Refusal | None) -> Iterator[tuple[int, str]]:
     """Yield rows with an image that cannot be read, and why. A row that is wrong itself is skipped."""
     for index in indices:
         try:
-            look = source.look_at_images(index)
+            look = source.look_at_images(index, refusal)
         except DataError:
             continue
         try:

@@ -21,12 +21,13 @@ import glob
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -34,7 +35,7 @@ from PIL import Image, ImageOps
 
 from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.errors import DataError
+from mm_grpo.errors import BadImage
 from mm_grpo.files import expand_home, read_regular_file
 
 MAX_BYTES = 50 * 1024 * 1024
@@ -49,10 +50,14 @@ LEGAL_SOURCES = (
 )
 Folder = str | Path | None
 Files = FileStates | None
+Size = tuple[int, int]
+Refusal = Callable[[Size, tuple[tuple[str, int], ...]], str]
+"""Returns why a model refuses an upright image of (height, width) pixels with these PIXEL_LIMITS; "" if it does not."""
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _JPEG = b"\xff\xd8\xff"
+_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 _BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
@@ -63,10 +68,6 @@ _IMPOSTORS = (
     (b"<html", 0, "an HTML page, as a failed download leaves behind"),
     (b"ftyphei", 4, "a HEIC image"),
 )
-
-
-class BadImage(DataError):
-    """An image cannot be read."""
 
 
 _SHARED_IMAGES = threading.Lock()
@@ -108,28 +109,68 @@ def open_image(
     else:
         data, where = read_encoded(source, row, max_bytes, image_dir, files=files)
         opened = _identify(data, where, max_pixels)
-    _limit_pixels(opened, where, max_pixels)
+    _limit_pixels(opened.size, where, max_pixels)
     with _SHARED_IMAGES if is_image else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
     return _to_rgb(decoded, where)
 
 
-def look_at_image(source: Any, row: str, image_dir: Folder, files: Files = None) -> None:
-    """Raise as `open_image` for an image that is missing, too large, or no image by its header.
+def look_at_image(
+    source: Any,
+    row: str,
+    image_dir: Folder,
+    files: Files = None,
+    refusal: Refusal | None = None,
+    limits: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Raise as `open_image` for an image that is missing, too large, or no image by its header, or by `refusal`.
 
-    Nothing is decoded, and of most files only the first bytes are read. A PIL image is not looked at.
+    Of most files only the first bytes are read. Nothing is decoded, unless it depends on an image's turn if it is
+    refused. `limits` are the image's PIXEL_LIMITS.
     """
     if isinstance(source, Image.Image):
+        (width, height), where = source.size, f"{row}: image (a PIL image)"
+    else:
+        (width, height), where = _header_size(source, row, image_dir, files)
+    _limit_pixels((width, height), where, MAX_PIXELS)
+    if refusal is None:
         return
-    data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=HEADER_BYTES, files=files)
-    if data.startswith(_JPEG):  # Pillow would read its tables, which takes as long as all other checks
-        return
+    items = tuple(limits.items())
+    why = refusal((height, width), items)
+    if bool(why) != bool(refusal((width, height), items)):  # EXIF may turn it
+        why = refusal(open_image(source, row=row, image_dir=image_dir, files=files).size[::-1], items)
+    if why:
+        raise BadImage(f"{where} {why}")
+
+
+def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tuple[Size, str]:
+    """Return (width, height) of an encoded image, not turned, and its name in messages."""
+    # an EXIF block or a colour profile may stand before a JPEG's size
+    for at_most in (HEADER_BYTES, 16 * HEADER_BYTES):
+        data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=at_most, files=files)
+        if not data.startswith(_JPEG):
+            break
+        if size := jpeg_size(data):
+            return size, where
     try:
-        image = _identify(data, where, MAX_PIXELS)
+        return _identify(data, where, MAX_PIXELS).size, where
     except BadImage:  # WebP needs all bytes, and a TIFF may have its header at the end
-        image = _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS)
-    _limit_pixels(image, where, MAX_PIXELS)
+        return _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS).size, where
+
+
+def jpeg_size(data: bytes) -> Size | None:
+    """Return (width, height) by the frame header of a JPEG; None if `data` ends before it, or it is unusual.
+
+    Pillow would read all tables, which takes as long as all other checks of a file.
+    """
+    at = 2
+    while at + 9 <= len(data) and data[at] == 0xFF:
+        if data[at + 1] in _FRAME_HEADERS:
+            height, width = (int.from_bytes(data[at + n : at + n + 2]) for n in (5, 7))
+            return (width, height) if width and height else None
+        at += 1 if data[at + 1] == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
+    return None
 
 
 def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Image.Image, ...]:
@@ -229,8 +270,8 @@ def _folders_near(here: str) -> list[str]:
     return [above, *chain.from_iterable(inside)]
 
 
-def _limit_pixels(image: Image.Image, where: str, max_pixels: int) -> None:
-    width, height = image.size
+def _limit_pixels(size: Size, where: str, max_pixels: int) -> None:
+    width, height = size
     if not 0 < width * height <= max_pixels:
         raise BadImage(
             f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"

@@ -10,8 +10,6 @@ written `train=Mixture([{"path": rows_or_path, "weight": 3}, other])`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +21,7 @@ from typing import Any
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.source_entries import read_entry
 from mm_grpo.data.base import Rows
+from mm_grpo.data.images import Refusal
 from mm_grpo.data.mixture_order import MixtureOrder, ratio
 from mm_grpo.data.readers import place
 from mm_grpo.data.rows import Fields
@@ -126,8 +125,7 @@ class MixedDataset(Rows):
             {"name": source.name, "weight": weight, **source.fingerprint()}
             for source, weight in zip(self._sources, self.weights, strict=True)
         ]
-        digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()
-        return {"rows": len(self), "sha256": digest, "sources": sources}
+        return {"rows": len(self), "sources": sources}
 
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> MixtureOrder:
         sizes = [len(source) for source in self._sources]
@@ -154,9 +152,9 @@ class MixedDataset(Rows):
         source, inner = self._place(index)
         return source.fields(inner)
 
-    def look_at_images(self, index: int) -> Callable[[], None]:
+    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         source, inner = self._place(index)
-        return source.look_at_images(inner)
+        return source.look_at_images(inner, refusal)
 
     def dataset_column(self, name: str) -> str:
         return next((s.dataset_column(name) for s in self._sources if name in s.columns), name)

@@ -58,6 +58,12 @@ class PromptOrder:
         position = ((step - 1) * (attempts - 1) + attempt - 1) * self.prompts_per_step + slot
         return self._row(position, f"{self.seed}/spare", True)
 
+    def drawn(self, step: int) -> set[int]:
+        """Return the rows of the slots of steps 1 to `step`, without replacements."""
+        if step >= self.steps_per_epoch:
+            return set(range(self.n_rows))
+        return {row for earlier in range(1, step + 1) for row in self.rows(earlier)}
+
     def observe(self, step: int, shares: Iterable[tuple[int, float]]) -> None:
         """Learn each sampled row's share of successes in a finished step; the same on every process."""
 

@@ -44,12 +44,14 @@ from mm_grpo.data.image_columns import (
     unread_tag,
 )
 from mm_grpo.data.layouts import RowConversation, read_conversation
+from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
 from mm_grpo.errors import DataError, half_character
+from mm_grpo.types import PIXEL_LIMITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "system")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
-_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, "index", "max_pixels", "min_pixels", "resized_height", "resized_width")
+_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, "index", *PIXEL_LIMITS)
 _PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
 """Keys of a part by its type."""
 
@@ -67,8 +69,10 @@ class Fields:
     columns: dict[str, Any]
     """All fields of the row under our names, and `answer` if the row has it in another place. A column that
     `data.columns` maps to the prompt or to images has its own name too."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template for this row."""
     used: Mapping[str, str] = field(default_factory=dict)
-    """Columns that prompt and answer were made of, and for what: PROMPT_PURPOSES, "prompt template", "answer"."""
+    """Columns that were read, and for what: PROMPT_PURPOSES, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
 
@@ -91,12 +95,14 @@ def read_row(
     columns: Mapping[str, str] | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
+    pixel_limits: Mapping[str, int] | None = None,
     text_only: bool = False,
 ) -> Fields:
     """Read the fields of one row, which is not changed.
 
     `row_name` is what messages call the row, such as "train.jsonl:12"; `columns` (our name → the dataset's name),
-    `system_prompt`, `prompt_template` and `text_only` are as in the config's section `data`.
+    `system_prompt`, `prompt_template` and `text_only` are as in the config's section `data`. `pixel_limits` bound the
+    limits of images.
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
@@ -123,17 +129,23 @@ def read_row(
     if not (listed or has_images or {"image", "images"} & columns.keys()):
         numbered = numbered_images(values, row_name)
         listed = [image for image in numbered.values() if image is not None]
+    template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
     used = used | conversation.used | dict.fromkeys(numbered, "images")
+    if values.get(TEMPLATE_COLUMN) is not None:
+        used[TEMPLATE_COLUMN] = "chat template"
     fields = Fields(
         tuple(messages),
         tuple(listed),
         {**row_columns, **conversation.answers},
+        template_kwargs,
         {name: purpose for name, purpose in used.items() if name in row_columns},
         conversational=conversation.conversational,
     )
     unread = None if has_images or listed else [*image_columns(fields.other_columns)]
     _check_tags(messages, unread, row_name, text_only)
     messages, images = _place(messages, listed, row_name)
+    for limits in filter(None, (row_limits, pixel_limits)):
+        messages = with_limits(messages, limits)
     _check_texts(conversation, messages, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
@@ -206,7 +218,7 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a text part, or an image part with at most the key `image`."""
+    """Return a text part, or an image part with the key `image` and limits, if it has them."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -234,7 +246,7 @@ def _part(part: Any, where: str) -> Message:
             f"{where}: {len(sources)} images in a part; legal is one of {quoted(_OWN_IMAGE_KEYS)}"
         )
     own = {"image": sources[0]} if sources else {key: values[key] for key in ("index",) if key in values}
-    return {"type": "image", **own}
+    return {"type": "image", **own, **read_limits(values, where)}
 
 
 def _check_tags(messages: list[Message], unread: list[str] | None, row_name: str, text_only: bool) -> None:
@@ -318,7 +330,7 @@ def _image_parts(messages: list[Message]) -> list[Message]:
 
 
 def _without_images(message: Message) -> Message:
-    bare = [{"type": "image"} if part["type"] == "image" else part for part in _parts(message)]
+    bare = [{k: v for k, v in part.items() if k not in ("image", "index")} for part in _parts(message)]
     return message | {"content": bare} if bare else message
 
 

@@ -167,7 +167,7 @@ def shapes_rows(
     _check(split=split, kinds=kinds, image_size=image_size, max_objects=max_objects)
     if size < 1:
         raise DataError(f"size is {size}; it counts rows and must be at least 1")
-    from mm_grpo.data.lazy_image import LazyImage
+    from mm_grpo.user_code.lazy_image import LazyImage
 
     rows = []
     for index in range(size):

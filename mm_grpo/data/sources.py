@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -203,8 +204,16 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
         if isinstance(source, Dataset | MixedDataset):
             raise DataError(f"{source_name}: is a Dataset, which has its name and settings; give its rows")
         added = {TASK: entry["task"]} if "task" in entry else None
+        limits = {key: entry[key] for key in ("min_pixels", "max_pixels") if entry.get(key) is not None}
+        low, high = settings.min_pixels or 1, settings.max_pixels or math.inf
+        if limits and not low <= limits.get("min_pixels", low) <= limits.get("max_pixels", high) <= high:
+            raise DataError(
+                f"{source_name}: {limits}: must be in order, and from data.min_pixels = {settings.min_pixels} to "
+                f"data.max_pixels = {settings.max_pixels}, which the engine is started with"
+            )
         own_settings = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
-        datasets.append(_load_dataset(source, own_settings, source_name, verify=verify, added=added))
+        options = {"verify": verify, "added": added, "pixel_limits": limits}
+        datasets.append(_load_dataset(source, own_settings, source_name, **options))
     return MixedDataset(name, datasets, mixture.weights)
 
 

@@ -178,16 +178,22 @@ class Toolbox:
                 _check_opening(episode, sample)
         return episodes
 
+    def reads(self, sample: Sample) -> list[str]:
+        """Return the columns of a row that `reset` takes."""
+        return [name for name in self._row(sample) if name in sample.columns]
+
     def _row(self, sample: Sample) -> dict[str, Any]:
         """Return the columns of a row that `reset` takes, with `prompt` and `images` at full size."""
         if self._example is None:
             return {}
+        from mm_grpo.user_code.lazy_image import with_pil_images
+
         columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
         parameters = inspect.signature(self._example.reset).parameters.values()
         names = {p.name for p in parameters}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):  # what prompt and images say is sent once
             names |= {*sample.other_columns, "prompt", "images"}
-        return {name: value for name, value in columns.items() if name in names}
+        return {name: with_pil_images(value) for name, value in columns.items() if name in names}
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:

@@ -1,23 +1,16 @@
-"""Convert a config of TRL (its script arguments), ms-swift or verl to ours: `mm-grpo convert`.
+"""Convert a config of TRL (its script arguments), ms-swift, verl or EasyR1 to ours: `mm-grpo convert`.
 
-Each key is converted, needless, or omitted with a reason; none is dropped in silence. Defaults of TRL and ms-swift that
-differ from ours are written out (`_foreign_defaults`). The table of keys is in `keys`; here are the rules of keys that
-need arithmetic, or that depend on others.
-
-TRL's `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours count steps, which make several; its
-batches are per device, ours are whole. With S = steps_per_generation, A = gradient_accumulation_steps and
-B = per_device_train_batch_size x S x devices: P = B / G, and a step makes S / A updates, num_iterations times.
+Each key is converted, needless, or omitted with a reason; none is dropped in silence. Defaults of the trainer that
+differ from ours are written out. The table of keys is in `keys`; keys that need more have a rule in `rules`.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import ceil
-from pathlib import Path
 from typing import Any
 
 from mm_grpo.config.grpo_config import WITHOUT_KEYS, GRPOConfig
@@ -25,15 +18,14 @@ from mm_grpo.config.messages import shown
 from mm_grpo.config.section import leaves
 from mm_grpo.config.yaml_file import set_value, write_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.keys import REWARDS, advice_on, row_of
+from mm_grpo.migrate import rules
+from mm_grpo.migrate.files import Unexpanded, flatten
+from mm_grpo.migrate.keys import PARTS, advice_on, by_end, row_of
 from mm_grpo.numbers import is_number
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Placeholder in `model.path` if the file names no model."""
-
-Rule = Callable[["Conversion", Any], "str | None"]
-"""Converts a value; returns the reason if it cannot."""
 
 
 @dataclass
@@ -43,6 +35,7 @@ class Conversion:
     foreign: dict[str, Any]
     """The config by dotted key, with its trainer's defaults."""
     devices: int
+    trainer: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     omitted: dict[str, str] = field(default_factory=dict)
     """Reasons by foreign key."""
@@ -56,11 +49,19 @@ class Conversion:
         set_value(self.values, path.split("."), value, path)
         self.origin[path] = self.key
 
-    def number(self, key: str, default: Any) -> Any:
+    def find(self, ends: str, default: Any = None) -> Any:
+        """Return the value of the first key that ends in one of `ends` and has one. Raises UnknownValue."""
+        keys = (key for end in ends.split() for key in self.foreign if f".{key}".endswith(f".{end}"))
+        value = next((self.foreign[key] for key in keys if self.foreign[key] is not None), default)
+        if isinstance(value, Unexpanded):
+            raise UnknownValue(f"needs {ends.split()[0]}, which holds {value.unknown}")
+        return value
+
+    def number(self, ends: str, default: Any) -> Any:
         """Return the number at a key. Raises ConfigError unless it is above 0; steps may be -1."""
-        value = self.foreign.get(key, default)
+        value = self.find(ends, default)
         if not is_number(value) or not (value > 0 or value == -1):
-            raise ConfigError(f"{key} = {shown(value)}: must be a number above 0")
+            raise ConfigError(f"{ends.split()[0]} = {shown(value)}: must be a number above 0")
         return value
 
     @property
@@ -73,7 +74,9 @@ class Conversion:
 
     @property
     def updates(self) -> Fraction:
-        """TRL's optimizer updates in one of our steps, of one iteration."""
+        """The trainer's optimizer updates in one of our steps, of one iteration."""
+        if self.trainer in rules.DOTTED:
+            return Fraction(self.number(rules.PROMPTS, 1)) / Fraction(self.number(rules.MINI_BATCH, 1))
         device = self.number("per_device_train_batch_size", 8) * self.devices
         return Fraction(self.generation) / Fraction(device * self.number("gradient_accumulation_steps", 1))
 
@@ -92,24 +95,40 @@ class Conversion:
         return "\n".join(lines) + "\n"
 
 
-def convert(config: Mapping[str, Any], *, devices: int = 1) -> Conversion:
-    """Convert a config of another trainer. `devices` is the number of processes that its batches are multiplied by.
+class UnknownValue(Exception):
+    """A rule needs a value that the file does not say; the text is the reason."""
 
+
+def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Conversion:
+    """Convert a config of another trainer, nested or by dotted key.
+
+    `devices` is the number of processes that its batches are multiplied by; None is what the config says, else 1.
     Raises ConfigError if a key cannot have its value, or if the result is no valid config.
     """
-    nested = any(key.partition(".")[0] in ("actor_rollout_ref", "worker") for key in config)
-    trainer = "" if nested else "ms-swift" if "rlhf_type" in config else "TRL"
-    foreign = _flatten(config)
-    defaults = _foreign_defaults(foreign, trainer, devices)
-    result = Conversion({**defaults, **foreign}, devices)
+    foreign = flatten(config)
+    sections = {key.partition(".")[0] for key in foreign if "." in key}
+    easy = "worker" in sections or "data.rollout_batch_size" in foreign
+    dotted = sections & {"actor_rollout_ref", "data", "trainer", "algorithm"}
+    swift = "rlhf_type" in foreign
+    trainer = "ms-swift" if swift else "EasyR1" if easy else "verl" if dotted else "TRL"
+    if trainer in rules.DOTTED:
+        foreign = {key: _interpolated(value, foreign) for key, value in foreign.items()}
+    defaults = rules.foreign_defaults(foreign, trainer)
+    result = Conversion({**defaults, **foreign}, devices or 1, trainer)
+    if devices is None and trainer not in rules.DOTTED:
+        _count_devices(result)
     for key, value in result.foreign.items():
         result.key = key
-        if (why := _convert_key(result, key, value)) is not None:
-            result.omitted[key] = why
-    origin = result.origin.items()
-    result.notes += [f"{path}: {trainer}'s default ({key})" for path, key in origin if key in defaults]
-    if trainer and not foreign.keys() & {"max_steps", "num_train_epochs"}:
-        result.notes.append(f"run.max_steps: {trainer}'s default is 3 epochs; null is one pass over the data")
+        converted = _convert_key(result, key, value)
+        if isinstance(converted, str):
+            result.omitted[key] = converted
+        for path, ours in converted.items() if isinstance(converted, dict) else ():
+            result.put(path, ours)
+    if not foreign.keys() & {"max_steps", "num_train_epochs"} and not result.find("total_epochs max_steps"):
+        epochs = rules.EPOCHS[trainer]
+        result.notes.append(
+            f"run.max_steps: {trainer}'s default is {epochs} epochs; null is one pass over the data"
+        )
     if not result.values.get("model", {}).get("path"):
         result.put("model.path", NO_MODEL)
         result.notes.append(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
@@ -120,9 +139,14 @@ def convert(config: Mapping[str, Any], *, devices: int = 1) -> Conversion:
     while True:
         try:
             GRPOConfig.from_dict(result.values)
-            return result
+            break
         except ConfigError as error:
             _omit_refused(result, error)
+    result.notes[:0] = [
+        f"{path}: {trainer}'s default ({key})" for path, key in result.origin.items() if key in defaults
+    ]
+    result.values = _without_empty(result.values)
+    return result
 
 
 def _omit_refused(result: Conversion, error: ConfigError) -> None:
@@ -134,182 +158,64 @@ def _omit_refused(result: Conversion, error: ConfigError) -> None:
     if name not in section or path == ["model", "path"]:
         raise error
     del section[name]
-    result.omitted[result.origin.get(".".join(path), ".".join(path))] = line
+    dotted = ".".join(path)
+    result.omitted[result.origin.pop(dotted, dotted)] = line
 
 
-def _flatten(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return values by dotted key. Mappings that are values themselves stay."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        path = f"{section}.{key}" if section else str(key)
-        is_value = re.search(r"columns$|(template|init|generation|scheduler)_kwargs$", path)
-        nested = isinstance(value, Mapping) and value and not is_value
-        flat |= _flatten(value, path) if nested else {path: value}
-    return flat
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    pruned = {
+        key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()
+    }
+    return {key: value for key, value in pruned.items() if value not in ({}, [])}
 
 
-NEEDLESS: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1.0, 1), "top_k": (0, None, -1), "min_p": (None, 0.0), "repetition_penalty": (1.0, 1),
-    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (None, False), "use_peft": (False,),
-    "load_in_4bit": (False,), "push_to_hub": (False,), "lora_dropout": (0, 0.0), "bf16": (True,),
-    "save_strategy": ("steps",), "eval_strategy": ("steps",), "num_train_epochs": (1,), "report_to": ("none",),
-}  # fmt: skip
-"""Values of keys that ask for what mm_grpo does anyway."""
-READ_BY_RULES = (
-    "vllm_mode vllm_importance_sampling_correction vllm_importance_sampling_mode reward_weights dataset_config "
-    "dataset_train_split dataset_test_split lora_r lora_rank lora_alpha lora_target_modules target_modules"
-)
-"""Keys that the rule of another key reads."""
+def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
+    """Return a text with the values of other keys in the place of ${section.key}."""
+    if not isinstance(value, str):
+        return value
+    text = re.sub(r"\$\{([\w.]+)\}", lambda match: str(foreign.get(match[1], match[0])), value)
+    unknown = re.search(r"\$\{[^}]*\}?", text)
+    return Unexpanded.of(text, unknown[0]) if unknown else value if text == value else text
 
 
-def _convert_key(result: Conversion, key: str, value: Any) -> str | None:
-    """Convert one key; return the reason if it cannot be."""
-    if value in NEEDLESS.get(key, ()) or key in READ_BY_RULES.split():
-        return None
-    if key in KEY_RULES:
-        return KEY_RULES[key](result, value)
-    paths = [name for name, _ in leaves(GRPOConfig)]
-    row, matches = row_of(key), [path for path in paths if path.rpartition(".")[2] == key]
+def _count_devices(result: Conversion) -> None:
+    """Take the number of processes from the launcher's options, or from the GPUs that the script names."""
+    gpus = len(str(result.foreign.get("cuda_visible_devices", "0")).split(","))
+    default = 1 if result.trainer == "ms-swift" else gpus  # ms-swift starts one without NPROC_PER_NODE
+    try:
+        nodes = 1 if result.find("num_processes") else result.number("nnodes", 1)
+        result.devices = int(result.number("num_processes nproc_per_node num_gpus", default) * nodes)
+    except (UnknownValue, ConfigError):
+        result.notes.append(
+            "rollout.prompts_per_step: of one process; the file does not say how many: give --devices"
+        )
+    if result.devices > 1:
+        result.notes.append(
+            f"rollout.prompts_per_step: of {result.devices} processes, which the file names (--devices)"
+        )
+
+
+def _convert_key(result: Conversion, key: str, value: Any) -> rules.Converted:
+    """Return our values of one key, or the reason why there are none."""
+    if isinstance(value, Unexpanded):
+        return f"holds {value.unknown}, which this file does not say; write the value"
+    if (
+        value is None
+        or value in by_end(key, rules.NEEDLESS, ())
+        or by_end(key, dict.fromkeys(rules.READ_BY_RULES.split(), True), False)
+    ):
+        return {}
+    paths, row = [name for name, _ in leaves(GRPOConfig)], row_of(key)
+    rule = by_end(key, rules.KEY_RULES, None) if PARTS.keys().isdisjoint(key.split(".")) else None
+    try:
+        if rule is not None:
+            return rule(result, value)
+    except UnknownValue as error:
+        return str(error)
+    except (TypeError, ValueError, LookupError, AttributeError):  # a list for a number, say
+        return f"is no value that {result.trainer} takes there"
+    matches = [path for path in paths if path.rpartition(".")[2] == key]
     path = row.path if row is not None else min(matches, key=lambda match: match.count("."), default=None)
     if path is None:
         return advice_on(key, paths) or "mm_grpo knows no such key; `mm-grpo config` shows every field"
-    if value is not None:
-        result.put(path, value)
-    return None
-
-
-def _batch(result: Conversion, value: Any) -> str | None:
-    generations = result.number("num_generations", 8)
-    prompts, updates = Fraction(result.generation) / Fraction(generations), result.updates
-    if prompts.denominator > 1 or updates.denominator > 1:
-        return (
-            f"{result.generation} completions a step make {prompts} groups of {generations} and {updates} updates, "
-            "which are no whole numbers; give --devices, or set rollout.prompts_per_step and optim.updates_per_step"
-        )
-    result.put("rollout.prompts_per_step", int(prompts))
-    result.put("optim.updates_per_step", int(updates))
-    return None
-
-
-def _steps(path: str) -> Rule:
-    """Return the rule that converts a number of updates to steps."""
-
-    def rule(result: Conversion, value: Any) -> str | None:
-        if not is_number(value) or 0 < value < 1:
-            return f"is {shown(value)}; {path} is a number of steps"
-        if value <= 0 and path == "run.max_steps":
-            return None  # -1, which is the length of num_train_epochs
-        steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
-        result.put(path, max(1, int(steps)) if value else 0)
-        if steps.denominator > 1:
-            result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
-        return None
-
-    return rule
-
-
-def _warmup(result: Conversion, value: Any) -> str | None:
-    total = result.number("max_steps", -1)
-    if 0 < value < 1 and total <= 0:
-        return "the length of the run is not known; write optim.warmup_steps (updates)"
-    if value:
-        result.put("optim.warmup_steps", int(value * total) if value < 1 else int(value))
-    return None
-
-
-def _system(result: Conversion, value: Any) -> str | None:
-    if str(value).endswith(".txt"):
-        return "its text is in another file; write it into data.system_prompt"
-    result.put("data.system_prompt", value)
-    return None
-
-
-def _trackers(result: Conversion, value: Any) -> str | None:
-    result.put("run.trackers", value if isinstance(value, list) else [value])
-    return None
-
-
-def _vllm(result: Conversion, value: Any) -> str | None:
-    if value:
-        served = result.foreign.get("vllm_mode") == "server"
-        result.put("rollout.engine", "vllm_server" if served else "vllm")
-        if result.foreign.get("vllm_importance_sampling_correction", True):
-            mode = result.foreign.get("vllm_importance_sampling_mode", "sequence_mask")
-            result.put("algorithm.importance_sampling_mode", mode)
-    return None
-
-
-def _rewards(result: Conversion, value: Any) -> str | None:
-    names, weights = value if isinstance(value, list) else [value], result.foreign.get("reward_weights")
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
-    entries: list[Any] = []
-    for name, weight in zip(names, weights, strict=True):
-        module, _, function = str(name).rpartition(".")
-        if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
-            entries.append(entry if weight is None else {"name": entry, "weight": float(weight)})
-    result.put("rewards", entries)
-    unknown = ", ".join(str(name) for name in names if name not in REWARDS and "." not in str(name))
-    return f"no reward here is named {unknown}; write path/to/file.py:function" if unknown else None
-
-
-def _dataset(result: Conversion, value: Any) -> str | None:
-    if Path(str(value)).suffix:
-        result.put("data.train", str(value))
-        return None
-    config = result.foreign.get("dataset_config")
-    hub = f"{value}:{config}" if config else str(value)
-    result.put("data.train", f"{hub}:{result.foreign.get('dataset_train_split', 'train')}")
-    if result.foreign.get("eval_strategy", "no") != "no":
-        result.put("data.eval", f"{hub}:{result.foreign.get('dataset_test_split', 'test')}")
-    return None
-
-
-def _lora(result: Conversion, value: Any) -> str | None:
-    if value in (True, "lora"):
-        rank = result.number("lora_r", result.number("lora_rank", 16 if value is True else 8))
-        section = {"rank": rank, "alpha": result.number("lora_alpha", 32)}
-        modules = result.foreign.get("lora_target_modules", result.foreign.get("target_modules"))
-        if isinstance(modules, list) and modules != ["all-linear"]:
-            section["target_modules"] = modules
-        result.put("model.lora", section)
-    return None if value in (True, "lora", "full") else "model.lora trains adapters; null every weight"
-
-
-_BATCH = [
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "generation_batch_size",
-]
-KEY_RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(_BATCH, _batch),
-    "max_steps": _steps("run.max_steps"),
-    "save_steps": _steps("run.save_every"),
-    "eval_steps": _steps("run.eval_every"),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), _warmup),
-    "report_to": _trackers,
-    "use_vllm": _vllm,
-    "reward_funcs": _rewards,
-    "dataset_name": _dataset,
-    **dict.fromkeys(("use_peft", "train_type", "tuner_type"), _lora),
-    "system": _system,
-}
-
-
-def _foreign_defaults(foreign: Mapping[str, Any], trainer: str, devices: int) -> dict[str, Any]:
-    """Return a trainer's values for absent keys that differ from ours."""
-    defaults: dict[str, Any] = {"lr_scheduler_type": "linear"} if trainer == "TRL" else {}
-    if trainer == "ms-swift":
-        defaults = {
-            "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04, "temperature": 0.9,
-            "train_type": foreign.get("tuner_type", "lora"), "per_device_train_batch_size": 1,
-        }  # fmt: skip
-        if "full" in (foreign.get("train_type"), foreign.get("tuner_type")):
-            defaults["learning_rate"] = 1e-5
-        batch = (
-            Conversion({**defaults, **foreign}, devices).number("per_device_train_batch_size", 1) * devices
-        )
-        defaults["gradient_accumulation_steps"] = max(1, ceil(16 / batch))
-    if trainer == "TRL" and not foreign.keys() & set(_BATCH):
-        defaults["per_device_train_batch_size"] = 8
-    return {key: value for key, value in defaults.items() if key not in foreign}
+    return {path: value}

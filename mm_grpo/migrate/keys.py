@@ -13,18 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from mm_grpo.errors import nearest
 
+Value = TypeVar("Value")
+
 FIELDS: Mapping[str, str] = {
     "model.path": "model_name_or_path model actor_rollout_ref.model.path actor.model.model_path",
+    "model.trust_remote_code": "trust_remote_code",
     "model.dtype": "dtype torch_dtype",
     "model.attn": "attn_implementation attn_impl",
-    "model.freeze_vision": "freeze_vit freeze_vision_tower",
+    "model.freeze_vision": "freeze_vit freeze_vision_tower freeze_vision_modules",
     "data.train": "dataset data.train_files",
     "data.eval": "val_dataset data.val_files",
+    "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.image_dir": "data.image_dir",
-    "data.shuffle": "shuffle_dataset dataset_shuffle data.shuffle",
+    "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
     "data.max_pixels": "max_pixels",
@@ -34,11 +39,20 @@ FIELDS: Mapping[str, str] = {
     "rollout.temperature": "temperature",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
-    "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len",
+    "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len rollout.max_model_len",
+    "rollout.vllm.max_images": "limit_images vllm_limit_mm_per_prompt.image",
     "rollout.eval.num_generations": "num_generations_eval val_kwargs.n val_override_config.n",
     "rollout.eval.temperature": "val_kwargs.temperature val_override_config.temperature",
     "rollout.eval.top_p": "val_kwargs.top_p val_override_config.top_p",
-    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap",
+    "rollout.eval.top_k": "val_kwargs.top_k val_override_config.top_k",
+    "algorithm.advantage_estimator": "adv_estimator",
+    "algorithm.importance_sampling_mode": "rollout_importance_sampling_mode",
+    "algorithm.importance_sampling_clip_max": "vllm_importance_sampling_clip_max vllm_importance_sampling_cap"
+    " rollout_importance_sampling_threshold rollout_correction.rollout_is_threshold",
+    "algorithm.off_policy_mask_threshold": "off_policy_sequence_mask_delta",
+    "algorithm.mask_truncated_completions": "overlong_filter",
+    "algorithm.sapo_temperature_pos": "tau_pos tau_positive",
+    "algorithm.sapo_temperature_neg": "tau_neg tau_negative",
     "algorithm.epsilon": "epsilon clip_ratio clip_ratio_low",
     "algorithm.epsilon_high": "epsilon_high clip_ratio_high",
     "algorithm.delta": "delta clip_ratio_c clip_ratio_dual",
@@ -46,15 +60,16 @@ FIELDS: Mapping[str, str] = {
     "algorithm.num_iterations": "num_iterations actor.ppo_epochs",
     "optim.weight_decay": "weight_decay",
     "optim.learning_rate": "learning_rate actor.optim.lr",
-    "optim.max_grad_norm": "max_grad_norm actor.grad_clip",
-    "optim.warmup_steps": "optim.lr_warmup_steps",
+    "optim.max_grad_norm": "max_grad_norm actor.grad_clip actor.optim.clip_grad",
+    "optim.lr_scheduler_type": "actor.optim.lr_scheduler_type actor.optim.warmup_style",
     "optim.gradient_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "run.dir": "output_dir default_local_dir save_checkpoint_path",
     "run.overwrite": "overwrite_output_dir",
     "run.max_steps": "trainer.total_training_steps trainer.max_steps",
     "run.eval_every": "test_freq val_freq",
     "run.save_every": "save_freq",
-    "run.keep_checkpoints": "save_total_limit save_limit",
+    "run.keep_checkpoints": "save_total_limit save_limit max_actor_ckpt_to_keep",
+    "run.seed": "data.seed",
 }
 """Our field, and the keys whose value means the same."""
 
@@ -86,21 +101,57 @@ REASONS: Mapping[str, str] = {
     "write run.trackers (a list)": "report_to trainer.logger",
     "write run.save_every (steps; 0 is no checkpoint)": "save_steps save_strategy save_freq",
     "it is the first argument of the command: mm-grpo train CONFIG": "config",
+    "there is one seed of data and samples: write run.seed": "data_seed rollout.seed data_loader_seed",
+    "evaluations are made before and after the run, and at run.eval_every":
+        "val_before_train val_only eval_on_start eval_delay do_eval do_train",
     "it is mm-grpo check CONFIG, or mm-grpo train CONFIG --smoke": "dry_run",
     "it is an option of the command: mm-grpo train CONFIG --resume": "resume_from_checkpoint resume_mode",
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
-        "nnodes n_gpus_per_node nproc_per_node",
+        "nnodes n_gpus_per_node nproc_per_node num_processes num_machines num_gpus machine_rank node_rank multi_gpu"
+        " main_process_ip main_process_port master_addr master_port rdzv_backend rdzv_endpoint mixed_precision",
     _NONE:
         "gradient_checkpointing_kwargs use_liger_kernel run_name experiment_name project_name disable_dropout tf32"
         " optim use_cache generation_kwargs rlhf_type model_init_kwargs lr_scheduler_kwargs remove_unused_columns"
-        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
+        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps strategy padding_free dynamic_batching"
+        " ulysses_size ulysses_sequence_parallel_size use_torch_compile device balance_batch use_remove_padding"
+        " use_shm use_fused_kernels use_dynamic_bsz free_cache_engine load_format gamma layered_summon disable_tqdm"
+        " disable_log_stats critic_warmup resume_from_path load_checkpoint_path ddp_timeout find_last_checkpoint lam"
+        " torch_empty_cache_steps ddp_backend add_version check_model group_by_length packing move_model_batches"
+        " offload_model async_generate vit_gradient_checkpointing vit_lr aligner_lr streaming template"
+        " use_chat_template template_backend norm_bbox loss_scale padding_side safe_serialization rollout.mode project"
+        " override_config external_lib val_batch_size dataset_num_proc load_from_cache_file lazy_tokenize"
+        " tuner_backend router_aux_loss_coef cast_lm_head_to_fp32 use_bias_correction_kl ignore_bias_buffers"
+        " ds3_gather_for_generation log_unique_prompts log_multimodal log_entropy num_completions_to_print"
+        " esi_redundant_time model_type strict per_device_eval_batch_size local_rank device_map sequence_parallel_size"
+        " stop_words response_prefix debug task_type use_adaptive_entropy cache_implementation pad_to_multiple_of"
+        " full_determinism accelerator_config hybrid_engine nccl_timeout early_stop_interval advantage_reweight"
+        " completion_length_limit_scope use_v1 ppo_max_token_len_per_gpu freeze_parameters trainable_parameters"
+        " init_weights use_logits_to_keep interleave_prob agent_template load_args override_optimizer_config"
+        " loss_scale_factor use_prefix_grouper calculate_entropy enable_activation_offload use_liger return_raw_chat"
+        " return_raw_input_ids return_full_prompt image_patch_size validation_shuffle audio_key"
+        " return_multi_modal_inputs skip_tokenizer_init over_sample_rate multi_stage_wake_up calculate_log_probs"
+        " quantization_config_file use_pf_ppo rollout_data_dir validation_data_dir default_hdfs_dir"
+        " del_local_ckpt_after_load max_inflight_gen_batches bypass_mode rollout_rs rollout_rs_threshold"
+        " custom_register_path cached_dataset rope_scaling preserve_thinking model_kwargs max_shard_size optim_args"
+        " optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size use_cpu do_predict",
+    "the saved model is that of the best run.headline: write run.keep: best":
+        "load_best_model_at_end metric_for_best_model greater_is_better",
+    "merge the adapter into a model first, and write its folder into model.path":
+        "adapters ref_adapters resume_only_model lora_adapter_path lora.adapter_path",
     # the model and the optimizer
     "write model.path": "model.model_path model_path",
     "write algorithm.reference_path, with algorithm.beta > 0": "ref_model",
     "write model.dtype: auto, float32 or bfloat16": "dtype torch_dtype bf16 fp16",
     _LORA: "use_peft train_type tuner_type",
-    "model.lora has rank, alpha, target_modules and vision alone": "lora_dropout lora_modules_to_save use_rslora",
-    _ZERO: "deepspeed",
+    "model.lora has rank, alpha, target_modules and vision alone": 
+        "lora_dropout lora.dropout lora_modules_to_save modules_to_save use_rslora use_dora target_regex",
+    _ZERO: "deepspeed config_file use_deepspeed offload_params param_offload optimizer_offload",
+    "the optimizer is AdamW with optim.adam_beta1, optim.adam_beta2 and optim.adam_epsilon":
+        "optim.strategy optim.optimizer optimizer_impl",
+    "the learning rate ends at 0 (linear, cosine) or stays: write optim.lr_scheduler_type": "min_lr_ratio num_cycles",
+    "the newest version of the hub is read: download another one, and write its folder": "model_revision use_hf",
+    "the processor is the one that model.path holds": "tokenizer_path tokenizer hf_config_path custom_chat_template"
+        " override_chat_template",
     _QUANTIZED: "load_in_8bit load_in_4bit quant_bits quant_method qlora",
     "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
     "write optim.learning_rate": "optim.lr lr",
@@ -109,51 +160,108 @@ REASONS: Mapping[str, str] = {
     "write data.eval": "eval_dataset val_files",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
+    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size",
+    "write the first rows that are wanted into a file of their own": "train_max_samples val_max_samples",
+    "write its text into data.prompt_template, with {prompt} in the place of {{ content }}": "format_prompt",
+    "a step samples rollout.prompts_per_step prompts an attempt": "gen_batch_size mini_rollout_batch_size",
+    "filters run in each process": "filter_overlong_prompts_workers",
+    "rewards get every column of a row": "reward_fn_key",
+    "write model.lora.target_modules, and model.lora.vision": "exclude_modules freeze_aligner freeze_llm",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
     "write data.max_prompt_length and rollout.max_completion_length": "max_length",
     "write data.on_overlong (a longer prompt is never cut)":
         "truncation_strategy data.truncation filter_overlong_prompts",
-    "map it in data.columns (our name: the dataset's column)": "prompt_key answer_key image_key images_key",
+    "map it in data.columns (our name: the dataset's column)":
+        "prompt_key answer_key image_key images_key dataset_prompt_column",
+    "videos are not in this version of mm_grpo yet; leave it out": "data.video_key",
     "write rollout.max_completion_length": "max_new_tokens response_length max_response_length",
     # rewards and the algorithm
     "write rewards (a list of names or mappings)": "reward_funcs",
     "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]": "reward_weights",
     "write rewards: [path/to/file.py:function]":
         "external_plugins reward_function custom_reward_function.path custom_reward_function.name",
+    "give the entry of rewards its arguments: rewards: [{name: path/to/file.py:function, option: value}]":
+        "reward_function_kwargs custom_reward_function.reward_kwargs reward_kwargs",
+    "a reward is called with the completions of a step if it asks for lists (docs/rewards.md)":
+        "reward_type reward_manager reward.num_cpus reward.num_workers skip_special_tokens",
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
     "write algorithm.advantage_estimator (grpo, rloo, reinforce_plus_plus_baseline or maxrl)": "adv_estimator",
-    "write algorithm.loss_type": "loss_agg_mode",
+    "write algorithm.loss_type": "loss_agg_mode loss_avg_mode loss_mode",
     **{f"write algorithm.credit.{name.partition('_')[2]}, with rule {name[:4]}": name
        for name in ("pgpo_tau", "pgpo_beta", "vppo_top_share", "vppo_beta_min")},
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
-        "kl_coef kl_loss_coef use_kl_loss disable_kl",
+        "kl_coef kl_loss_coef use_kl_loss disable_kl use_kl_in_reward",
+    "the weight of the KL term stays: write algorithm.beta": "kl_type kl_horizon kl_target kl_ctrl.type kl_ctrl.horizon"
+        " kl_ctrl.target_kl",
+    "groups of equal rewards are replaced, and no others": "filter_key filter_low filter_high filter_groups.metric",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",
     "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
-        "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches",
+        "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches max_try_make_batch",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
     "write rollout.num_generations": "rollout.n",
-    "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode",
+    "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode rollout.name",
     "each process has a vLLM of its own here; leave it out":
         "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
     "write rollout.vllm.sleep_level (0, 1 or 2)": "vllm_enable_sleep_mode",
     "write algorithm.importance_sampling_mode (none is no correction)":
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
-    _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens",
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is",
+    _VLLM: "enforce_eager enable_chunked_prefill max_num_batched_tokens max_num_seqs enable_prefix_caching ignore_eos",
+    "evaluation samples by rollout.eval.temperature (0 is greedy)": "do_sample",
+    "write rollout.tools or rollout.environment, and rollout.max_turns": "multi_turn_scheduler use_gym_env gym_env",
+    "write data.max_pixels (= tokens x the square of the patch that makes one)": "image_max_token_num",
 }  # fmt: skip
 """Advice, and the keys that get it."""
 
+_PROFILE = "what a step costs is in its metrics and in report.html; there is no profiler"
+PARTS: Mapping[str, str] = {
+    "critic": "advantages are those of groups, without a value model",
+    "reward_model": "write rewards: [{name: reward_model, path: ...}]",
+    "ref": "the reference model is laid out as the policy; write algorithm.reference_path for another one",
+    **dict.fromkeys(("fsdp", "fsdp_config", "offload", "megatron"), _ZERO),
+    **dict.fromkeys(("profiler", "global_profiler", "npu_profile", "prometheus", "trace"), _PROFILE),
+    **dict.fromkeys(
+        ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip", "pf_ppo",
+         "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), _NONE),
+    **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
+    "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
+    "distillation": "write algorithm.reference_path: the teacher, with algorithm.beta > 0",
+    "engine_kwargs": _VLLM,
+}  # fmt: skip
+"""Advice by a section of another trainer, which goes before that of its keys."""
+
+PROGRAMS: Mapping[str, str] = {
+    "LLaMA-Factory": "llamafactory-cli stage finetuning_type dataset_dir cutoff_len",
+    "NeMo-RL": "policy loss_fn nemo_rl",
+    "Trinity-RFT": "trinity buffer explorer synchronizer",
+    "Axolotl": "axolotl base_model sequence_len",
+    "OpenRLHF": "openrlhf pretrain actor_num_nodes",
+    "AReaL": "areal gconfig allocation_mode",
+    "another stage than GRPO": "sft dpo kto pt sft_trainer fsdp_sft_trainer sft_vlm dpo_vlm max_seq_length"
+    " assistant_only_loss completion_only_loss"
+    + "".join(f" rlhf_type={name}" for name in ["dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "gkd"]),
+}
+"""Programs whose files are refused, and keys or words of the command line that only they have."""
+
+_FAMILIES = (
+    "galore_ adalora_ chord_ rlsd_ sdar_ fipo_ real_ cosine_ teacher_ clip_cov_ kl_cov_ entropy_ boft_ vera_ reft_"
+    " llamapro_ fourier_ decision_ trackio_ use_transformers transformers_ packing_ lisa_ hqq_ adapter_ liger_"
+)
 PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
     **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
     **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
-    **dict.fromkeys(("save_", "log_", "logging_", "eval_", "torch_compile"), _NONE),
+    **dict.fromkeys(
+        ("save_", "log_", "logging_", "eval_", "torch_compile", "val_", "ray_", "swanlab_"), _NONE
+    ),
+    **dict.fromkeys(_FAMILIES.split(), _NONE),
+    **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),
     "vllm_server_": "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
     "vllm_": _VLLM,
     "lora_": _LORA,
     "dataloader_": "images are made ahead by two threads of each process",
     "bnb_": _QUANTIZED,
-}
+}  # fmt: skip
 """Advice by the beginning of keys."""
 
 
@@ -177,11 +285,16 @@ KEY_ROWS: Mapping[str, KeyRow] = _key_rows()
 
 
 def row_of(path: str) -> KeyRow | None:
-    """Return the row of the longest end of a key's path that has one, else None."""
+    """Return the row of a section of a key's path, or of the path's longest end that has one, else None."""
+    section = next((PARTS[part] for part in _fold(path).split(".") if part in PARTS), None)
+    return by_end(path, KEY_ROWS, None) if section is None else KeyRow(None, section)
+
+
+def by_end(path: str, table: Mapping[str, Value], default: Value) -> Value:
+    """Return the value of the longest end of a key's path that a table has, else the default."""
     parts = _fold(path).split(".")
-    return next(
-        (KEY_ROWS[end] for start in range(len(parts)) if (end := ".".join(parts[start:])) in KEY_ROWS), None
-    )
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((table[end] for end in ends if end in table), default)
 
 
 NO_ZERO_3 = (
@@ -192,8 +305,8 @@ NO_ZERO_3 = (
 REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
     **dict.fromkeys(("format", "think_format_reward"), "format"),
-    "repetition": "repetition_penalty",
-    "get_soft_overlong_punishment": "soft_overlong",
+    **dict.fromkeys(("repetition", "repetition_penalty", "repetition_penalty_reward"), "repetition_penalty"),
+    **dict.fromkeys(("soft_overlong", "get_soft_overlong_punishment"), "soft_overlong"),
 }
 """Rewards of other trainers, and ours of the same purpose."""
 

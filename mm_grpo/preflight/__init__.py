@@ -3,6 +3,8 @@
 check         `mm-grpo check`: make every row into a prompt, call every reward
 gold_answers  rewards on right and on wrong answers
 gold_text     a row's right answer
+gold_warnings  golds that look like no answer
+understood    the first row of a source as a run understands it, in lines for the terminal
 pass_rates    `mm-grpo check --pass-rate`: how often the model answers rows right
 doctor        `mm-grpo doctor`: compare engine and learner before and after a real update
 memory        estimate of one process's device memory

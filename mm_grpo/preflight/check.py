@@ -6,10 +6,12 @@ on wrong ones (gold_answers.py). Failing rows are listed by cause.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from logging.handlers import BufferingHandler
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,6 +36,8 @@ from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
+from mm_grpo.preflight.gold_warnings import GoldWarnings
+from mm_grpo.preflight.understood import other_uses, understood
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
@@ -42,7 +46,7 @@ from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
-from mm_grpo.terminal import cell, print_line, printable
+from mm_grpo.terminal import cell, print_line, print_phase, printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -66,13 +70,39 @@ class RowReport:
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
 
 
-def check_config(  # noqa: PLR0915
-    config: GRPOConfig, *, call_judges: bool = False, rows: int | None = None, page: str | None = None
-) -> bool:
+def check_config(config: GRPOConfig, *, strict: bool = False, **options: Any) -> bool:
     """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
-    `rows` limits the rows of each set that are checked; `page` is the path of the page of `--page`.
-    Raises UserError if the config itself, the sources or the rewards' arguments are wrong.
+    With `strict` a warning is a problem; the options are those of `_check`. Raises UserError if the config itself, the
+    sources or the rewards' arguments are wrong.
+    """
+    logged, logger = BufferingHandler(10**9), logging.getLogger("mm_grpo")
+    logged.setLevel(logging.WARNING)
+    logger.addHandler(logged)
+    try:
+        problems, printed = _check(config, **options)
+    finally:
+        logger.removeHandler(logged)
+    warnings = len(logged.buffer) + printed
+    problems += warnings if strict else 0
+    print_phase(
+        (f"{problems} problem(s)" if problems else "ok") + (f", {warnings} warning(s)" if warnings else "")
+    )
+    return not problems
+
+
+def _check(  # noqa: PLR0915
+    config: GRPOConfig,
+    *,
+    call_judges: bool = False,
+    rows: int | None = None,
+    page: str | None = None,
+    smoke: bool = False,
+) -> tuple[int, int]:
+    """Print the report; return the numbers of problems and of warnings in it.
+
+    `rows` limits the rows of each set that are checked; `page` is the path of the page of `--page`. In a `smoke` run
+    the tokens of right answers are not counted, because the tokenizer is a stand-in.
     """
     console = Console()
     if not console.is_terminal:
@@ -84,8 +114,9 @@ def check_config(  # noqa: PLR0915
     eval_metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
+    processor, template = processor_of(config), config.data.gold_template
     if config.data.on_bad_image == "drop":
-        train, *evaluations = (readable(dataset, "drop", Ranks()) for dataset in (train, *evaluations))
+        train, *evaluations = (readable(d, "drop", Ranks(), processor) for d in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     # the reward of an environment has no right answer
     specs = scorer.specs[: len(scorer.specs) - len(environment_rewards)]
@@ -101,7 +132,6 @@ def check_config(  # noqa: PLR0915
     RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
     if config.run.expected_curve is not None:
         read_expected_curve(config.run.expected_curve)
-    processor, template = processor_of(config), config.data.gold_template
     context = context_of(_check_model(config, processor).config)
     embedded = ENGINE_FACTS[config.rollout.engine].embedded
     length = None if embedded else config.rollout.vllm.max_model_len
@@ -110,9 +140,10 @@ def check_config(  # noqa: PLR0915
     answer = partial(gold_text, template=template)
     check_page = CheckPage(page, processor, specs, answer=answer, rows=0 if page is None else MAX_ROWS)
 
+    tokenizer = None if smoke else getattr(processor, "tokenizer", None)
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes = list(plan.sentences)
+    notes, warnings = list(plan.sentences), list[str]()
     reports: dict[str, list[RewardReport]] = {}
     keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():
@@ -127,7 +158,12 @@ def check_config(  # noqa: PLR0915
         for_training = dataset is train
         find_fault = partial(_limit_fault, config=config, for_training=for_training, twins=twins)
         builder = prompt_builder if for_training else prompt_builder.evaluation
-        report = _check_rows(checked, builder, find_fault, rewards, console, check_page)
+        for line in understood(checked, builder, rewards, other_uses(config, dataset, toolbox)):
+            print_line(line, console)
+        limit = None if for_training else config.rollout.eval.max_completion_length
+        golds = GoldWarnings(specs, template, tokenizer, limit or config.rollout.max_completion_length)
+        report = _check_rows(checked, builder, find_fault, rewards, console, check_page, golds)
+        warnings += golds.sentences(alike=rows is None)
         # with --rows all rows are compared too, by what can be read without their images
         keys[name] = report.keys if rows is None else list(dataset.row_keys())
         reports[name] = rewards.finish()
@@ -141,10 +177,12 @@ def check_config(  # noqa: PLR0915
         ]
         (notes if lengths else failures).extend(dropped)
     check_page.shared = shared_rows(keys.pop(train.name), keys)
-    notes += check_page.shared
+    warnings += check_page.shared
     console.print(table)
     for note in notes:
         print_line(note, console)
+    for warning in warnings:
+        print_line(f"warning: {warning}", console, style="yellow")
     _print_rewards(console, reports)
     print_line(config.batch_sentence(processes=1) + f", {plan.max_steps} steps", console)
     for name, set_reports in reports.items():
@@ -155,8 +193,7 @@ def check_config(  # noqa: PLR0915
         print_line(failure, console, style="red")
     if page is not None:
         print_line(check_page.write(), console)
-    console.print("ok" if not failures else f"{len(failures)} problem(s)")
-    return not failures
+    return len(failures), len(warnings)
 
 
 def _check_model(config: GRPOConfig, processor: Processor) -> Any:
@@ -201,8 +238,9 @@ def _check_rows(
     rewards: RewardCheck,
     console: Console,
     page: CheckPage,
+    golds: GoldWarnings,
 ) -> RowReport:
-    """Make each row into a prompt, and hand usable ones to `rewards` and `page`."""
+    """Make each row into a prompt, and hand usable ones to `rewards`, `page` and `golds`."""
     report = RowReport()
     indices = track(
         range(len(dataset)),
@@ -232,6 +270,7 @@ def _check_rows(
         report.images += len(prompt.engine_prompt.images)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
+        golds.add(source, row, sample.messages, sample.columns)
     return report
 
 

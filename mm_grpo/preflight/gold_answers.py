@@ -65,8 +65,13 @@ class RewardCheck:
     """
 
     def __init__(self, specs: Sequence[RewardSpec], **options: Any) -> None:
+        self.specs = specs
         self._checks = [_Check(spec, **options) for spec in specs]
         self._rows: list[tuple[str, Prompt]] = []
+
+    def preview(self, prompt: Prompt) -> list[tuple[str | None, str]]:
+        """Return each reward's right answer for a row, without the template, and its score in words; reports stay."""
+        return [check.preview(prompt) for check in self._checks]
 
     def add(self, row: str, prompt: Prompt) -> None:
         """Add a row; `row` is its name in messages."""
@@ -110,6 +115,17 @@ class _Check:
         self.pool: list[str] = []
         if not self.may_call:
             self.report.skipped = "not called: it may use a network (--call-judges calls it)"
+
+    def preview(self, prompt: Prompt) -> tuple[str | None, str]:
+        if not self.may_call:
+            return None, self.report.skipped
+        answer = gold_text(self.spec, prompt, self.template, always=self.is_form)
+        gold = answer if self.is_form else gold_text(self.spec, prompt)
+        try:
+            score = None if answer is None else self._scores(prompt, [answer])[0]
+        except RewardError as error:
+            return gold, f"raises: {error}"
+        return gold, "" if answer is None else f"scores {number(score)}"
 
     def score(self, rows: Sequence[tuple[str, Prompt]]) -> None:
         if not self.may_call:

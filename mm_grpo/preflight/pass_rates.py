@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.build import open_sampler
+from mm_grpo.build import open_sampler, processor_of
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
@@ -47,7 +47,8 @@ def measure(
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several_turns)
     success = Success.of(config, scorer.specs)
     train = load_train(config, needs=scorer.check, turns=several_turns)
-    all_rows = readable(train, config.data.on_bad_image, ranks)
+    processor = processor_of(config)
+    all_rows = readable(train, config.data.on_bad_image, ranks, processor)
     subset = evenly_spaced(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), subset.columns), processes=1)
@@ -59,7 +60,8 @@ def measure(
             if (share := success.share(group)) is not None:
                 shares[group.slot] = share
 
-    with open_sampler(config, [subset], scorer, toolbox, phase=print_phase) as (prompt_builder, sampler):
+    opened = open_sampler(config, [subset], scorer, toolbox, processor, phase=print_phase)
+    with opened as (prompt_builder, sampler):
         scorer.start(conversational=all_rows.conversational)
         runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         answer_rows(runner, subset, config, 0, keep=keep, report=partial(report, "pass rate"))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
 from mm_grpo.processors.model_folder import read_config, warn_of_unread_code
+from mm_grpo.types import pixel_limits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -52,8 +53,8 @@ class Processor(Protocol):
     def prompt(self, sample: Sample) -> Prompt:
         """Process one sample. DataError, naming the row, when it cannot be used."""
 
-    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
-        """Return a bound on the tokens that `prompt` makes of these messages and so many images of any size."""
+    def max_prompt_tokens(self, sample: Sample, images: int) -> int:
+        """Return a bound on the tokens that `prompt` makes of a sample with so many images of any size."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
@@ -71,7 +72,7 @@ class ConversationProcessor(Processor, Protocol):
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
 
-    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+    def observation(self, answers: Sequence[Sequence[str | Image]], sample: Sample) -> list[int]:
         """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""
 
 
@@ -134,6 +135,17 @@ def processor_class(
     if not trust_remote_code:
         warn_of_unread_code(path, config)
     return cls or _class_for(config.model_type, path), config
+
+
+def check_followed(processor: Processor, sample: Sample) -> None:
+    """Raise DataError for a row with settings of its own and a user's processor without `follows_rows`."""
+    settings = sample.chat_template_kwargs or any(pixel_limits(sample.messages))
+    if settings and not getattr(processor, "follows_rows", False):
+        raise DataError(
+            f"{sample.uid}: chat_template_kwargs, or pixel limits of an image part or of a source: "
+            f"{type(processor).__qualname__} (model.processor) does not say that it follows them; leave them out, or "
+            "let it follow them and set its attribute follows_rows = True"
+        )
 
 
 def mm_processor_kwargs(processor: Processor) -> Mapping[str, Any]:

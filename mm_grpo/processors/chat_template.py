@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, TemplateSyntaxError, meta
 
-from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.errors import ConfigError, UserError, did_you_mean
 
 FIELD = "data.chat_template_kwargs"
 OURS = ("messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now")
@@ -28,20 +28,22 @@ def names_read(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(syntax))
 
 
-def check_arguments(arguments: Mapping[str, Any], template: str, path: str) -> dict[str, Any]:
-    """Copy the arguments. ConfigError for a name that the model's template does not read."""
+def check_arguments(
+    arguments: Mapping[str, Any], template: str, where: str = FIELD, error: type[UserError] = ConfigError
+) -> dict[str, Any]:
+    """Copy the arguments, which stand at `where`. Raise `error` for a name that the model's template does not read."""
     if not arguments:
         return {}
     try:
         legal = sorted(names_read(template) - set(OURS))
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"model.path = '{path}': the chat template is not valid Jinja ({error})") from None
+    except TemplateSyntaxError as fault:
+        raise ConfigError(f"model.path: the chat template is not valid Jinja ({fault})") from None
     for name in arguments:
         if name in OURS:
-            raise ConfigError(f"{FIELD}.{name}: is set for every prompt by the run; leave it out")
+            raise error(f"{where}.{name}: is set for every prompt by the run; leave it out")
         if name not in legal:
-            raise ConfigError(
-                f"{FIELD}.{name}: the chat template of '{path}' does not read {name!r}, so it would change "
+            raise error(
+                f"{where}.{name}: the chat template of model.path does not read {name!r}, so it would change "
                 f"nothing; {did_you_mean(name, legal)}it reads: {', '.join(legal) or 'none'}. Leave it out, or "
                 "use a model whose template has it"
             )

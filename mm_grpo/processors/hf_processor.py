@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,14 +26,14 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import BadImage, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.image_size import NoFixedPoint, Size, pixel_limits, resize_to
+from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle, without_limits
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample, pixel_limits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,6 +58,7 @@ class HFProcessor(ABC):
     """Images that have a stable size, in words for the message about an image that has none."""
     template_tokens: ClassVar[Mapping[str, int]] = {}
     """Count of each media token that the chat template writes for one image, without the placeholder."""
+    follows_rows: ClassVar[bool] = True
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -77,7 +79,7 @@ class HFProcessor(ABC):
         self.template: str = template.get("default", "") if isinstance(template, Mapping) else template
         if not self.template:
             raise ConfigError(f"model.path = '{path}': it has no chat template; add chat_template.jinja")
-        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template, path)
+        self.chat_template_kwargs = check_arguments(chat_template_kwargs or {}, self.template)
         # a tokenizer loads without its vocabulary, and then drops all text but special tokens
         if not self.tokenizer("a", add_special_tokens=False)["input_ids"]:
             raise ConfigError(
@@ -107,17 +109,6 @@ class HFProcessor(ABC):
         """Set the user's limits in `hf`; return the least and largest area [pixels] of an image after the resize."""
 
     @abstractmethod
-    def fixed_size(self, size: Size) -> Size:
-        """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
-
-    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
-        """Apply the family's rule once, with limits of one image, which are within the run's.
-
-        NoFixedPoint if no size keeps them; here, because the rule has no limits of one image.
-        """
-        raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
-
-    @abstractmethod
     def max_image_tokens(self) -> int:
         """Return the largest number of ids that one image becomes."""
 
@@ -139,17 +130,16 @@ class HFProcessor(ABC):
         """
         if sample.videos:
             raise DataError(f"{sample.uid}: the row has videos; only images are supported")
-        limits = pixel_limits(sample.messages) or [{}] * len(sample.images)
-        images = tuple(
-            self._resize(sample.uid, i, *pair)
-            for i, pair in enumerate(zip(sample.images, limits, strict=False))
-        )
+        limits = chain(pixel_limits(sample.messages), repeat({}))
+        pairs = enumerate(zip(sample.images, limits, strict=False))
+        images = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
         collapsed = self.ids(sample)
         self._check_placeholders(sample.uid, collapsed, len(images))
         ids, vision = self.encode(images) if images else ([], {})
         expanded = self.expand(sample, collapsed, ids)
         return Prompt(
-            sample=sample,
+            # its images have their final size, and may go through here again
+            sample=replace(sample, messages=without_limits(sample.messages)),
             token_ids=tuple(expanded),
             engine_prompt=EnginePrompt(tuple(collapsed), images),
             position_ids=self.positions(expanded, vision),
@@ -159,23 +149,35 @@ class HFProcessor(ABC):
     def image_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize an image to, which the model's own rule under the run's limits maps to itself.
 
-        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's. NoFixedPoint if there is no size.
+        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's; if it cannot have both, the largest
+        one counts. NoFixedPoint if there is no size.
         """
-        asked = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
+        current = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
         low, high = limits.get("min_pixels", self.min_pixels), limits.get("max_pixels", self.max_pixels)
-        result = self.fixed_size(asked)
-        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == asked)
+        result = self.fixed_size(current)
+        fits = low <= math.prod(result) <= high and ("resized_height" not in limits or result == current)
         if fits or not limits:
             return result
         low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
         most = high
-        while most >= low:
-            once = self.limited_size(asked, low, most)
+        for _ in range(MAX_WALK):
+            current = self.limited_size(current, low, most)
             # the engine applies the run's rule to it, which may choose a size above `high`
-            if math.prod(result := self.fixed_size(once)) <= high:
+            if math.prod(result := self.fixed_size(current)) <= high:
                 return result
-            most = math.prod(once) - 1
+            low, most = self.min_pixels, min(most, math.prod(current)) - 1
         raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
+
+    def refusal(self, size: Size, limits: Iterable[tuple[str, int]]) -> str:
+        """Return why `image_size` refuses an upright image, what is legal and what to do; "" if it is taken."""
+        row_limits = dict(limits)
+        try:
+            self.image_size(size, row_limits)
+        except NoFixedPoint as error:
+            own = f", and the row's or its source's {row_limits}" if row_limits else ""
+            legal = f"legal are {self.stable}{own}; crop the image or widen them"
+            return f"cannot be brought to a stable size: {error}; {legal}"
+        return ""
 
     def picture(self, image: Image, *, row: str) -> Picture:
         resized = self._resize(row, 0, image, {})
@@ -195,18 +197,19 @@ class HFProcessor(ABC):
             vision=vision,
         )
 
-    def observation(self, answers: Sequence[Sequence[str | Image]], *, row: str) -> list[int]:
+    def observation(self, answers: Sequence[Sequence[str | Image]], sample: Sample) -> list[int]:
         """Return the collapsed ids between the end of the model's turn and its next one, by the chat template.
 
         `answers` are the texts and images of each tool's answer. DataError if the template cannot show them.
         """
+        row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
         marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            _, _, after = self._text(messages, row).partition(marker)
+            _, _, after = self._text(messages, row, **arguments).partition(marker)
             end = next((token for token in ends if after.startswith(token)), None)
             return "" if end is None else after[len(end) :]
 
@@ -225,8 +228,8 @@ class HFProcessor(ABC):
             "model that ends with a stop token; conversations of several turns need one that does (model.path)"
         )
 
-    def max_prompt_tokens(self, messages: Sequence[Mapping[str, Any]], images: int, *, row: str) -> int:
-        return len(self.ids(Sample(row, messages))) + images * self.max_image_tokens()
+    def max_prompt_tokens(self, sample: Sample, images: int) -> int:
+        return len(self.ids(sample)) + images * self.max_image_tokens()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
@@ -240,6 +243,14 @@ class HFProcessor(ABC):
     def placeholder(self) -> str:
         """Return the token that stands for an image in the text that the chat template makes."""
         return str(self.hf.image_token)
+
+    def fixed_size(self, size: Size) -> Size:
+        """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
+        return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
+
+    def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
+        """Apply the rule once, with limits within the run's. NoFixedPoint if it cannot keep them; here it has none."""
+        raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
 
     def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the ids of each image, which is at its final size, and the vision tensors of all."""
@@ -282,7 +293,9 @@ class HFProcessor(ABC):
 
     def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
         """Return the ids of a sample's conversation, with one placeholder for each image; `change` edits its text."""
-        messages, arguments = sample.messages, dict[str, Any]()
+        where = f"{sample.uid}: chat_template_kwargs"
+        arguments = check_arguments(sample.chat_template_kwargs, self.template, where, DataError)
+        messages = sample.messages
         if sample.tools and knows_tools(self.template):
             arguments["tools"] = list(sample.tools)
         elif sample.tools:
@@ -315,7 +328,7 @@ class HFProcessor(ABC):
                 if isinstance(message.get("content"), str):
                     message["content"] = [{"type": "text", "text": message["content"]}]
         try:
-            return self.render(copies, **self.chat_template_kwargs, **arguments)
+            return self.render(copies, **{**self.chat_template_kwargs, **arguments})
         except TemplateError as error:
             raise DataError(
                 f"{row}: the model's chat template does not take the prompt ({error}); change the prompt, or "
@@ -329,14 +342,10 @@ class HFProcessor(ABC):
         ]
 
     def _resize(self, uid: str, index: int, image: Image, limits: Mapping[str, int]) -> Image:
-        try:
-            return resize_to(image, self.image_size((image.height, image.width), limits))
-        except NoFixedPoint as error:
-            own = f", and the row's or its source's {dict(limits)}" if limits else ""
-            raise DataError(
-                f"{uid}: image {index} cannot be brought to a stable size: {error}; legal are {self.stable}{own}; crop "
-                "the image or widen them"
-            ) from None
+        size = (image.height, image.width)
+        if why := self.refusal(size, limits.items()):
+            raise BadImage(f"{uid}: image {index} {why}")
+        return resize_to(image, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
         """DataError unless the ids hold one placeholder per image, and no media tokens but the template's."""

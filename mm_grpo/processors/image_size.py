@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.errors import BadImage
 from mm_grpo.types import PIXEL_LIMITS
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
-class NoFixedPoint(ValueError):
-    """The resize rule never settles for this image under these limits."""
+class NoFixedPoint(BadImage):
+    """The resize rule refuses this image under these limits, or never settles."""
 
 
 def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
@@ -37,12 +38,15 @@ def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
     raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would resize any result again")
 
 
-def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
-    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
-    parts = [
-        part for message in messages if not isinstance(message["content"], str) for part in message["content"]
-    ]
-    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
+def without_limits(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the messages without limits in their image parts (`types.PIXEL_LIMITS`)."""
+
+    def bare(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {key: value for key, value in part.items() if key not in PIXEL_LIMITS}
+
+    contents = (m["content"] for m in messages)
+    bare_contents = (c if isinstance(c, str) else [*map(bare, c)] for c in contents)
+    return [{**m, "content": content} for m, content in zip(messages, bare_contents, strict=True)]
 
 
 def resize_to(image: Image, size: Size) -> Image:

@@ -23,7 +23,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
-from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.image_size import NoFixedPoint, Size
 
 
 class InternVLFamily(TiledFamily):
@@ -66,9 +66,6 @@ class InternVLProcessor(HFProcessor):
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         images = self.hf.image_processor
         return {"min_patches": images.min_patches, "max_patches": images.max_patches}
-
-    def fixed_size(self, size: Size) -> Size:
-        return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         area = math.prod(self.tile)

@@ -12,7 +12,6 @@ once, to a size that the rule maps to itself, and refused if there is none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,11 +96,8 @@ class QwenVLProcessor(HFProcessor):
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         return {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
 
-    def fixed_size(self, size: Size) -> Size:
-        return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
-
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
-        return smart_size(size, factor=self.factor, min_pixels=min_pixels, max_pixels=max_pixels)
+        return _rule(size, self.factor, min_pixels, max_pixels)
 
     def max_image_tokens(self) -> int:
         return self.max_pixels // self.factor**2
@@ -132,16 +128,15 @@ class QwenVLProcessor(HFProcessor):
             self.hf.image_processor.size = size
 
 
-def fixed_size(height: int, width: int, **limits: int) -> Size:
+def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
     """Return the (height, width) in pixels that the rule maps to itself, starting from the given size.
 
-    `limits` are as of `smart_size`. Raises NoFixedPoint when that does or does not settle.
+    Raises NoFixedPoint when the rule refuses the size (aspect ratio above 200) or does not settle.
     """
-    return settle((height, width), partial(smart_size, **limits))
+    return settle((height, width), lambda size: _rule(size, factor, min_pixels, max_pixels))
 
 
-def smart_size(size: Size, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
-    """Apply the rule once. Raises NoFixedPoint when it refuses the size (aspect ratio above 200)."""
+def _rule(size: Size, factor: int, min_pixels: int, max_pixels: int) -> Size:
     try:
         height, width = smart_resize(*size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
     except ValueError as error:

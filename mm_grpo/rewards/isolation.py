@@ -22,6 +22,7 @@ from mm_grpo.rewards.resolve import address_of
 from mm_grpo.rewards.scores import Fault
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
+from mm_grpo.user_code.lazy_image import with_pil_images
 from mm_grpo.user_code.workers import (
     LONGEST_ANSWER,
     Outcome,
@@ -182,7 +183,7 @@ def _workers(spec: RewardSpec) -> Workers:
 
 def _pickled(spec: RewardSpec, call: Call) -> bytes:
     """Pickle a call for a worker: number of rows, names of the logging functions, packed arguments."""
-    arguments = arguments_of(call.batch, spec, call.rows)
+    arguments = {n: with_pil_images(v) for n, v in arguments_of(call.batch, spec, call.rows).items()}
     logs = tuple(name for name in ("log_extra", "log_metric") if arguments.pop(name, None))
     if "samples" not in spec.required + spec.optional:  # they hold the images at full size
         arguments.pop("samples", None)

@@ -13,7 +13,7 @@ no gradient and counts in denominators.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.runner import RolloutRunner
     from mm_grpo.rollout.seeds import SeedPlan
 
+Place = tuple[int, int, int]
+"""Step, slot and attempt."""
 ReferenceLogprobs = Callable[[Sequence[tuple[Prompt, Sequence[Completion]]]], list[list[list[float]]]]
 """Log-probs [T] under the reference policy of each prompt's completions, as sampled."""
 
@@ -104,6 +106,8 @@ class Collector:
         self.max_steps = seeds.max_steps
         self.version, self.reference_logprobs = version, reference_logprobs
         self.success = Success.of(config, self.specs)
+        self.changed_rows: Collection[int] = ()
+        """Rows that are not what they were when steps ahead of a checkpoint were sampled."""
         self.sampling = Sampling(config.rollout.max_completion_length, config.rollout.temperature)
 
     def prompts(self, rollout: Rollout) -> StepPrompts:
@@ -132,10 +136,12 @@ class Collector:
             builder.warn_if_none(step, int(totals["prompts"]), rollout.dropped)
         return prompts
 
-    def prompts_at(self, places: Sequence[tuple[int, int, int]]) -> list[Prompt]:
-        """Make the prompts of (step, slot, attempt) again; none of them is too long."""
-        rows = [self._row(*place) for place in places]
-        return self.runner.prompt_builder.prompts(self.dataset, dict(enumerate(rows))).prompts
+    def prompts_at(self, places: Sequence[Place]) -> dict[Place, Prompt]:
+        """Make the prompts of places again, except of rows that changed since or are dropped now."""
+        places = [place for place in places if self._row(*place) not in self.changed_rows]
+        rows = {number: self._row(*place) for number, place in enumerate(places)}
+        made = self.runner.prompt_builder.prompts(self.dataset, rows)
+        return {places[number]: prompt for number, prompt in zip(made.slots, made.prompts, strict=True)}
 
     def observe(self, rollout: Rollout, ranks: Ranks) -> None:
         """Show each sampled row's share of successes to an order that uses it. Collective over `ranks`."""

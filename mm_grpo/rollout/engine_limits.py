@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.types import Sample
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
-    from mm_grpo.types import Sample
 
 ROWS = 1000
 """Rows of a set that are looked at: the longest ones of a list, else evenly spaced ones."""
@@ -101,8 +101,9 @@ def engine_limits(
     longest = images = 1
     for dataset, index in places:
         fields = dataset.fields(index)
-        row, count = dataset.row_name(index), len(fields.images)
-        longest = max(longest, processor.max_prompt_tokens(fields.messages, count, row=row))
+        count, kwargs = len(fields.images), fields.chat_template_kwargs
+        closed = Sample(dataset.row_name(index), fields.messages, chat_template_kwargs=kwargs)
+        longest = max(longest, processor.max_prompt_tokens(closed, count))
         images = max(images, count)
     if toolbox is not None:
         added = [_added(toolbox, processor, dataset.sample(index)) for dataset, index in places[:OPENED]]

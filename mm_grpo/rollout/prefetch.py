@@ -21,6 +21,7 @@ import torch
 
 from mm_grpo.background import BackgroundThreads
 from mm_grpo.data.images import decoded_here
+from mm_grpo.processors.base import check_followed
 
 if TYPE_CHECKING:
     from mm_grpo.data.base import Rows
@@ -80,6 +81,7 @@ class Prefetcher:
 
     def process(self, sample: Sample) -> Prompt:
         """Return the prompt of a sample; one thread at a time."""
+        check_followed(self.processor, sample)
         with self._processing:
             return self.processor.prompt(sample if self.preparer is None else self.preparer.prepare(sample))
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.data.images import BadImage
-from mm_grpo.errors import DataError, UserError
+from mm_grpo.errors import BadImage, DataError, UserError
 from mm_grpo.rewards.thinking import OPEN
 from mm_grpo.rollout.engine_limits import prompt_limit
 from mm_grpo.rollout.prefetch import Prefetched, Prefetcher

@@ -202,7 +202,7 @@ class TurnLoop:
             contents.append(_content(observation, images))
             new_pictures += resized
         conversation = talk.conversation
-        ids = self.processor.observation(contents, row=conversation.start.uid)
+        ids = self.processor.observation(contents, conversation.start.sample)
         length = conversation.add_observation(ids, new_pictures, below=talk.request.sampling.max_tokens)
         if length is None:  # no token would be left for the next turn
             talk.finish_reason = "length"

@@ -66,7 +66,10 @@ def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
 def unpack_ahead(
     extra: Mapping[str, Any], collector: Collector, processor: Processor, ranks: Ranks
 ) -> dict[int, Rollout]:
-    """Return this process's share of the steps that `pack_ahead` put into a checkpoint's extra, by step."""
+    """Return this process's share of the steps that `pack_ahead` put into a checkpoint's extra, by step.
+
+    The slot of a group is left empty if the prompt that it was sampled from cannot be made again.
+    """
     if KEY not in extra:
         return {}
     packed = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
@@ -98,8 +101,10 @@ def _rollout(
         if ranks.first or is_local(group)
     ]
     groups = _groups(packed, step, collector, processor)
-    local_groups = {group.slot: group for value, group in zip(packed, groups, strict=True) if is_local(value)}
-    return Rollout(**{**values, "sampled": groups if ranks.first else [], "local_groups": local_groups})
+    local_groups = {g.slot: g for value, g in zip(packed, groups, strict=True) if g and is_local(value)}
+    sampled = [group for group in groups if group and ranks.first]
+    dropped = values["dropped"] + groups.count(None)
+    return Rollout(**{**values, "sampled": sampled, "local_groups": local_groups, "dropped": dropped})
 
 
 def _packed_group(group: Group) -> Values:
@@ -108,18 +113,23 @@ def _packed_group(group: Group) -> Values:
     return packed
 
 
-def _groups(packed: Sequence[Values], step: int, collector: Collector, processor: Processor) -> list[Group]:
-    """Make the groups of a step, with their prompts from their rows."""
+def _groups(
+    packed: Sequence[Values], step: int, collector: Collector, processor: Processor
+) -> list[Group | None]:
+    """Make the groups of a step, with their prompts from their rows; None for a group without a prompt."""
     places = [(step, group["slot"], group["attempt"]) for group in packed]
     prompts: dict[tuple[int, int, int], Prompt] = {}
     # attempt by attempt: equal rows of one attempt share a prompt
     for attempt in sorted({group["attempt"] for group in packed}):
         attempt_places = [place for place in places if place[2] == attempt]
-        prompts |= zip(attempt_places, collector.prompts_at(attempt_places), strict=True)
+        prompts |= collector.prompts_at(attempt_places)
     pictures: dict[str, Picture] = {}
-    groups = []
+    groups: list[Group | None] = []
     for group, place in zip(packed, places, strict=True):
-        values, prompt = dict(group), prompts[place]
+        if (prompt := prompts.get(place)) is None:
+            groups.append(None)
+            continue
+        values = dict(group)
         tails = values.pop("tails", None) or [None] * len(values["completions"])
         values["completions"] = [
             {**completion, "tail": tail and _tail(tail, prompt, processor, pictures)}

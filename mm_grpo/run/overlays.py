@@ -3,7 +3,7 @@
 The page of `mm-grpo check` draws the gold ones, report.html both. `GOLD_COLUMNS` names the column that each built-in
 compares with; the reward's options (`gold_space`, `gold_layout`, `image_index`) tell how to read it. A prediction is
 what the built-in reads in a completion, in its `space` and `layout`. Columns of a user's own reward are not drawn. To
-add a built-in: a line in `GOLD_COLUMNS`, and the way to read column and completion in `_gold` and `_predicted`.
+add a built-in: a line in `GOLD_COLUMNS`, and the way to read column and completion in `gold_polygons` and `_predicted`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Ove
             index = options.get("image_index", 0)
             frame = Frame.of(prompt.engine_prompt.images, prompt.sample, index)
             space = options.get("gold_space", "original")
-            shapes = _gold(GOLD_COLUMNS[builtin], options, frame, space)
+            shapes = gold_polygons(builtin, options, frame)
             for points in moved_shapes(shapes, frame, space, "pixel"):
                 labels.setdefault((index, points), {})[spec.name] = None
         except (ValueError, TypeError, OverflowError) as error:
@@ -96,7 +96,9 @@ def _drawable(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[Rew
             yield spec, builtin
 
 
-def _gold(column: str, options: Mapping[str, Any], frame: Frame, space: str) -> Sequence[Polygon]:
+def gold_polygons(builtin: str, options: Mapping[str, Any], frame: Frame) -> Sequence[Polygon]:
+    """Return the gold shapes of a row in their own space. ValueError or TypeError if the reward cannot read them."""
+    column, space = GOLD_COLUMNS[builtin], options.get("gold_space", "original")
     layout, value = options.get("gold_layout", "xyxy"), options[column]
     if column == "target":
         return gold_shapes(value, frame, layout, space)

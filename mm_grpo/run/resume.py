@@ -6,11 +6,12 @@ the run (same_run.py), its evaluations, the state of the rows' order, and the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.run.changed_rows import check_rows
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.inflight_state import pack_ahead
 from mm_grpo.run.metrics import iter_metrics
@@ -18,6 +19,7 @@ from mm_grpo.run.same_run import refuse_another_run
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
+    from mm_grpo.data.base import Rows
     from mm_grpo.data.order import PromptOrder
     from mm_grpo.learner.learner import Learner
     from mm_grpo.rollout.collect import Rollout
@@ -34,6 +36,7 @@ class RunState:
         learner: Learner,
         config: GRPOConfig,
         evaluations: Evaluations,
+        sets: Mapping[str, Rows],
         order: PromptOrder,
         identity: Callable[[], dict[str, Any]],
         *,
@@ -42,9 +45,12 @@ class RunState:
     ) -> None:
         self.checkpoints, self.paths, self.config = Checkpoints(paths, learner, config), paths, config
         self.evaluations, self.order, self.identity = evaluations, order, identity
+        self.sets = sets
         self.max_steps, self.save_every, self.ranks = max_steps, save_every, learner.ranks
         self.step = 0
         """Step of the checkpoint that was loaded, 0 for none."""
+        self.changed_rows: Sequence[int] = ()
+        """Training rows that are not what they were at that step."""
         self.extra: Mapping[str, Any] = {}
         """Its `extra`."""
         self.log: bytes | None = None
@@ -65,8 +71,11 @@ class RunState:
                     "run.save_every is 0; start again with run.overwrite=true, and set run.save_every"
                 )
             return 0
-        allowed = self.config.run.allow_changed_code
-        refuse_another_run(checkpoint, self.identity(), self.max_steps, allow_changed_code=allowed)
+        run, identity = self.config.run, self.identity()
+        refuse_another_run(checkpoint, identity, self.max_steps, allow_changed_code=run.allow_changed_code)
+        self.changed_rows = check_rows(
+            checkpoint, identity["rows"], self.sets, self.order, allowed=run.allow_changed_rows
+        )
         self.checkpoints.load(checkpoint)
         self.step, self.extra, self.log = checkpoint.step, checkpoint.extra, checkpoint.log
         return self.step

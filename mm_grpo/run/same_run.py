@@ -103,14 +103,12 @@ def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dic
 
 
 def identity_of(
-    train: Rows,
-    eval_sets: Mapping[str, Rows],
+    sets: Mapping[str, Rows],
     specs: Sequence[RewardSpec],
     toolbox: Toolbox | None,
     features: Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
     """Return the identity of rows (by their field of `data`), rewards, tools and the user's loss features by name."""
-    sets = {"train": train, **{f"eval.{name}": rows for name, rows in eval_sets.items()}}
     return {
         "rows": {field: rows.fingerprint() for field, rows in sets.items()},
         "rewards": rewards_of(specs),
@@ -131,7 +129,7 @@ def _file_digest(fn: Callable[..., Any]) -> str | None:
 def refuse_another_run(
     checkpoint: Checkpoint, identity: Mapping[str, Any], max_steps: int, *, allow_changed_code: bool = False
 ) -> None:
-    """Raise ConfigError if a checkpoint is of a run with other rows, rewards, tools or more than `max_steps` steps.
+    """Raise ConfigError if a checkpoint is of a run with other sets, rewards, tools or more than `max_steps` steps.
 
     Evaluation sets must have the same order, because the first is the headline; `tools` are compared by their JSON
     schemas. If the source of a reward or of a tool changed and that is allowed, warn.
@@ -153,12 +151,6 @@ def refuse_another_run(
             f"data.eval: {where} the sets {', '.join(old_sets) or 'none'}, and these are {', '.join(sets) or 'none'}; "
             "before and after would not compare. Put them back, in that order"
         )
-    for name, old in then["rows"].items():
-        if (new := rows[name]) != old:
-            raise ConfigError(
-                f"data.{name}: {where} other rows ({old['rows']} then, {new['rows']} now; contents and a mixture's "
-                "weights count); put them back, or start a new run"
-            )
     if checkpoint.step > max_steps:
         raise ConfigError(
             f"run.max_steps = {max_steps}: the checkpoint '{checkpoint.path}' has {checkpoint.step} finished steps; "

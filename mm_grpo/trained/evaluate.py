@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.build import open_sampler
+from mm_grpo.build import open_sampler, processor_of
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import load_eval
 from mm_grpo.distributed.ranks import start
@@ -72,9 +72,12 @@ def evaluate_config(
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)
     headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     sets = load_eval(config, None, needs=scorer.check, turns=toolbox is not None)
-    sets = {name: readable(rows, config.data.on_bad_image, ranks) for name, rows in sets.items()}
     if not sets:
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
+    section = config.model if model.config is None else model.config.model
+    sampled_config = config.model_copy(update={"model": section})
+    processor, drop = processor_of(sampled_config), config.data.on_bad_image
+    sets = {name: readable(rows, drop, ranks, processor) for name, rows in sets.items()}
     for name, rows in sets.items():
         if by is not None and by not in (columns := rows.columns):
             hint = f"{did_you_mean(by, columns)}They have {', '.join(columns) or 'none'}"
@@ -83,13 +86,11 @@ def evaluate_config(
     if toolbox is not None:
         every_column = [column for rows in sets.values() for column in rows.columns]
         toolbox.place(scorer.asking_for(("environment", "environments"), every_column), processes=ranks.world)
-    section = config.model if model.config is None else model.config.model
-    sampled_config = config.model_copy(update={"model": section})
     put = partial(put_in, checkpoint=model) if isinstance(model, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
     opened = open_sampler(
-        sampled_config, evaluations.datasets, scorer, toolbox, put_in=put, phase=print_phase
+        sampled_config, evaluations.datasets, scorer, toolbox, processor, put_in=put, phase=print_phase
     )
     with opened as (prompt_builder, sampler):
         clock = time.perf_counter()

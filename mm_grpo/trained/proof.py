@@ -97,7 +97,8 @@ def prove(
     for prompt, ids in prompts:
         expected += score(trained.model, trained.processor, config, prompt, [ids])
         with torch.no_grad():
-            inputs = plain_inputs(processor, prompt, ids, config.data.chat_template_kwargs)
+            kwargs = {**config.data.chat_template_kwargs, **prompt.sample.chat_template_kwargs}
+            inputs = plain_inputs(processor, prompt, ids, kwargs)
             input_ids = tuple(inputs["input_ids"][0].tolist())
             if input_ids != (*prompt.token_ids, *ids):
                 counts = (

@@ -6,6 +6,7 @@
 - `watchdog.py`   calls in the trainer's process with a deadline; ends the process when a call blocks the interpreter
 - `kept_state.py` copies of rows for user code, and the process's state restored after it
 - `shared_image.py` images that share pixels until they are first written to
+- `lazy_image.py` images that are drawn or decoded when their pixels are first read
 
 Not here: conversations with tools, each in one worker (`environments/workers.py`).
 """

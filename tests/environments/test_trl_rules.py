@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,26 @@ def test_one_environment_for_all_rows() -> None:
     assert one.call("switch", {"times": 9}).text == "error: ValueError: Game over."
     assert one.environment.columns == ["images", "level", "prompt"]
     assert one.environment is not box.episode(row).environment
+
+
+class Riddle(Lamp):
+    def reset(self, problem: str, image: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.columns, self.problem, self.image = sorted(kwargs), problem, image
+
+
+def test_reset_gets_columns_of_the_prompt_that_it_names() -> None:
+    box, data = box_of(Riddle), BytesIO()
+    picture(1, 8, 6).save(data, "PNG")
+    columns = {
+        "problem": "Why?",
+        "image": {"bytes": data.getvalue(), "path": None},
+        "system": "x",
+        "level": 1,
+    }
+    row = replace(sample("train:0", **columns), prompt_columns=frozenset({"problem", "image", "system"}))
+    riddle: Any = box.episode(box.prepare(row)).environment
+    assert (riddle.problem, riddle.image.size) == ("Why?", (8, 6))
+    assert riddle.columns == ["images", "level", "prompt"], "**kwargs get the prompt and the images once"
 
 
 def test_what_reset_shows_is_put_at_the_end_of_the_prompt() -> None:

@@ -29,7 +29,7 @@ def conversation(
         if turn < turns - 1:
             pictures = rng.choices(shown, k=rng.choice([0, 1, 1, 2]))
             parts = ["seen " * rng.randrange(3), *(picture.image for picture in pictures), "end"]
-            made.add_observation(processor.observation([parts], row="a"), pictures)
+            made.add_observation(processor.observation([parts], start.sample), pictures)
     return made
 
 

@@ -77,7 +77,7 @@ def test_an_observation_is_laid_out_as_in_one_long_prompt(family: str, models: d
     said = after[: end + 1]  # in some templates with a space before it
     made = Conversation(start, processor)
     made.add_answer(Completion(said, (0.0,) * len(said), "ab", "stop", 0))
-    made.add_observation(processor.observation(parts, row="a"), pictures)
+    made.add_observation(processor.observation(parts, start.sample), pictures)
     assert made.prompt.token_ids == whole.token_ids
     assert torch.equal(made.prompt.position_ids, whole.position_ids)
     assert made.prompt.vision.keys() == whole.vision.keys()

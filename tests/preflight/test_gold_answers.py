@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from helpers import tiny
 
+from mm_grpo.config import DataConfig
+from mm_grpo.data.sources import load
 from mm_grpo.errors import by_cause
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import as_text, gold_text
+from mm_grpo.preflight.pass_rates import plain_rows
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.types import EnginePrompt, Prompt, Sample
@@ -53,6 +56,32 @@ def test_a_reward_that_tells_right_from_wrong_passes() -> None:
     assert (report.failures, report.skipped, report.errors) == ([], "", 0)
     assert report.gold == [1.0, 1.0, 1.0] and report.unapplied == 1
     assert report.wrong == [0.0] * 9  # for each row two other answers and garbage
+
+
+def by_kwargs(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(completion[0]["content"] == kwargs["label"][0]) for completion in completions]
+
+
+def by_problem(completion: str, problem: str) -> float:
+    return 0.0
+
+
+@pytest.mark.parametrize(("fn", "gold"), [(by_kwargs, [1.0, 1.0]), (by_problem, [])])
+def test_the_prompts_columns_are_no_gold(fn: Any, gold: list[float]) -> None:
+    shown = frozenset({"problem"})
+    rows = [prompt(n, problem=f"What is {n}?", label=f"label {n}") for n in range(2)]
+    rows = [replace(row, sample=replace(row.sample, prompt_columns=shown)) for row in rows]
+    report = report_of(resolve_entry(fn), *rows)
+    assert (report.gold, report.failures) == (gold, []) and bool(report.skipped) is not bool(gold)
+
+
+def test_selected_rows_are_written_as_prompts_images_and_other_columns() -> None:
+    rows = [{"problem": "What?", "image": tiny.picture(0, 8, 6), "system": "x", "answer": "red"}]
+    (row,) = plain_rows(load(rows, DataConfig()), [0])
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    (image,) = row.pop("images")
+    assert image.size == (8, 6)
+    assert row == {"prompt": [{"role": "user", "content": content}], "system": "x", "answer": "red"}
 
 
 def says_number(completion: str, answer: int) -> float:

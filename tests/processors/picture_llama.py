@@ -77,8 +77,8 @@ class PictureLlamaProcessor:
             vision={"pixel_values": torch.stack(pixels) / 127.5 - 1} if pixels else {},
         )
 
-    def max_prompt_tokens(self, messages: Sequence[Any], images: int, *, row: str) -> int:
-        return len(self._collapsed(messages)) + images * self.features
+    def max_prompt_tokens(self, sample: Sample, images: int) -> int:
+        return len(self._collapsed(sample.messages)) + images * self.features
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -48,11 +48,10 @@ def test_arguments_change_the_prompt(thinker: Path) -> None:
     assert text_of(thinker, enable_thinking=False) == plain + "<think>\n\n</think>\n\n"
     assert text_of(thinker, enable_thinking=True) == plain
     assert text_of(thinker, style="open") == plain + "<think>\n"
-    message = {"role": "user", "content": "what"}
     processors = [
         load_processor(str(thinker), chat_template_kwargs=a) for a in ({}, {"enable_thinking": False})
     ]
-    longest = [processor.max_prompt_tokens([message], 0, row="r") for processor in processors]
+    longest = [processor.max_prompt_tokens(tiny.sample("r", "what"), 0) for processor in processors]
     assert longest[1] == len(processors[1].prompt(tiny.sample("r", "what")).token_ids) > longest[0]
 
 

@@ -68,9 +68,7 @@ def test_a_prompt_equals_transformers_own(family: str, kind: str, models: dict[s
         pixels = pixels.flatten(0, 1)
         pixels = pixels[pixels.flatten(1).any(1)]
     assert torch.equal(prompt.vision.get("pixel_values", torch.zeros(0)), pixels)
-    assert len(prompt.token_ids) <= processor.max_prompt_tokens(
-        prompt.sample.messages, len(prompt.sample.images), row="r"
-    )
+    assert len(prompt.token_ids) <= processor.max_prompt_tokens(prompt.sample, len(prompt.sample.images))
     collapsed = prompt.engine_prompt.token_ids
     assert collapsed.count(processor.image_token_id) == len(prompt.sample.images)
     outside = [t for t in prompt.token_ids if t not in processor.media_token_ids]

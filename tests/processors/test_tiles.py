@@ -105,7 +105,7 @@ def test_limits_are_kept_in_whole_tiles(
     prompt = processor.prompt(sample)
     (image,) = prompt.engine_prompt.images
     assert (image.height, image.width) == size
-    assert len(prompt.token_ids) <= processor.max_prompt_tokens(sample.messages, 1, row="r")
+    assert len(prompt.token_ids) <= processor.max_prompt_tokens(sample, 1)
     processor.save(tmp_path)  # with the limits that were set
     (tmp_path / "config.json").write_text((models[family] / "config.json").read_text())
     if family != "llava_onevision":  # whose limits are no field of its processor

@@ -73,7 +73,7 @@ def processor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Any:
 
 def test_an_answer_continues_the_conversation_as_the_template_would(processor: Any) -> None:
     image = processor.picture(picture(1, 60, 70), row="a").image
-    ids = processor.observation([["it shows ", image], ["done"]], row="a")
+    ids = processor.observation([["it shows ", image], ["done"]], Sample("a", ()))
     shown = "it shows <|vision_start|><|image_pad|><|vision_end|>"
     if knows_tools(processor.template):
         turn = "<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n"
@@ -101,4 +101,4 @@ def test_a_template_that_cannot_show_an_answer(models: dict[str, Path]) -> None:
     loaded: Any = load_processor(str(models["qwen2_5_vl"]))
     loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(DataError, match=r"train:1: the model's chat template does not show an answer with"):
-        loaded.observation([["a"]], row="train:1")
+        loaded.observation([["a"]], Sample("train:1", ()))

@@ -24,7 +24,7 @@ from mm_grpo.rollout.engine import (
     requests_for,
 )
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
-from mm_grpo.types import Completion
+from mm_grpo.types import Completion, Sample
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
@@ -142,7 +142,7 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
         shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
             : i + 1 if i < 2 else 0
         ]
-        text = setup.processor.observation([[p.image for p in shown] + ["seen"]], row="r")
+        text = setup.processor.observation([[p.image for p in shown] + ["seen"]], Sample("r", ()))
         assert talk.add_observation(text, shown) is not None
         follows = Follows(i, shown) if follow else None
         numbers.append(stream.add_request(Request(talk.prompt, 100 + i, Sampling(8)), follows))

@@ -44,7 +44,7 @@ def test_a_conversation_outlives_a_checkpoint() -> None:
     rollout = Rollout(4, {0: last}, [first, last], attempts=2, metrics={"x": 1.5}, zero_std_slots=[3])
 
     kept = json.loads(json.dumps(pack_ahead({4: rollout}, Ranks())))
-    collector: Any = SimpleNamespace(prompts_at=lambda places: [prompt for _ in places])
+    collector: Any = SimpleNamespace(prompts_at=lambda places: dict.fromkeys(places, prompt))
     processor: Any = SimpleNamespace(picture=picture)
     ahead = unpack_ahead(kept, collector, processor, Ranks())
     found = ahead[4]

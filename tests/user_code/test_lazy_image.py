@@ -12,8 +12,8 @@ from helpers.configs import small_config
 from PIL import Image
 
 from mm_grpo.data import Dataset
-from mm_grpo.data.lazy_image import LazyImage
 from mm_grpo.data.shapes import render, scene, shapes_rows
+from mm_grpo.user_code.lazy_image import LazyImage
 
 
 def counted(calls: list[int]) -> LazyImage:

@@ -1,0 +1,384 @@
+"""Rules of `convert` for keys that need arithmetic or depend on others, and the defaults of other trainers.
+
+A rule takes the conversion and the key's value, and returns our values by dotted path, or the reason why there are
+none. To add one: a line in KEY_RULES, by the end of the key's name. Keys whose value means the same are in `keys`.
+
+TRL's and ms-swift's `max_steps`, `save_steps` and `eval_steps` count optimizer updates, ours count steps, which make
+several; their batches are per device, ours are whole. With S = steps_per_generation, A = gradient_accumulation_steps
+and B = per_device_train_batch_size x S x devices: P = B / G, and a step makes S / A updates, num_iterations times. In
+verl and EasyR1 steps are steps, batches count prompts, and a step makes batch / mini batch updates; their warm-up
+counts steps, ours updates.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mm_grpo.config.messages import shown
+from mm_grpo.migrate.keys import REWARDS
+from mm_grpo.numbers import is_number
+
+if TYPE_CHECKING:
+    from mm_grpo.migrate.convert import Conversion
+
+Converted = dict[str, Any] | str
+"""Our values by dotted path, or a reason."""
+Rule = Callable[["Conversion", Any], Converted]
+DOTTED = ("verl", "EasyR1")
+"""Trainers whose keys are in sections."""
+PROMPTS = "data.train_batch_size data.rollout_batch_size"
+MINI_BATCH = "actor.ppo_mini_batch_size actor.global_batch_size"
+BATCH = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
+_LENGTH = "max_steps total_training_steps"
+
+
+def _batch(result: Conversion, value: Any) -> Converted:
+    generations = result.number("num_generations", 8)
+    prompts, updates = Fraction(result.generation) / Fraction(generations), result.updates
+    if prompts.denominator > 1 or updates.denominator > 1:
+        return (
+            f"{result.generation} completions a step make {prompts} groups of {generations} and {updates} updates, "
+            "which are no whole numbers; give --devices, or set rollout.prompts_per_step and optim.updates_per_step"
+        )
+    return {"rollout.prompts_per_step": int(prompts), "optim.updates_per_step": int(updates)}
+
+
+def _mini_batch(result: Conversion, value: Any) -> Converted:
+    if result.updates.denominator > 1:
+        return f"is no divisor of {result.number(PROMPTS, 1)} prompts a step; set optim.updates_per_step"
+    return {"optim.updates_per_step": int(result.updates)}
+
+
+def _steps(path: str) -> Rule:
+    """Return the rule that converts a number of updates to steps."""
+
+    def rule(result: Conversion, value: Any) -> Converted:
+        if not is_number(value) or 0 < value < 1:
+            return f"is {shown(value)}; {path} is a number of steps"
+        if value <= 0 and path == "run.max_steps":
+            return {}  # -1, which is the length of num_train_epochs
+        steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
+        if steps.denominator > 1:
+            result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
+        return {path: max(1, int(steps)) if value else 0}
+
+    return rule
+
+
+def _epochs(result: Conversion, value: Any) -> Converted:
+    if result.number(_LENGTH, -1) > 0:
+        return {}  # it ends the run there too
+    rows = f"{value} x rows / {result.values.get('rollout', {}).get('prompts_per_step', 'prompts a step')}"
+    return f"write run.max_steps (steps, not epochs; null is one pass over the data): {rows}"
+
+
+def _warmup(result: Conversion, value: Any) -> Converted:
+    if value <= 0:
+        return {}
+    total, iterations = result.number(_LENGTH, -1), int(result.number("actor.ppo_epochs", 1))
+    if value < 1 and total <= 0:
+        return "the length of the run is not known; write optim.warmup_steps (updates)"
+    scale = result.updates * iterations if result.trainer in DOTTED else 1
+    return {"optim.warmup_steps": int((value * total if value < 1 else value) * scale)}
+
+
+def _system(result: Conversion, value: Any) -> Converted:
+    is_file = str(value).endswith(".txt")
+    why = "its text is in another file; write it into data.system_prompt"
+    return why if is_file else {"data.system_prompt": str(value)}
+
+
+def _trackers(result: Conversion, value: Any) -> Converted:
+    names = [name for name in _listed(value) if name not in ("none", "console", "file")]
+    legal = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    if unknown := ", ".join(str(name) for name in names if name not in legal):
+        result.omitted[result.key] = (
+            f"no tracker here is named {unknown}; there are tensorboard, wandb and trackio"
+        )
+    return {"run.trackers": legal}
+
+
+def _vllm(result: Conversion, value: Any) -> Converted:
+    return {"rollout.engine": "vllm_server" if result.find("vllm_mode") == "server" else "vllm"}
+
+
+def _engine(result: Conversion, value: Any) -> Converted:
+    if value not in ("vllm", "hf"):
+        result.omitted[result.key] = f"there is no {value} here; rollout.engine: vllm is written"
+    return {"rollout.engine": "transformers" if value == "hf" else "vllm"}
+
+
+def _correction(result: Conversion, value: Any) -> Converted:
+    corrects = result.find("use_vllm", False) and result.find("vllm_importance_sampling_correction", True)
+    return {"algorithm.importance_sampling_mode": value} if corrects else {}
+
+
+def _rewards(result: Conversion, value: Any) -> Converted:
+    names, weights = _listed(value), result.find("reward_weights")
+    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
+    entries: list[Any] = []
+    for name, weight in zip(names, weights, strict=True):
+        module, _, function = str(name).rpartition(".")
+        if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
+            options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
+            options["weight"] = None if weight is None else float(weight)
+            chosen = {ours: option for ours, option in options.items() if option is not None}
+            entries.append({"name": entry, **chosen} if chosen else entry)
+    if unknown := ", ".join(str(name) for name in names if name not in REWARDS and "." not in str(name)):
+        result.omitted[result.key] = f"no reward here is named {unknown}; write path/to/file.py:function"
+    return {"rewards": entries}
+
+
+REWARD_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "soft_overlong": {"max_length": "soft_max_length max_completion_length", "buffer": "soft_cache_length"},
+    "repetition_penalty": {"ngram": "repetition_n_grams", "max_penalty": "repetition_max_penalty"},
+}
+"""Arguments of our rewards, and the keys that give them."""
+
+
+def _reward_file(result: Conversion, value: Any) -> Converted:
+    file, _, name = str(value).partition(":")
+    default = "main" if result.trainer == "EasyR1" else "compute_score"
+    name = name or result.find("custom_reward_function.name", default)
+    result.notes.append(
+        f"rewards: {name} has another signature in {result.trainer}; here it is (completion, answer), or other columns "
+        "by name, and returns a number (docs/rewards.md)"
+    )
+    return {"rewards": [f"{file}:{name}"]}
+
+
+def _dataset(result: Conversion, value: Any) -> Converted:
+    if Path(str(value)).suffix:
+        return {"data.train": str(value)}
+    config = result.find("dataset_config")
+    hub = f"{value}:{config}" if config else str(value)
+    sources = {"data.train": f"{hub}:{result.find('dataset_train_split', 'train')}"}
+    if result.find("eval_strategy", "no") != "no":
+        sources["data.eval"] = f"{hub}:{result.find('dataset_test_split', 'test')}"
+    return sources
+
+
+def _rows(path: str) -> Rule:
+    """Return the rule of one or several sources of rows."""
+
+    def rule(result: Conversion, value: Any) -> Converted:
+        lost: list[str] = []
+        sources = [_source(str(text), lost) for text in _listed(value)]
+        result.omitted |= {result.key: "; ".join(lost)} if lost else {}
+        return {path: sources if isinstance(value, list) else sources[0]}
+
+    return rule
+
+
+def _source(text: str, lost: list[str]) -> str:
+    """Return our name of ms-swift's hub::name:subset#rows, or EasyR1's name@split; what that loses goes into `lost`."""
+    syntax = r"(?:(hf|ms)::)?(.+?)(?::([^:#@]+))?(?:@(\w+))?(?:#(\d+))?"
+    match = re.fullmatch(syntax, text, re.DOTALL | re.IGNORECASE)
+    if match is None or Path(text).expanduser().exists():
+        return text
+    hub, name, subset, split, rows = match.groups()
+    if hub and hub.lower() == "ms":
+        lost.append(f"{name} is asked of Hugging Face's hub, not of ModelScope's")
+    if rows:
+        lost.append(f"every row is read, not {rows}; write those rows into a file of their own")
+    if Path(name).suffix in (".json", ".jsonl", ".csv", ".parquet", ".arrow") or subset == "default":
+        return name
+    if subset and "/" in subset:
+        lost.append(f"of the subsets {subset} one is {name}:SUBSET:train; write a list of them")
+    splits = ("train", "test", "validation", "val")
+    parts = [name, subset, split or (None if not subset or subset in splits else "train")]
+    return ":".join(part for part in parts if part)
+
+
+def _column(ours: str) -> Rule:
+    """Return the rule of a column's name."""
+    return lambda result, value: {} if value in (ours, ours.rstrip("s")) else {f"data.columns.{ours}": value}
+
+
+def _columns(result: Conversion, value: Any) -> Converted:
+    names = {"query": "prompt", "image": "images"}
+    return {"data.columns": {names.get(ours, ours): theirs for theirs, ours in value.items()}}
+
+
+def _kl(result: Conversion, value: Any) -> Converted:
+    disabled = result.find("disable_kl", False)
+    in_loss = result.find("use_kl_loss", False) and not disabled
+    in_reward = result.find("use_kl_in_reward", result.trainer == "EasyR1" and not (in_loss or disabled))
+    if in_loss and in_reward:
+        return "the KL is in the loss or in the reward: write algorithm.beta, and algorithm.kl_in_reward for the latter"
+    if not in_loss and not in_reward:
+        return {}
+    names = "kl_loss_coef kl_loss_type" if in_loss and result.trainer == "verl" else "kl_coef kl_penalty"
+    coefficient, kind = names.split()
+    estimator = result.find(kind, "low_var_kl" if kind == "kl_loss_type" else "kl")
+    ours = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator, estimator)
+    values = {"algorithm.beta": result.find(coefficient, 0.001), "algorithm.kl_estimator": ours}
+    return values | ({"algorithm.kl_in_reward": True} if in_reward else {})
+
+
+def _generations(result: Conversion, value: Any) -> Converted:
+    return (
+        {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; it needs at least 2"
+    )
+
+
+LOSSES: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("token-mean", "token"), ("algorithm.loss_type", "dapo")),
+    **dict.fromkeys(("seq-mean-token-mean", "seq"), ("algorithm.loss_type", "grpo")),
+    "seq-mean-token-sum": ("algorithm.loss_type", "luspo"),
+    "seq-mean-token-sum-norm": ("algorithm.loss_type", "dr_grpo"),
+    **dict.fromkeys(("gspo", "gspo_token"), ("algorithm.importance_sampling_level", "sequence")),
+    "geo_mean": ("algorithm.loss_type", "gmpo"),
+    **{name: ("algorithm.loss_type", name) for name in ("cispo", "sapo", "dppo_tv", "dppo_kl")},
+}
+"""Averages and kinds of the loss in verl and EasyR1: our field, and its value."""
+_KIND = "policy_loss.loss_mode worker.actor.loss_type"
+
+
+def _loss(result: Conversion, value: Any) -> Converted:
+    path, name = LOSSES.get(value, ("", ""))
+    kind = LOSSES.get(result.find(_KIND, ""), (None, None))
+    if kind[0] == path and kind[1] != name:
+        return f"algorithm.loss_type = {kind[1]} has an average of its own"
+    return {path: name} if path else "write algorithm.loss_type"
+
+
+def _attempts(result: Conversion, value: Any) -> Converted:
+    ends = "max_try_make_batch filter_groups.max_num_gen_batches max_resample_times"
+    attempts = int(result.find(ends, {"EasyR1": 20, "ms-swift": 3}.get(result.trainer, 0)))
+    if attempts <= 0:
+        result.notes.append("rollout.max_attempts: without a limit there; 20 here")
+    return {"rollout.max_attempts": attempts + (result.trainer == "ms-swift") if attempts > 0 else 20}
+
+
+def _put(path: str, values: Mapping[Any, Any]) -> Rule:
+    """Return the rule that puts our value in the place of theirs, and gives a reason for others."""
+    legal = " or ".join(dict.fromkeys(map(str, values.values())))
+    return lambda result, value: {path: values[value]} if value in values else f"write {path}: {legal}"
+
+
+def _lora(result: Conversion, value: Any) -> Converted:
+    if value not in (True, "lora") and not is_number(value):
+        return {} if value == "full" else "model.lora trains adapters; null every weight"
+    scripts = value is True  # of TRL, whose default rank is 16
+    rank = value if is_number(value) else result.number("lora_r lora_rank", 16 if scripts else 8)
+    alpha = result.number("lora_alpha lora.alpha", {"verl": 16, "EasyR1": 64}.get(result.trainer, 32))
+    modules = result.find("lora_target_modules target_modules", None if scripts else "all-linear")
+    names = [name.strip() for name in modules.split(",")] if isinstance(modules, str) else modules
+    if names is None:
+        result.notes.append("model.lora.target_modules: ours; without a name PEFT's depend on the model")
+        return {"model.lora": {"rank": rank, "alpha": alpha}}
+    targets = "all-linear" if names == ["all-linear"] else names
+    return {"model.lora": {"rank": rank, "alpha": alpha, "target_modules": targets}}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+KEY_RULES: Mapping[str, Rule] = {
+    name: rule
+    for names, rule in (
+        (BATCH, _batch),
+        (MINI_BATCH, _mini_batch),
+        ("use_kl_loss use_kl_in_reward disable_kl kl_loss_coef kl_coef kl_penalty kl_loss_type", _kl),
+        ("loss_agg_mode loss_avg_mode loss_mode actor.loss_type", _loss),
+        ("clip_ratio", lambda result, value: {} if result.find("clip_ratio_low") else {"algorithm.epsilon": value}),
+        # cispo's bound is 1 + clip_ratio_high there
+        ("clip_ratio_high", lambda result, value: {"algorithm.epsilon_high": value + (result.find(_KIND) == "cispo")}),
+        ("online_filtering filter_groups.enable dynamic_sample", _attempts),
+        ("max_steps", _steps("run.max_steps")),
+        ("trainer.max_steps", lambda result, value: {"run.max_steps": value}),
+        ("save_steps", _steps("run.save_every")),
+        ("eval_steps", _steps("run.eval_every")),
+        ("save_freq", lambda result, value: {"run.save_every": max(0, value)}),
+        ("test_freq val_freq", lambda result, value: {"run.eval_every": max(0, value)}),
+        ("num_train_epochs total_epochs total_episodes max_epochs", _epochs),
+        ("warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio", _warmup),
+        ("report_to trainer.logger", _trackers),
+        ("use_vllm", _vllm),
+        ("vllm_importance_sampling_mode", _correction),
+        ("rollout.name", _engine),
+        ("rollout.n", _generations),
+        ("rollout_is", _put("algorithm.importance_sampling_mode", {n: f"{n}_truncate" for n in ("token", "sequence")})),
+        ("norm_adv_by_std_in_grpo", _put("algorithm.scale_rewards", {True: "group", False: "none"})),
+        ("reward_funcs", _rewards),
+        ("reward_function score_function custom_reward_function.path", _reward_file),
+        ("dataset_name", _dataset),
+        ("dataset train_files", _rows("data.train")),
+        ("val_dataset val_files", _rows("data.eval")),
+        ("prompt_key dataset_prompt_column", _column("prompt")),
+        ("answer_key", _column("answer")),
+        ("image_key", _column("images")),
+        ("columns", _columns),
+        ("filter_overlong_prompts", _put("data.on_overlong", {True: "drop", False: "stop"})),
+        ("truncation_strategy", _put("data.on_overlong", {"delete": "drop"})),
+        ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
+        ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
+        ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
+        ("system", _system),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Rules by the end of a key's name."""
+
+NEEDLESS: Mapping[str, tuple[object, ...]] = {
+    "top_p": (1.0, 1), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0, 1), "do_sample": (True,),
+    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (False,), "use_peft": (False,), "use_hf": (True,),
+    "load_in_4bit": (False,), "push_to_hub": (False,), "lora_dropout": (0, 0.0), "bf16": (True,), "do_train": (True,),
+    "save_strategy": ("steps",), "eval_strategy": ("steps",), "num_train_epochs": (1,), "report_to": ("none",),
+    "rlhf_type": ("grpo",), "val_before_train": (True,), "val_only": (False,), "truncation": ("error",),
+    "limit_images": (0,), "loss_mode": ("vanilla",), "actor.loss_type": ("default",), "dynamic_sample": (False,),
+    "online_filtering": (False,), "filter_groups.enable": (False,), "total_epochs": (1,), "model_revision": ("main",),
+    "use_vllm": (False,), "split_dataset_ratio": (0,), "lora.rank": (0,), "model.lora_rank": (0,),
+    "exclude_modules": (".*visual.*",),
+}  # fmt: skip
+"""Values of keys, by the end of their names, that ask for what mm_grpo does anyway. Null asks for nothing."""
+READ_BY_RULES = (
+    "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
+    " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
+    " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
+    " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
+)
+"""Keys that the rule of another key reads, by the end of their names."""
+
+EPOCHS = {"TRL": 3, "ms-swift": 3, "verl": 30, "EasyR1": 15}
+_ACTOR = "actor_rollout_ref.actor."
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "TRL": {"lr_scheduler_type": "linear", "vllm_importance_sampling_mode": "sequence_mask"},
+    "ms-swift": {
+        "loss_type": "grpo", "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04,
+        "temperature": 0.9, "tuner_type": "lora", "freeze_vit": True, "per_device_train_batch_size": 1,
+        "rollout_importance_sampling_mode": "none",
+    },
+    "verl": {
+        "data.train_batch_size": 1024, "data.max_prompt_length": 512, "algorithm.adv_estimator": "gae",
+        f"{_ACTOR}ppo_mini_batch_size": 256, f"{_ACTOR}clip_ratio_c": 3.0, f"{_ACTOR}optim.weight_decay": 0.01,
+        "actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.n": 1,
+    },
+    "EasyR1": {
+        "data.rollout_batch_size": 512, "data.max_prompt_length": 512, "data.min_pixels": 262144, "data.seed": 1,
+        "data.max_pixels": 4194304, "data.filter_overlong_prompts": True, "algorithm.kl_coef": 0.001,
+        "worker.actor.global_batch_size": 256, "worker.actor.clip_ratio_high": 0.3, "worker.actor.clip_ratio_dual": 3.0,
+        "worker.actor.optim.weight_decay": 0.01, "worker.rollout.name": "vllm", "worker.rollout.n": 1,
+    },
+}  # fmt: skip
+"""Values that a trainer takes for absent keys, if they differ from ours: TRL 1.16, ms-swift 4.6, verl 0.9.1, EasyR1."""
+
+
+def foreign_defaults(foreign: Mapping[str, Any], trainer: str) -> dict[str, Any]:
+    """Return a trainer's values for absent keys that differ from ours."""
+    defaults = dict(DEFAULTS[trainer])
+    if trainer == "ms-swift" and "full" in (foreign.get("train_type"), foreign.get("tuner_type")):
+        defaults["learning_rate"] = 1e-5
+    if trainer == "TRL" and not foreign.keys() & {*BATCH.split()}:
+        defaults["per_device_train_batch_size"] = 8
+    kind = foreign.get(f"{_ACTOR}policy_loss.loss_mode", foreign.get("worker.actor.loss_type", "default"))
+    unused = {"tuner_type"} if "train_type" in foreign else set()
+    if kind not in ("vanilla", "default"):  # no other loss has the second bound
+        unused = {f"{_ACTOR}clip_ratio_c", "worker.actor.clip_ratio_dual"}
+    return {key: value for key, value in defaults.items() if key not in foreign and key not in unused}

@@ -1,0 +1,235 @@
+"""Warnings of golds that look like no answer, which `mm-grpo check` and the start of a run log.
+
+Any gold scores 1 against itself, also one that no model would write: a mapping kept as text, a chain of thought, a box
+in shares of the image that counts as pixels. `KINDS` lists what the golds of built-ins may be; how a user's own reward
+reads its column is not known. To add a kind: a line there, and a condition in `_text_kinds` or `_box_kinds`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mm_grpo.data.base import Rows
+from mm_grpo.data.columns import brief
+from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.errors import DataError
+from mm_grpo.rewards.arguments import content_text
+from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
+from mm_grpo.rewards.builtins.boxes import Frame
+from mm_grpo.rewards.builtins.clicking import bounds
+from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
+
+log = logging.getLogger(__name__)
+MAX_WORDS = 40  # of a short answer
+CLASSES = ("yes", "no", "true", "false")  # most golds of an honest set may be one of these
+_COMPARED = ("exact_match", "contains", "anls", "chart_relaxed")
+_READ_BOXED = ("exact_match", "numeric", "count", "math")
+_SHORT = (*_READ_BOXED, "choice", "chart_relaxed", "anls")
+_WRITTEN = ("exact_match", "contains", "anls", "edit_similarity", "math")  # a shorter text is not as right
+_REWARDS = {*_SHORT, *_WRITTEN, *GOLD_COLUMNS}
+
+_LISTS = (
+    "are lists kept as text, any element of which is right, but some rows have none, or the prompt asks for a list: let "
+    "the column hold lists; one with such a text in it asks for that text"
+)
+_STRUCTURES = (
+    "are a list, a mapping or messages, which no completion equals: let the column hold the answer, or a list of right "
+    "answers; for boxes there are iou, box_match and clicking"
+)
+_REASONING = (
+    f"hold reasoning, its tags or more than {MAX_WORDS} words: let the column hold the final answer alone"
+)
+_SMALL = "are smaller than 4 pixels: if they are shares of the image's sides, set gold_space: normalized"
+_OPTIONS = (
+    "are the number, letter or text of an option, and the prompt asks for another of these: let them agree; the reward "
+    "choice reads letters"
+)
+_TOKENS = "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it"
+KINDS = {
+    "lists": (0.0, 0.999999, _LISTS),
+    "lists asked for": (0.5, 1.0, _LISTS),
+    "structures": (0.0, 1.0, _STRUCTURES),
+    "numbers": (0.5, 1.0, _STRUCTURES),
+    "reasoning": (0.0, 1.0, _REASONING),
+    "long": (0.1, 1.0, _REASONING),
+    "shares": (0.0, 1.0, _SMALL),
+    "small": (1.0, 1.0, _SMALL),
+    "options": (0.5, 1.0, _OPTIONS),
+    "tokens": (0.0, 1.0, _TOKENS),
+}
+"""Kind -> least and largest share of a source's golds to warn of it, and what to say."""
+
+_ASKS = re.compile(
+    r"\b(?:json|python|code|programs?|prints?|lists?|arrays?|tuples?|dict\w*|vector|matrix)\b|\[|\{ ?[\"']",
+    re.I,
+)
+_STRUCTURE = re.compile(
+    r"""\{\s*["'][^"']{1,80}["']\s*:.*\}|\[\s*\{.*\}\s*\]|\[\s*\]|\[[\[(\s]*["'].*\]""", re.DOTALL
+)
+_MESSAGE = re.compile(r"""["'](?:role|from)["']\s*:""")
+_NUMBERS = re.compile(r"\[[-+\d.,\s\[\]eE]*\d[\s\]]*\]")
+_TAGS = re.compile(
+    r"</?(?:think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer)>"
+    r"|<\|(?:begin|end)_of_\w{1,20}\|>|\\boxed\{|(?:^|\s)####\s",
+    re.I,
+)
+_WORD = re.compile(r"[\u3040-\u9fff]{2}|(?<!\\)\b[^\W\d_]{2,}")  # of a script without spaces two characters
+_OPTION = re.compile(
+    r"(?:^|[\s(\[])([A-Z])[.):\]]\s{0,4}(\S[^\n]{0,300}?)(?=\s{1,4}[(\[]?[A-Z][.):\]]|\s{0,4}$)", re.M
+)
+
+
+@dataclass
+class _Tally:
+    """Golds of one reward in one source."""
+
+    values: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+    """Kind -> first row and its gold."""
+
+
+class GoldWarnings:
+    """Collector of golds: `add` the rows, then read `sentences`.
+
+    With a `tokenizer`, right answers that are written as in `template` may have `limit` tokens.
+    """
+
+    def __init__(
+        self, specs: Iterable[RewardSpec], template: str | None = None, tokenizer: Any = None, limit: int = 0
+    ) -> None:
+        self._rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in _REWARDS]
+        self._template, self._tokenizer, self._limit = template or "{gold}", tokenizer, limit
+        self._tallies: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
+
+    def add(
+        self, source: str, row: str, messages: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]
+    ) -> None:
+        """Add the golds of one row; `row` is its name."""
+        prompt = "\n".join(content_text(message["content"]) for message in messages)
+        for spec, builtin in self._rewards:
+            column, options = spec.needs[0], {**columns, **spec.bound}
+            if column in spec.bound or not spec.applies_to(columns):
+                continue
+            value, kinds = columns[column], _box_kinds if builtin in GOLD_COLUMNS else self._text_kinds
+            if not str(value).strip() or (str(value) == "[]" and value != "[]"):
+                continue
+            tally = self._tallies[source, spec.name, builtin]
+            tally.values[str(value)[:200]] += 1
+            for kind in kinds(builtin, value, options, prompt):
+                tally.kinds[kind] += 1
+                tally.first.setdefault(kind, f"{row}: {brief(value)}")
+
+    def sentences(self, *, alike: bool = True) -> list[str]:
+        """Return a sentence for each kind, reward and source; with `alike` also about golds that are mostly equal."""
+        sentences: dict[tuple[str, ...], str] = {}
+        for (source, reward, builtin), tally in self._tallies.items():
+            rows, start = tally.values.total(), f"{source}, golds of the reward {reward!r}"
+            for kind, count in tally.kinds.items():
+                least, most, text = KINDS[kind]
+                if least * rows <= count <= most * rows:
+                    key = source, reward, text
+                    sentences[key] = f"{start}: {count} of {rows}, the first {tally.first[kind]}, {text}"
+            (value, count), *others = tally.values.most_common()
+            constant = (
+                not others and rows >= 8 and "/" not in source
+            )  # one source of a mixture may be one class
+            skewed = len(others) > 3 and rows >= 20 and 2 * count > rows and value.lower() not in CLASSES
+            if alike and (constant or (skewed and builtin != "count")):
+                text = "to say it always would be right there: leave out rows whose gold is missing"
+                sentences[source, reward] = f"{start}: {count} of {rows} are {brief(value)}, and {text}"
+        return list(sentences.values())
+
+    def _text_kinds(self, builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
+        is_text, items = isinstance(value, str), value if isinstance(value, list | tuple) else (value,)
+        text = str(value).strip() if is_text or any(isinstance(item, Mapping) for item in items) else ""
+        if text[:1] in ("[", "{", "(") and builtin in (*_COMPARED, "math"):
+            asks = _ASKS.search(prompt) is not None
+            if is_text and text_list(text):
+                yield from ("lists", "lists asked for") if asks else ("lists",)
+            elif _STRUCTURE.fullmatch(text) and not (asks and is_text and not _MESSAGE.search(text)):
+                yield "structures"
+                return
+            elif _NUMBERS.fullmatch(text) and builtin != "math" and not asks:
+                yield "numbers"
+        texts = [str(value)] if builtin in ("choice", "edit_similarity") else gold_texts(value)
+        parts = [final_part(text).strip() for text in texts]
+        if builtin in _READ_BOXED:
+            parts = [boxed(part) or part for part in parts]
+        if builtin in _COMPARED and all(map(_TAGS.search, parts)):
+            yield "reasoning"
+        elif builtin in _SHORT and all(len(_WORD.findall(part)) > MAX_WORDS for part in parts):
+            yield "long" if builtin == "anls" else "reasoning"
+        if builtin in ("exact_match", "anls", "choice") and _names_other_option(parts, options, prompt):
+            yield "options"
+        if self._tokenizer is not None and builtin in _WRITTEN and not any(map(self._fits, parts)):
+            yield "tokens"
+
+    def _fits(self, text: str) -> bool:
+        text = self._template.replace("{gold}", text)
+        # a token holds a byte at least, and most golds have fewer
+        return (
+            len(text.encode()) <= self._limit
+            or len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) <= self._limit
+        )
+
+
+def _names_other_option(texts: Sequence[str], options: Mapping[str, Any], prompt: str) -> bool:
+    """Return True if the prompt shows options, and all texts name one in another way than it asks for."""
+    golds = [normalise(text) for text in texts]
+    is_number = all(gold.isdecimal() and len(gold) < 3 for gold in golds)
+    is_letter = all(re.fullmatch(r"\W?[a-z]\W?", gold) for gold in golds)
+    asks_letter = re.search(r"\bletters?\b", prompt, re.I) is not None
+    if not (is_number or is_letter or asks_letter):
+        return False
+    lettered = dict(_OPTION.findall(prompt))
+    lettered = lettered if {"A", "B"} <= lettered.keys() else {}
+    column = options.get("choices", options.get("options"))
+    listed = (
+        text_list(column) if isinstance(column, str) else column if isinstance(column, list | tuple) else ()
+    )
+    names = [normalise(str(name)) for name in lettered.values() or listed]
+    if len(names) < 2:
+        return False
+    if is_number:
+        shown = any(re.search(rf"(?<![\w.]){gold}\s?[.):\]]", prompt) for gold in golds)
+        return (
+            not shown
+            and not re.search(r"\d", " ".join(names))
+            and all(int(gold) <= len(names) for gold in golds)
+        )
+    if is_letter:
+        shown = lettered or re.search(r"(?<![^\W_])B(?![^\W_])", prompt)
+        return not shown and all(len(name) > 1 and name in normalise(prompt) for name in names)
+    return bool(lettered) and set(golds) <= set(names)
+
+
+def _box_kinds(builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
+    boxes = []
+    with suppress(ValueError, TypeError, OverflowError):  # the reward raises them
+        if options.get("gold_space") != "normalized":
+            boxes = [bounds(shape) for shape in gold_polygons(builtin, options, Frame())]
+    numbers = [number for box in boxes for number in box]
+    if boxes and max(map(abs, numbers)) <= 1 and any(number % 1 for number in numbers):
+        yield "shares"
+    if boxes and all((x1 - x0) * (y1 - y0) < 4 for x0, y0, x1, y1 in boxes) and options.get("reach") is None:
+        yield "small"
+
+
+def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:
+    """Log warnings of the golds in the sets; of rows that are not in memory SAMPLED_ROWS are looked at."""
+    golds = GoldWarnings(specs)
+    for source in (source for rows in sets for source in rows.sources):
+        for index in rows_to_look_at(source):
+            with suppress(DataError):
+                fields = source.fields(index)
+                golds.add(source.name, source.row_name(index), fields.messages, fields.columns)
+    for sentence in golds.sentences():
+        log.warning("%s", sentence)

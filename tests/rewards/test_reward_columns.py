@@ -1,0 +1,151 @@
+"""Rewards get every column of their row: the prompt's too, as TRL has them, and encoded images as PIL images."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from mm_grpo.config import DataConfig
+from mm_grpo.data.dataset import Dataset
+from mm_grpo.rewards import Scorer
+from mm_grpo.rewards.registry import make_spec
+from mm_grpo.types import Completion, EnginePrompt, Prompt
+from mm_grpo.user_code import lazy_image
+from mm_grpo.user_code.lazy_image import _decoded as upright
+from mm_grpo.user_code.lazy_image import with_pil_images
+
+SEEN: dict[str, Any] = {}
+
+
+def encoded(orientation: int = 1) -> bytes:
+    """A JPEG of 30 × 20 pixels, red; the orientation says how it is to be turned."""
+    exif, data = Image.Exif(), io.BytesIO()
+    exif[0x0112] = orientation
+    Image.new("RGB", (30, 20), "red").save(data, "JPEG", exif=exif)
+    return data.getvalue()
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [
+        {"problem": "What?", "image": {"bytes": encoded(), "path": None}, "solution": "a", "n": 1},
+        {"problem": "Who?", "image": {"bytes": encoded(6), "path": "x"}, "solution": "b", "n": 2},
+        {"problem": "Why?", "image": {"bytes": None, "path": str(file)}, "solution": "c", "n": 3},
+        {"problem": "How?", "image": str(file), "solution": "d", "n": 4},
+    ]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    file = tmp_path / "a.jpg"
+    file.write_bytes(encoded())
+    return Dataset(rows(file), DataConfig())
+
+
+def batch_of(dataset: Dataset, generations: int = 1) -> tuple[list[Prompt], list[Completion]]:
+    samples = [dataset.sample(i) for i in range(len(dataset)) for _ in range(generations)]
+    prompts = [Prompt(s, (1,), EnginePrompt((1,), s.images), None, {}) for s in samples]  # type: ignore[arg-type]
+    return prompts, [Completion((1,), (0.0,), "x", "stop", i) for i in range(len(samples))]
+
+
+def as_trl(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float]:
+    SEEN.update(kwargs, solution=solution)
+    return [float(len(text)) for text in kwargs["problem"]]
+
+
+def of_one(completion: str, problem: str, image: Any, images: Any) -> float:
+    SEEN.update(problem=problem, image=image, images=images)
+    return float(len(problem))
+
+
+def with_default(completion: str, messages: Any = None) -> float:
+    return 0.0 if messages is None else float(len(messages))
+
+
+def needing(completion: str, problem: str) -> float:
+    return 1.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_seen() -> Iterator[None]:
+    SEEN.clear()
+    yield
+
+
+def scores(dataset: Dataset, function: Callable[..., Any], **entry: Any) -> Any:
+    with_columns = Scorer([{"name": function, "as": "r", **entry}], conversational=False)
+    with_columns.check(dataset.columns, dataset.columns_of_rows)
+    try:
+        return with_columns.score(*batch_of(dataset), step=1).parts["r"]
+    finally:
+        with_columns.close()
+
+
+def test_functions_of_trl_get_every_column(dataset: Dataset) -> None:
+    assert scores(dataset, as_trl) == [5.0, 4.0, 4.0, 4.0]
+    assert SEEN["problem"] == ["What?", "Who?", "Why?", "How?"] == SEEN["prompts"]
+    assert (SEEN["solution"], SEEN["n"]) == (["a", "b", "c", "d"], [1, 2, 3, 4])
+    *opened, path = SEEN["image"]
+    assert path == dataset.fields(3).images[0], "a path stays the path"
+    assert [image.size for image in opened] == [(30, 20), (20, 30), (30, 20)], "upright"
+    assert all(image.getpixel((0, 0))[0] > 250 for image in opened)
+    assert [image.size for (image,) in SEEN["images"]] == [(30, 20), (20, 30), (30, 20), (30, 20)], "ours win"
+
+
+def test_functions_of_one_completion_get_the_prompts_columns_by_name(dataset: Dataset) -> None:
+    assert scores(dataset.head(2), of_one) == [5.0, 4.0]
+    assert SEEN["problem"] == "Who?" and SEEN["image"].size == (20, 30) == SEEN["images"][0].size
+    assert scores(dataset.head(1), needing, when={"problem": "What?"}) == [1.0]
+    talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
+    assert scores(Dataset(talk, DataConfig()), with_default) == [2.0]
+
+
+def test_a_reward_that_needs_the_prompts_column_applies(dataset: Dataset) -> None:
+    spec = make_spec(needing, needs=("problem", "image"))
+    assert spec.applies_to(dataset.sample(0).columns)
+
+
+def test_images_that_no_reward_reads_are_not_decoded(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, decoded = batch_of(dataset.head(3), 16), []
+    monkeypatch.setattr(lazy_image, "_decoded", lambda data: decoded.append(data) or upright(data))
+    Scorer([{"name": as_trl, "as": "r"}], conversational=False).score(*batch, step=1)
+    assert decoded == [] and len(SEEN["image"]) == 48
+    first, second = SEEN["image"][:2]
+    first.putpixel((0, 0), (0, 0, 255))
+    assert second.getpixel((0, 0)) == (254, 0, 0) and len(decoded) == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "mode"), [("GIF", "P"), ("PNG", "RGBA"), ("PNG", "L"), ("WEBP", "RGB"), ("TIFF", "1")]
+)
+def test_images_of_every_mode_are_what_the_library_decodes(form: str, mode: str) -> None:
+    data = io.BytesIO()
+    Image.effect_noise((9, 5), 80).convert(mode).save(data, form)
+    value = {"bytes": data.getvalue(), "path": None}
+    image, expected = with_pil_images(value), datasets.Image().decode_example(value)
+    assert (image.mode, image.size) == (expected.mode, (9, 5))
+    assert image.convert("RGBA").tobytes() == expected.convert("RGBA").tobytes()
+
+
+def test_worker_processes_get_images(dataset: Dataset, tmp_path: Path) -> None:
+    (tmp_path / "areas.py").write_text(
+        "def area(completion, image, problem):\n    return float(image.size[0] * 100 + len(problem))\n"
+    )
+    asked = f"{tmp_path / 'areas.py'}:area"
+    assert scores(dataset.head(3), asked, isolated=True) == [3005.0, 2004.0, 3004.0]  # type: ignore[arg-type]
+
+
+def test_a_mapping_that_is_no_image_stays(dataset: Dataset) -> None:
+    for value in ({"bytes": b"no image", "path": None}, {"bytes": None, "path": "no/file.png"}):
+        prompts, completions = batch_of(dataset.head(1))
+        sample = replace(prompts[0].sample, columns={**prompts[0].sample.columns, "image": value})
+        Scorer([of_one]).score([replace(prompts[0], sample=sample)], completions, step=1)
+        assert SEEN["image"] == value
