@@ -19,7 +19,7 @@ from mm_grpo.errors import DataError
 IMAGE_TAG = "<image>"
 IMAGE_PLACE = re.compile(rf"{IMAGE_TAG}|(?i:<\|?im(?:age|g)[ _-]?(\d{{1,4}})\|?>)")
 """Tags that are read: of the next image, and of an image by its number."""
-_MARKUP = r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G|AGE|G_BREAK|G_END)\]"
+_MARKUP = r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G(?:_\w+)?|AGE)\]"
 """Placeholders that may be text if a row has no image. `List<Image>` and `<img src="a.png">` are text in all rows."""
 _PLACEHOLDERS = (
     r"<(im(?:age|g))>(?:<image>|<img_placeholder>|[^<\n]*)</\1>",  # Qwen-VL, InternLM, MiniCPM, around a path
@@ -33,8 +33,8 @@ _PLACEHOLDERS = (
 _PLACEHOLDER = re.compile("|".join(f"(?:{pattern})" for pattern in _PLACEHOLDERS))
 """Placeholders of images, videos and sounds in texts for the models of the field."""
 HOW_TO_READ = (
-    "Images are read from the columns 'image' and 'images' (or 'image_1', 'image_2', ...), or what data.columns.image and "
-    "data.columns.images name, and from image parts of the prompt"
+    "Images are read from the columns 'image' and 'images', or what data.columns.image and data.columns.images name; "
+    "without any of these from 'image_1', 'image_2', ...; and from image parts of the prompt"
 )
 
 _SUFFIX = re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE)
