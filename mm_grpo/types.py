@@ -7,6 +7,7 @@ P prompts per step, G generations per prompt, L prompt tokens, T completion toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -244,3 +245,21 @@ def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
     parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
     return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
+
+
+def with_limits(
+    messages: Sequence[Mapping[str, Any]], limits: Mapping[str, int] | None
+) -> list[dict[str, Any]]:
+    """Return messages with `limits` in each image part, whose own are clipped to them; None removes all limits."""
+
+    def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part["type"] != "image" or limits is None:
+            return {key: value for key, value in part.items() if key not in PIXEL_LIMITS}
+        low, high = limits.get("min_pixels", 1), limits.get("max_pixels", math.inf)
+        clipped = {key: min(max(part[key], low), high) for key in PIXEL_LIMITS[:2] if key in part}
+        return {"type": "image", **limits, **part, **clipped}
+
+    contents = [
+        m["content"] if isinstance(m["content"], str) else [*map(change, m["content"])] for m in messages
+    ]
+    return [{**message, "content": content} for message, content in zip(messages, contents, strict=True)]

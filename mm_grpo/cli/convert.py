@@ -12,14 +12,22 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str, typer.Argument(help="YAML, JSON, or a script with a command line.", show_default=False)
+        str,
+        typer.Argument(
+            help="YAML, JSON, a shell script, or Python with GRPOConfig(...).", show_default=False
+        ),
     ],
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout.")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Processes that its batches are per device of.")] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that its batches are per device of. Default: what the file says."
+        ),
+    ] = None,
 ) -> None:
-    """Convert a config of TRL, ms-swift or verl; keys without a counterpart are listed with the reason."""
+    """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys
     from mm_grpo.migrate.files import read_foreign
 

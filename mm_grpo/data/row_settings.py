@@ -8,7 +8,7 @@ the run's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from mm_grpo.config.values import plain_mapping
@@ -49,17 +49,3 @@ def read_template_kwargs(value: Any, row_name: str) -> tuple[dict[str, Any], dic
     limits = read_limits(arguments, where)
     # Arrow gives every row the keys of all rows, with null for a key that the row does not have
     return {key: v for key, v in arguments.items() if v is not None and key not in limits}, limits
-
-
-def with_limits(messages: Iterable[Mapping[str, Any]], limits: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return messages with `limits` in each image part, whose own are clipped to them."""
-
-    def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        low, high = limits.get("min_pixels", 1), limits.get("max_pixels", math.inf)
-        clipped = {key: min(max(part[key], low), high) for key in ("min_pixels", "max_pixels") if key in part}
-        return {"type": "image", **limits, **part, **clipped} if part["type"] == "image" else part
-
-    return [
-        {**m, "content": m["content"] if isinstance(m["content"], str) else [*map(change, m["content"])]}
-        for m in messages
-    ]

@@ -44,9 +44,9 @@ from mm_grpo.data.image_columns import (
     unread_tag,
 )
 from mm_grpo.data.layouts import RowConversation, read_conversation
-from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs, with_limits
+from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
 from mm_grpo.errors import DataError, half_character
-from mm_grpo.types import PIXEL_LIMITS
+from mm_grpo.types import PIXEL_LIMITS, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "system")
@@ -173,7 +173,7 @@ def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
             listed[name] = list(value) if isinstance(value, list | tuple) else [value]
     if len(listed) > 1 or not listed.keys() <= {"image", "images"}:
         names = " and ".join(map(repr, listed))
-        raise DataError(f"{row_name}: {names} are set; a row has 'image' or 'images', and no videos")
+        raise DataError(f"{row_name}: has {names}; legal is 'image' or 'images', and no videos")
     name, images = next(iter(listed.items()), ("", []))
     for at, image in enumerate(images):
         if image is None:

@@ -111,8 +111,7 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Convers
     dotted = sections & {"actor_rollout_ref", "data", "trainer", "algorithm"}
     swift = "rlhf_type" in foreign
     trainer = "ms-swift" if swift else "EasyR1" if easy else "verl" if dotted else "TRL"
-    if trainer in rules.DOTTED:
-        foreign = {key: _interpolated(value, foreign) for key, value in foreign.items()}
+    foreign = {key: _interpolated(value, foreign) for key, value in foreign.items()}
     defaults = rules.foreign_defaults(foreign, trainer)
     result = Conversion({**defaults, **foreign}, devices or 1, trainer)
     if devices is None and trainer not in rules.DOTTED:
@@ -124,7 +123,7 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Convers
             result.omitted[key] = converted
         for path, ours in converted.items() if isinstance(converted, dict) else ():
             result.put(path, ours)
-    if not foreign.keys() & {"max_steps", "num_train_epochs"} and not result.find("total_epochs max_steps"):
+    if not any(key.endswith(("max_steps", "epochs", "training_steps")) for key in foreign):
         epochs = rules.EPOCHS[trainer]
         result.notes.append(
             f"run.max_steps: {trainer}'s default is {epochs} epochs; null is one pass over the data"
@@ -170,12 +169,11 @@ def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
-    """Return a text with the values of other keys in the place of ${section.key}."""
-    if not isinstance(value, str):
-        return value
-    text = re.sub(r"\$\{([\w.]+)\}", lambda match: str(foreign.get(match[1], match[0])), value)
-    unknown = re.search(r"\$\{[^}]*\}?", text)
-    return Unexpanded.of(text, unknown[0]) if unknown else value if text == value else text
+    """Return a text with the values of other keys for ${section.key}; Unexpanded if a word keeps a $NAME."""
+    if not isinstance(value, str) or isinstance(value, Unexpanded) or re.search(r"\s", value):
+        return value  # a prompt may hold a $
+    text = re.sub(r"\$\{(\w+\.[\w.]+)\}", lambda match: str(foreign.get(match[1], match[0])), value)
+    return Unexpanded(text) if re.search(r"\$\{|\$[A-Za-z_]\w", text) else text
 
 
 def _count_devices(result: Conversion) -> None:
@@ -197,15 +195,12 @@ def _count_devices(result: Conversion) -> None:
 
 def _convert_key(result: Conversion, key: str, value: Any) -> rules.Converted:
     """Return our values of one key, or the reason why there are none."""
+    paths = [name for name, _ in leaves(GRPOConfig)]
     if isinstance(value, Unexpanded):
-        return f"holds {value.unknown}, which this file does not say; write the value"
-    if (
-        value is None
-        or value in by_end(key, rules.NEEDLESS, ())
-        or by_end(key, dict.fromkeys(rules.READ_BY_RULES.split(), True), False)
-    ):
+        return f"holds {value.unknown}, which this file does not say; {advice_on(key, paths) or 'write the value'}"
+    if value is None or value in by_end(key, rules.NEEDLESS, ()):
         return {}
-    paths, row = [name for name, _ in leaves(GRPOConfig)], row_of(key)
+    row = row_of(key)
     rule = by_end(key, rules.KEY_RULES, None) if PARTS.keys().isdisjoint(key.split(".")) else None
     try:
         if rule is not None:

@@ -125,6 +125,9 @@ def _rewards(result: Conversion, value: Any) -> Converted:
         module, _, function = str(name).rpartition(".")
         if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
             options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
+            options |= (
+                {"max_length": 512} if "max_length" in options and options["max_length"] is None else {}
+            )
             options["weight"] = None if weight is None else float(weight)
             chosen = {ours: option for ours, option in options.items() if option is not None}
             entries.append({"name": entry, **chosen} if chosen else entry)
@@ -280,6 +283,13 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+_READ = (
+    "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
+    " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
+    " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
+    " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
+)
+"""Keys that the rule of another key reads, by the end of their names."""
 KEY_RULES: Mapping[str, Rule] = {
     name: rule
     for names, rule in (
@@ -321,6 +331,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
         ("system", _system),
+        (_READ, lambda result, value: {}),
     )
     for name in names.split()
 }  # fmt: skip
@@ -338,14 +349,6 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
     "exclude_modules": (".*visual.*",),
 }  # fmt: skip
 """Values of keys, by the end of their names, that ask for what mm_grpo does anyway. Null asks for nothing."""
-READ_BY_RULES = (
-    "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
-    " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
-    " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
-    " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
-)
-"""Keys that the rule of another key reads, by the end of their names."""
-
 EPOCHS = {"TRL": 3, "ms-swift": 3, "verl": 30, "EasyR1": 15}
 _ACTOR = "actor_rollout_ref.actor."
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -29,11 +29,11 @@ from transformers import AutoProcessor, GenerationConfig
 from mm_grpo.errors import BadImage, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle, without_limits
+from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample, pixel_limits
+from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample, pixel_limits, with_limits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -139,7 +139,7 @@ class HFProcessor(ABC):
         expanded = self.expand(sample, collapsed, ids)
         return Prompt(
             # its images have their final size, and may go through here again
-            sample=replace(sample, messages=without_limits(sample.messages)),
+            sample=replace(sample, messages=with_limits(sample.messages, None)),
             token_ids=tuple(expanded),
             engine_prompt=EnginePrompt(tuple(collapsed), images),
             position_ids=self.positions(expanded, vision),

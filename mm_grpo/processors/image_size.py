@@ -8,11 +8,10 @@ until it settles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mm_grpo.errors import BadImage
-from mm_grpo.types import PIXEL_LIMITS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -36,17 +35,6 @@ def settle(size: Size, rule: Callable[[Size], Size]) -> Size:
             return current
         current = following
     raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would resize any result again")
-
-
-def without_limits(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages without limits in their image parts (`types.PIXEL_LIMITS`)."""
-
-    def bare(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {key: value for key, value in part.items() if key not in PIXEL_LIMITS}
-
-    contents = (m["content"] for m in messages)
-    bare_contents = (c if isinstance(c, str) else [*map(bare, c)] for c in contents)
-    return [{**m, "content": content} for m, content in zip(messages, bare_contents, strict=True)]
 
 
 def resize_to(image: Image, size: Size) -> Image:

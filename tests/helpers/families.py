@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data import Mixture, load
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt
 
@@ -70,6 +72,29 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
     return [processor.prompt(sample) for sample in batches[kind]]
 
 
+THINKING = (
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think></think>' }}{%- endif %}"
+)
+
+
+def prompts_by_row(processor: Any) -> list[Prompt]:
+    """Prompts with settings of parts, of a row and of a source; the template of `processor` learns to read one."""
+    processor.template = processor.template.removesuffix(THINKING) + THINKING
+    parts = [
+        {"type": "image", "resized_height": 56, "resized_width": 112},
+        {"type": "image", "max_pixels": 3136},
+    ]
+    limited = {
+        "prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": "which"}]}],
+        "images": [tiny.picture(1, 140, 140), tiny.picture(2, 230, 97)],
+        "chat_template_kwargs": {"enable_thinking": False, "style": None},
+    }
+    plain = {"prompt": "what is it", "image": tiny.picture(3, 200, 100)}
+    mixture = Mixture([{"path": [limited, plain], "max_pixels": 9500}, [plain]])
+    rows = load(mixture, GRPOConfig.from_dict({"model": {"path": "m"}}).data)
+    return [processor.prompt(rows.sample(i)) for i in range(len(rows))]
+
+
 def legal_tokens(processor: Any) -> list[int]:
     return [t for t in range(len(processor.tokenizer)) if t not in processor.media_token_ids]
 
@@ -97,7 +122,9 @@ def groups_of(processor: Processor) -> list[Group]:
 def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> dict[str, Tensor]:
     """What transformers' own processor makes of the row, its images at their final size, with an answer behind."""
     hf = processor.hf
-    text = hf.apply_chat_template(list(prompt.sample.messages), tokenize=False, add_generation_prompt=True)
+    options = {"chat_template": processor.template, **prompt.sample.chat_template_kwargs}
+    messages = list(prompt.sample.messages)
+    text = hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     images = list(prompt.engine_prompt.images) or None
     made = dict(hf(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
     del made["attention_mask"]

@@ -21,10 +21,11 @@ from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.learner.alternate_prompts import require_images
+from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.learner.features.twin_view import TwinPrompts, gold_crop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Group
+from mm_grpo.types import Group, with_limits
 
 SEEN, LIMIT = 3200, 12544
 """Pixels of an image for the student and for the teacher."""
@@ -198,6 +199,29 @@ def test_a_crop_is_enlarged_to_what_the_student_sees_and_limits_stay(models: dic
     own = load_processor(str(path), min_pixels=3136, max_pixels=LIMIT)
     assert seen.prompt(small).token_ids == own.prompt(small).token_ids
     assert len(own.prompt(small).token_ids) > len(processor.prompt(small).token_ids)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_pixels": 784},
+        {"min_pixels": 2900, "max_pixels": 2900},
+        {"resized_height": 28, "resized_width": 28},
+    ],
+)
+def test_limits_of_a_row_are_the_students_alone_and_put_on_once(limits: Any, models: dict[str, Any]) -> None:
+    path = models["qwen2_5_vl"]
+    processor = load_processor(str(path), max_pixels=SEEN)
+    row = tiny.sample("r:0", "what", (tiny.picture(1, 224, 140),))
+    prompt = processor.prompt(replace(row, messages=with_limits(row.messages, limits)))
+    (seen,) = prompt.engine_prompt.images
+    assert seen.width * seen.height <= limits.get("max_pixels", 784)
+    assert masked_prompt(processor, prompt, 0.5, 1).token_ids == prompt.token_ids
+    twin = TwinPrompts(
+        processor, config_for(path, algorithm={"twin_view": MORE}, data={"max_pixels": SEEN})
+    ).twin(prompt)
+    whole = load_processor(str(path), max_pixels=LIMIT).prompt(row)
+    assert twin is not None and twin.token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def config(tmp_path: Path, models: dict[str, Path]) -> Callable[..., GRPOConfig]
         tiny.picture(0, 80, 80).save(tmp_path / "other.png")
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"train": str(tmp_path / "rows.jsonl"), **data}
-        return GRPOConfig.from_dict({"model": {"path": str(models[model])}, "data": data, "rewards": ["exact_match"]})
+        return GRPOConfig.from_dict(
+            {"model": {"path": str(models[model])}, "data": data, "rewards": ["exact_match"]}
+        )
 
     return make
 
@@ -64,7 +66,9 @@ def lines_of(config: GRPOConfig, *rewards: Any, **options: Any) -> list[str]:
     rows, toolbox = load_train(config, verify=False), toolbox_of(config, None, None)
     builder = PromptBuilder(load_processor(config.model.path), config, None, preparer=toolbox)
     specs = [resolve_entry(reward) for reward in rewards]
-    check = RewardCheck(specs, template=config.data.gold_template, several_turns=toolbox is not None, **options)
+    check = RewardCheck(
+        specs, template=config.data.gold_template, several_turns=toolbox is not None, **options
+    )
     try:
         return list(understood(rows, builder, check, other_uses(config, rows, toolbox)))
     finally:
@@ -106,7 +110,7 @@ def test_the_lines_say_prompt_picture_golds_and_columns(config: Callable[..., GR
         (offered, {"note": "a"}, "offered is offered all columns: right answer 'a' scores 0.5"),
         (offered, {"note": "a"}, "offered to offered: note"),
         (by_sample, {"note": "a"}, "offered to by_sample: note"),
-        (remote, {"answer": "a"}, "remote reads answer = 'a': not called"),
+        (remote, {"answer": "a"}, "  not called: it may use a network"),
         ("length", {"answer": "a"}, "length reads no column"),
         ("iou", {"box": None, "answer": "a"}, "not for this row: iou"),
         ({"name": "exact_match", "when": {"kind": "a"}}, {"kind": "b", "answer": "a"}, "not used: answer"),
@@ -125,17 +129,23 @@ def test_what_a_reward_reads(
 def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOConfig]) -> None:
     nested = {"prompt": "?", "image": "other.png", "objects": {"bbox": [1, 1, 9, 9]}, "meta": {"a": 1}}
     lines = lines_of(config(nested, columns={"box": "objects.bbox"}), "iou")
-    assert lines[-2:] == ["  prompt <- prompt, images <- image, objects.bbox as box -> iou", "  not used: meta"]
+    assert lines[-2:] == [
+        "  prompt <- prompt, images <- image, objects.bbox as box -> iou",
+        "  not used: meta",
+    ]
     verl = {"prompt": [{"role": "user", "content": "?"}], "images": ["scene.png"], "id": 1}
     graded = lines_of(config({**verl, "reward_model": {"ground_truth": "3"}}), "exact_match")
-    assert "answer <- reward_model" in graded[-2] and graded[-1] == "  not used: id"
+    assert "answer <- reward_model, answer -> exact_match" in " ".join(" ".join(graded).split())
+    assert graded[-1] == "  not used: id"
     filled = lines_of(config({"image": "scene.png", "kind": "cat"}, prompt_template="A {kind}?"), "length")
     assert "prompt template <- kind" in filled[-1] and "A cat?" in filled[1]
 
 
 def test_the_first_row_that_can_be_used_is_shown(config: Callable[..., GRPOConfig]) -> None:
     good = {"prompt": "good", "image": "scene.png"}
-    assert "rows.jsonl:3 " in lines_of(config({**good, "image": "none.png"}, {"prompt": ""}, good), "length")[0]
+    assert (
+        "rows.jsonl:3 " in lines_of(config({**good, "image": "none.png"}, {"prompt": ""}, good), "length")[0]
+    )
     (line,) = lines_of(config({"prompt": "", "image": "scene.png"}), "length")
     assert "none of the first 1" in line
 
@@ -152,7 +162,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_texts_stay_on_their_lines(text: str, config: Callable[..., GRPOConfig], tmp_path: Path) -> None:
+def test_hostile_texts_stay_on_their_lines(
+    text: str, config: Callable[..., GRPOConfig], tmp_path: Path
+) -> None:
     name = printable(text[:40].replace("/", "")).replace("\n", "")
     tiny.picture(0).save(tmp_path / f"{name}.png")
     columns = {f"{text[:99]}{number}": text for number in range(30)}
@@ -162,9 +174,16 @@ def test_hostile_texts_stay_on_their_lines(text: str, config: Callable[..., GRPO
     lines = lines_of(config(row, **data), *rewards)
     assert len(lines) == 12 and any("more lines about rewards" in line for line in lines)
     assert_fits(lines)
-    several = {"prompt": "<image>".join([text] * 40), "images": [f"{name}.png"] * 39, "answer": [text] * 9}
-    turns = [{"role": role, "content": text} for role in ("user", "assistant") * 9]
-    for row in (several, {"prompt": [*turns, turns[0]], "image": f"{name}.png", "answer": {"a": text}}):
+    several = {
+        "prompt": "<image>".join([text[:500]] * 40),
+        "images": [f"{name}.png"] * 39,
+        "answer": [text] * 9,
+    }
+    turns = [{"role": role, "content": text[:500]} for role in ("user", "assistant") * 9]
+    for row in (
+        several,
+        {"prompt": [*turns, turns[0]], "image": f"{name}.png", "answer": {"a": text}, "id": text},
+    ):
         rows = load_train(config(row, max_prompt_length=None))
         assert_fits(lines_of(config(row), mine, offered))
         brief = brief_lines(rows, [resolve_entry(mine)], {})
@@ -185,9 +204,24 @@ def test_every_source_of_a_recipe_fits(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "smolvlm", "llava_onevision"])
+def test_the_tokens_of_a_picture_and_of_the_text_are_all(
+    family: str, config: Callable[..., GRPOConfig]
+) -> None:
+    made = config({"prompt": "Which?", "image": "scene.png"}, model=family)
+    processor, rows = load_processor(made.model.path), load(made.data.train, made.data)
+    prompt = processor.prompt(rows.sample(0))
+    title, *lines = lines_of(made, "length")
+    assert title.endswith(f", {len(prompt.token_ids)} tokens")
+    count = len(prompt.token_ids) - (len(prompt.engine_prompt.token_ids) - 1)
+    assert count > 1 and f", {count} tokens›" in "".join(lines)
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
 def test_messages_and_tokens_of_other_families(family: str, config: Callable[..., GRPOConfig]) -> None:
     """Tokens of pictures are those that the prompt has; a message is a line."""
-    made = config({"prompt": "Which?", "images": ["scene.png", "other.png"]}, model=family, system_prompt="Look.")
+    made = config(
+        {"prompt": "Which?", "images": ["scene.png", "other.png"]}, model=family, system_prompt="Look."
+    )
     processor, rows = load_processor(made.model.path), load(made.data.train, made.data)
     prompt = processor.prompt(rows.sample(0))
     counts = [len(processor.picture(image, row="").token_ids) for image in prompt.engine_prompt.images]  # type: ignore[attr-defined]
@@ -199,7 +233,9 @@ def test_messages_and_tokens_of_other_families(family: str, config: Callable[...
     assert lines.index("Look.") < lines.index("‹scene") < lines.index("Which?")
 
 
-def test_a_processor_of_the_users_own_is_shown_without_its_template(config: Callable[..., GRPOConfig]) -> None:
+def test_a_processor_of_the_users_own_is_shown_without_its_template(
+    config: Callable[..., GRPOConfig],
+) -> None:
     class Own:
         def __init__(self, processor: Any) -> None:
             self.prompt, self.decode = processor.prompt, processor.decode
@@ -208,11 +244,13 @@ def test_a_processor_of_the_users_own_is_shown_without_its_template(config: Call
     rows, own = load_train(made), Own(load_processor(made.model.path))
     builder = PromptBuilder(own, made, None)  # type: ignore[arg-type]
     lines = list(understood(rows, builder, RewardCheck([]), {}))
-    assert lines[1] == "  user: ‹other.png 80×80→84×84›what"
+    assert lines[1] == "  user: ‹other.png 80×80→84×84, 9 tokens›what"
 
 
 def test_three_lines_without_a_call(config: Callable[..., GRPOConfig]) -> None:
-    made = config({"prompt": "What?", "image": "scene.png", "answer": ["a", "b"], "id": 1}, system_prompt="Look.")
+    made = config(
+        {"prompt": "What?", "image": "scene.png", "answer": ["a", "b"], "id": 1}, system_prompt="Look."
+    )
     specs = [resolve_entry(reward) for reward in ("length", broken, remote)]
     assert brief_lines(load_train(made), specs, {}) == [
         "train: rows.jsonl:1: system: Look. user: ‹scene.png›What? ",

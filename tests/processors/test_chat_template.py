@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,33 @@ def test_arguments_change_the_prompt(thinker: Path) -> None:
     ]
     longest = [processor.max_prompt_tokens(tiny.sample("r", "what"), 0) for processor in processors]
     assert longest[1] == len(processors[1].prompt(tiny.sample("r", "what")).token_ids) > longest[0]
+
+
+def asked(**arguments: Any) -> Sample:
+    return replace(tiny.sample("train:7", "what"), chat_template_kwargs=arguments)
+
+
+def test_arguments_of_a_row_are_laid_over_the_runs(thinker: Path) -> None:
+    processor: Any = load_processor(str(thinker), chat_template_kwargs={"enable_thinking": False})
+    off = "<think>\n\n</think>\n\n"
+    rows = {"": asked(), "<think>\n": asked(enable_thinking=True, style="open"), off: asked(style="open")}
+    for end, sample in zip((off, "<think>\n", off), rows.values(), strict=True):
+        prompt = processor.prompt(sample)
+        assert processor.decode(prompt.token_ids) == text_of(thinker) + end
+        assert processor.max_prompt_tokens(sample, 0) == len(prompt.token_ids)
+        # the turn after an observation begins as the first one did
+        assert processor.decode(processor.observation([["seen"]], sample)).endswith("assistant\n" + end)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("", "enable_thinkin"), ("", "tools"), ("qwen2_5_vl", "enable_thinking")]
+)
+def test_an_argument_of_a_row_that_is_not_read_is_refused(
+    family: str, name: str, thinker: Path, models: dict[str, Path]
+) -> None:
+    processor = load_processor(str(models[family] if family else thinker))
+    with pytest.raises(DataError, match=rf"^train:7: chat_template_kwargs\.{name}: "):
+        processor.prompt(asked(**{name: False}))
 
 
 def test_arguments_change_the_prompt_of_a_twin_too(thinker: Path) -> None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from helpers.families import (
     is_rounding,
     plain_inputs,
     plain_logprobs,
+    prompts_by_row,
     prompts_of,
 )
 from helpers.passes import backward_of, forward_of
@@ -73,6 +76,25 @@ def test_a_prompt_equals_transformers_own(family: str, kind: str, models: dict[s
     assert collapsed.count(processor.image_token_id) == len(prompt.sample.images)
     outside = [t for t in prompt.token_ids if t not in processor.media_token_ids]
     assert set(outside) >= {t for t in collapsed if t not in processor.media_token_ids}
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+def test_settings_by_row_are_the_engines_too(family: str, models: dict[str, Path]) -> None:
+    """Ids of the engine's side (the model's own processor under the run's limits, on our images), and its log-probs."""
+    processor, learner, engine, _ = sides(models[family])
+    prompts = prompts_by_row(processor)
+    areas = [[i.width * i.height for i in prompt.engine_prompt.images] for prompt in prompts]
+    assert areas[0][0] == 56 * 112 or family.startswith("qwen3")
+    assert areas[0][1] <= 3136 < areas[1][0] <= 9500 < areas[2][0]
+    for prompt, ends in zip(prompts, (True, False, False), strict=True):
+        theirs = plain_inputs(processor, prompt)["input_ids"][0].tolist()
+        assert list(prompt.token_ids) == theirs
+        assert processor.decode(theirs).endswith("<think></think>") is ends
+    sampling = Sampling(5, temperature=learner.config.rollout.temperature)
+    done = engine.generate(requests_for(prompts, [range(1)] * 3, sampling))
+    for prompt, completion in zip(prompts, done, strict=True):
+        ours = learner.score(prompt, [completion.token_ids], as_sampled=True)[0]
+        assert completion.logprobs == pytest.approx(ours, abs=1e-5)
 
 
 def sides(
@@ -298,7 +320,7 @@ def test_the_update_equals_that_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_a_cache_goes_by_the_name_that_the_model_has(name: str) -> None:
+def test_a_cache_goes_by_the_name_that_the_model_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an error: a forward that takes other keywords too would drop one of another name."""
 
     def old(past_key_values: Any = None, **others: Any) -> Any:
@@ -310,7 +332,9 @@ def test_a_cache_goes_by_the_name_that_the_model_has(name: str) -> None:
     class Backbone(torch.nn.Module):
         forward = staticmethod(old if name == "past_key_values" else new)
 
-    states: Any = QwenVLFamily().hidden_states(
-        SimpleNamespace(model=Backbone()), past_key_values=3, use_cache=True
-    )
-    assert states == (3, {"use_cache": True})
+    model, signature = SimpleNamespace(model=Backbone()), Mock(side_effect=inspect.signature)
+    monkeypatch.setattr(inspect, "signature", signature)
+    for step in range(3):
+        states: Any = QwenVLFamily().hidden_states(model, past_key_values=step, use_cache=True)
+        assert states == (step, {"use_cache": True})
+    assert signature.call_count == 1, "not at every token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.config import ModelConfig
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.rollout.prefetch import Prefetcher
+from mm_grpo.types import with_limits
 
 FILE = Path(__file__).with_name("picture_llama.py")
 NAMED = f"{FILE}:PictureLlamaProcessor"
@@ -98,3 +101,17 @@ def test_it_is_trained_through_the_command_line(path: Path, tmp_path: Path, comm
 def test_the_package_knows_nothing_of_it(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no processor for model type 'picture_llama'; .* name it in"):
         load_processor(str(path))
+
+
+def test_a_row_with_settings_needs_a_processor_that_says_it_follows_them(path: Path) -> None:
+    row = tiny.sample("train:7", "what", (tiny.picture(1),))
+    limited = replace(row, messages=with_limits(row.messages, {"max_pixels": 9}))
+    arguments = replace(row, chat_template_kwargs={"n": 1})
+    processor: Any = load_processor(str(path), processor=NAMED)
+    prefetcher = Prefetcher(processor, 0)
+    prefetcher.process(row)
+    for wanted in (limited, arguments):
+        with pytest.raises(DataError, match=r"^train:7: .*PictureLlamaProcessor \(model.processor\)"):
+            prefetcher.process(wanted)
+    processor.follows_rows = True
+    assert prefetcher.process(limited).uid == "train:7"
