@@ -18,7 +18,7 @@ from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate import rules
 from mm_grpo.migrate.files import Unexpanded, flatten
-from mm_grpo.migrate.keys import PARTS, advice_on, by_end, row_of
+from mm_grpo.migrate.keys import NO_SETTING, advice_on, by_end, field_of, section_advice
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -143,8 +143,7 @@ def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Conver
         return f"holds {value.unknown}, which this file does not say; {advice_on(key, paths) or 'write the value'}"
     if value is None or value in by_end(key, rules.NEEDLESS, ()):
         return {}
-    row = row_of(key)
-    rule = by_end(key, rules.KEY_RULES, None) if PARTS.keys().isdisjoint(key.split(".")) else None
+    rule = None if section_advice(key) else by_end(key, rules.KEY_RULES, None)
     try:
         if rule is not None:
             return rule(result, value)
@@ -152,8 +151,7 @@ def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Conver
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError):  # a list for a number, say
         return f"is no value that {result.trainer} takes there"
-    matches = [path for path in paths if path.rpartition(".")[2] == key]
-    path = row.path if row is not None else min(matches, key=lambda match: match.count("."), default=None)
+    path = field_of(key, paths)
     if path is None:
-        return advice_on(key, paths) or "mm_grpo knows no such key; `mm-grpo config` shows every field"
+        return advice_on(key, paths) or NO_SETTING
     return {path: value}
