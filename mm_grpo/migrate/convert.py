@@ -144,14 +144,11 @@ def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Conver
     if value is None or value in by_end(key, rules.NEEDLESS, ()):
         return {}
     rule = None if section_advice(key) else by_end(key, rules.KEY_RULES, None)
+    path = field_of(key, paths)
     try:
-        if rule is not None:
-            return rule(result, value)
+        converted = rule(result, value) if rule else {path: value} if path else None
     except rules.UnknownValue as error:
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError):  # a list for a number, say
         return f"is no value that {result.trainer} takes there"
-    path = field_of(key, paths)
-    if path is None:
-        return advice_on(key, paths) or NO_SETTING
-    return {path: value}
+    return converted if converted is not None else advice_on(key, paths) or NO_SETTING

@@ -24,8 +24,8 @@ FIELDS: Mapping[str, str] = {
     "model.dtype": "dtype torch_dtype",
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower freeze_vision_modules",
-    "data.train": "dataset data.train_files",
-    "data.eval": "val_dataset data.val_files",
+    "data.train": "dataset train_files",
+    "data.eval": "val_dataset val_files",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.image_dir": "data.image_dir image_root image_folders",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
@@ -34,7 +34,7 @@ FIELDS: Mapping[str, str] = {
     "data.max_pixels": "max_pixels",
     "data.max_prompt_length": "max_prompt_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
-    "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
+    "rollout.num_generations": "num_generations rollout.n",
     "rollout.temperature": "temperature",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
@@ -134,8 +134,9 @@ REASONS: Mapping[str, str] = {
     "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
     "write optim.learning_rate": "optim.lr lr",
     # the data
-    "write data.train": "dataset_name train_dataset train_files",
-    "write data.eval": "eval_dataset val_files",
+    "write its text into data.system_prompt": "system",
+    "write data.train": "dataset_name train_dataset",
+    "write data.eval": "eval_dataset",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
     "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size",
@@ -177,7 +178,7 @@ REASONS: Mapping[str, str] = {
         "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches max_try_make_batch",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
-    "write rollout.num_generations": "rollout.n",
+    "write rollout.num_generations (GRPO compares completions: 2 or more)": "rollout.n num_generations",
     "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode rollout.name",
     "each process has a vLLM of its own here; leave it out":
         "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",

@@ -23,11 +23,11 @@ from mm_grpo.config.messages import shown
 from mm_grpo.config.yaml_file import set_value
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate.files import Unexpanded
-from mm_grpo.migrate.keys import REWARDS
+from mm_grpo.migrate.keys import FIELD_OF, REWARDS, by_end
 from mm_grpo.numbers import is_number
 
-Converted = dict[str, Any] | str
-"""Our values by dotted path, or a reason."""
+Converted = dict[str, Any] | str | None
+"""Our values by dotted path, or a reason why there are none; None is the advice of `keys`."""
 DOTTED = ("verl", "EasyR1")
 """Trainers whose keys are in sections."""
 PROMPTS = "data.train_batch_size data.rollout_batch_size"
@@ -113,20 +113,20 @@ def _mini_batch(result: Conversion, value: Any) -> Converted:
     return {"optim.updates_per_step": int(result.updates)}
 
 
-def _steps(path: str) -> Rule:
-    """Return the rule that converts a number of updates to steps."""
+STEPS = {"max_steps": "run.max_steps", "save_steps": "run.save_every", "eval_steps": "run.eval_every"}
+"""Keys that count optimizer updates, and our fields that count steps."""
 
-    def rule(result: Conversion, value: Any) -> Converted:
-        if not is_number(value) or 0 < value < 1:
-            return f"is {shown(value)}; {path} is a number of steps"
-        if value <= 0 and path == "run.max_steps":
-            return {}  # -1, which is the length of num_train_epochs
-        steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
-        if steps.denominator > 1:
-            result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
-        return {path: max(1, int(steps)) if value else 0}
 
-    return rule
+def _steps(result: Conversion, value: Any) -> Converted:
+    path = by_end(result.key, STEPS, "")
+    if not is_number(value) or 0 < value < 1:
+        return f"is {shown(value)}; {path} is a number of steps"
+    if value <= 0 and path == "run.max_steps":
+        return {}  # -1, which is the length of num_train_epochs
+    steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
+    if steps.denominator > 1:
+        result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
+    return {path: max(1, int(steps)) if value else 0}
 
 
 def _epochs(result: Conversion, value: Any) -> Converted:
@@ -146,26 +146,16 @@ def _warmup(result: Conversion, value: Any) -> Converted:
     return {"optim.warmup_steps": int((value * total if value < 1 else value) * scale)}
 
 
-def _system(result: Conversion, value: Any) -> Converted:
-    is_file = str(value).endswith(".txt")
-    why = "its text is in another file; write it into data.system_prompt"
-    return why if is_file else {"data.system_prompt": str(value)}
-
-
 def _max_length(result: Conversion, value: Any) -> Converted:
-    is_of_prompts = result.trainer == "ms-swift"
-    why = "write data.max_prompt_length and rollout.max_completion_length"
-    return {"data.max_prompt_length": value} if is_of_prompts else why
+    return {"data.max_prompt_length": value} if result.trainer == "ms-swift" else None
 
 
 def _trackers(result: Conversion, value: Any) -> Converted:
     names = [name for name in _listed(value) if name not in ("none", "console", "file")]
-    legal = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
-    if unknown := ", ".join(str(name) for name in names if name not in legal):
-        result.omitted[result.key] = (
-            f"no tracker here is named {unknown}; there are tensorboard, wandb and trackio"
-        )
-    return {"run.trackers": legal}
+    trackers = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    if trackers != names:
+        result.omitted[result.key] = "trackers here are tensorboard, wandb and trackio"
+    return {"run.trackers": trackers}
 
 
 def _vllm(result: Conversion, value: Any) -> Converted:
@@ -178,6 +168,10 @@ def _engine(result: Conversion, value: Any) -> Converted:
     return {"rollout.engine": "transformers" if value == "hf" else "vllm"}
 
 
+LEVELS = {"token": "token_truncate", "sequence": "sequence_truncate"}
+"""Levels of verl's correction of rollouts, and our modes."""
+
+
 def _correction(result: Conversion, value: Any) -> Converted:
     corrects = result.find("use_vllm", False) and result.find("vllm_importance_sampling_correction", True)
     return {"algorithm.importance_sampling_mode": value} if corrects else {}
@@ -187,19 +181,22 @@ def _rewards(result: Conversion, value: Any) -> Converted:
     names, weights = _listed(value), result.find("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
     entries: list[Any] = []
-    for name, weight in zip(names, weights, strict=True):
-        module, _, function = str(name).rpartition(".")
-        if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
-            options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
-            if "max_length" in options:
-                options["max_length"] = (
-                    options["max_length"] or 512
-                )  # which is the default of max_completion_length
-            options["weight"] = None if weight is None else float(weight)
-            chosen = {ours: option for ours, option in options.items() if option is not None}
-            entries.append({"name": entry, **chosen} if chosen else entry)
-    if unknown := ", ".join(str(name) for name in names if name not in REWARDS and "." not in str(name)):
-        result.omitted[result.key] = f"no reward here is named {unknown}; write path/to/file.py:function"
+    unknown: list[str] = []
+    for name, weight in zip(map(str, names), weights, strict=True):
+        module, _, function = name.rpartition(".")
+        entry = REWARDS.get(name, f"{module}:{function}")
+        ends = REWARD_OPTIONS.get(entry, {}).items()
+        options = {ours: result.find(keys, 512 if ours == "max_length" else None) for ours, keys in ends}
+        options["weight"] = None if weight is None else float(weight)
+        options = {ours: option for ours, option in options.items() if option is not None}
+        if module or name in REWARDS:
+            entries.append({"name": entry, **options} if options else entry)
+        else:
+            unknown.append(name)
+    if unknown:
+        result.omitted[result.key] = (
+            f"no reward here is named {', '.join(unknown)}; write path/to/file.py:function"
+        )
     return {"rewards": entries}
 
 
@@ -232,16 +229,11 @@ def _dataset(result: Conversion, value: Any) -> Converted:
     return sources
 
 
-def _rows(path: str) -> Rule:
-    """Return the rule of one or several sources of rows."""
-
-    def rule(result: Conversion, value: Any) -> Converted:
-        lost: list[str] = []
-        sources = [_source(str(text), lost) for text in _listed(value)]
-        result.omitted |= {result.key: "; ".join(lost)} if lost else {}
-        return {path: sources if isinstance(value, list) else sources[0]}
-
-    return rule
+def _rows(result: Conversion, value: Any) -> Converted:
+    lost: list[str] = []
+    sources = [_source(str(text), lost) for text in _listed(value)]
+    result.omitted |= {result.key: "; ".join(lost)} if lost else {}
+    return {by_end(result.key, FIELD_OF, ""): sources if isinstance(value, list) else sources[0]}
 
 
 def _source(text: str, lost: list[str]) -> str:
@@ -290,10 +282,6 @@ def _kl(result: Conversion, value: Any) -> Converted:
     return values | ({"algorithm.kl_in_reward": True} if in_reward else {})
 
 
-def _generations(result: Conversion, value: Any) -> Converted:
-    return {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; 2 or more"
-
-
 LOSSES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("token-mean", "token"), ("algorithm.loss_type", "dapo")),
     **dict.fromkeys(("seq-mean-token-mean", "seq"), ("algorithm.loss_type", "grpo")),
@@ -312,7 +300,7 @@ def _loss(result: Conversion, value: Any) -> Converted:
     kind = LOSSES.get(result.find(_KIND, ""), (None, None))
     if kind[0] == path and kind[1] != name:
         return f"algorithm.loss_type = {kind[1]} has an average of its own"
-    return {path: name} if path else "write algorithm.loss_type"
+    return {path: name} if path else None
 
 
 def _attempts(result: Conversion, value: Any) -> Converted:
@@ -323,15 +311,14 @@ def _attempts(result: Conversion, value: Any) -> Converted:
     return {"rollout.max_attempts": attempts + (result.trainer == "ms-swift") if attempts > 0 else 20}
 
 
-def _put(path: str, values: Mapping[Any, Any]) -> Rule:
-    """Return the rule that puts our value in the place of theirs, and gives a reason for others."""
-    legal = " or ".join(dict.fromkeys(map(str, values.values())))
-    return lambda result, value: {path: values[value]} if value in values else f"write {path}: {legal}"
+def _values(path: str, values: Mapping[Any, Any]) -> Rule:
+    """Return the rule that puts our value in the place of theirs."""
+    return lambda result, value: {path: values[value]} if value in values else None
 
 
 def _lora(result: Conversion, value: Any) -> Converted:
     if value not in (True, "lora") and not is_number(value):
-        return {} if value == "full" else "model.lora trains adapters; null every weight"
+        return {} if value == "full" else None
     scripts = value is True  # of TRL, whose default rank is 16
     rank = value if is_number(value) else result.number("lora_r lora_rank", 16 if scripts else 8)
     alpha = result.number("lora_alpha lora.alpha", {"verl": 16, "EasyR1": 64}.get(result.trainer, 32))
@@ -366,37 +353,33 @@ KEY_RULES: Mapping[str, Rule] = {
         # cispo's bound is 1 + clip_ratio_high there
         ("clip_ratio_high", lambda result, value: {"algorithm.epsilon_high": value + (result.find(_KIND) == "cispo")}),
         ("online_filtering filter_groups.enable dynamic_sample", _attempts),
-        ("max_steps", _steps("run.max_steps")),
+        ("max_steps save_steps eval_steps", _steps),
         ("trainer.max_steps", lambda result, value: {"run.max_steps": value}),
-        ("save_steps", _steps("run.save_every")),
-        ("eval_steps", _steps("run.eval_every")),
-        ("save_freq", lambda result, value: {"run.save_every": max(0, value)}),
-        ("test_freq val_freq", lambda result, value: {"run.eval_every": max(0, value)}),
+        ("save_freq test_freq val_freq", lambda result, value: {by_end(result.key, FIELD_OF, ""): max(0, value)}),
         ("num_train_epochs total_epochs total_episodes max_epochs", _epochs),
         ("warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio", _warmup),
         ("report_to trainer.logger", _trackers),
         ("use_vllm", _vllm),
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),
-        ("rollout.n num_generations", _generations),
-        ("rollout_is", _put("algorithm.importance_sampling_mode", {n: f"{n}_truncate" for n in ("token", "sequence")})),
-        ("norm_adv_by_std_in_grpo", _put("algorithm.scale_rewards", {True: "group", False: "none"})),
+        ("rollout.n num_generations", lambda result, value: {"rollout.num_generations": value} if value > 1 else None),
+        ("rollout_is", _values("algorithm.importance_sampling_mode", LEVELS)),
+        ("norm_adv_by_std_in_grpo", _values("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
         ("reward_function score_function custom_reward_function.path", _reward_file),
         ("dataset_name", _dataset),
-        ("dataset train_files", _rows("data.train")),
-        ("val_dataset val_files", _rows("data.eval")),
+        ("dataset train_files val_dataset val_files", _rows),
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
         ("image_key", _column("images")),
         ("columns", _columns),
-        ("filter_overlong_prompts", _put("data.on_overlong", {True: "drop", False: "stop"})),
-        ("truncation_strategy", _put("data.on_overlong", {"delete": "drop"})),
+        ("filter_overlong_prompts", _values("data.on_overlong", {True: "drop", False: "stop"})),
+        ("truncation_strategy", _values("data.on_overlong", {"delete": "drop"})),
         ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
         ("max_length", _max_length),
-        ("system", _system),
+        ("system", lambda result, value: None if str(value).endswith(".txt") else {"data.system_prompt": str(value)}),
         (_READ, lambda result, value: {}),
     )
     for name in names.split()
