@@ -20,7 +20,9 @@ from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import PROGRAMS
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
-ENVIRONMENT = "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM"
+ENVIRONMENT = {
+    *"MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM".split()
+}
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
 CALLS: Mapping[str, Mapping[str, str]] = {
@@ -114,15 +116,11 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
         scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
         start = next(scripts, 0)
-    variables = {
-        name.lower(): _value([environment[name]]) for name in ENVIRONMENT.split() if name in environment
-    }
+    variables = {name.lower(): _value([text]) for name, text in environment.items() if name in ENVIRONMENT}
     options = _options(words[:start]) | _options(words[start:]) | variables
-    base = options.get("config")
-    files = (
-        [folder / base for folder in (Path(), *path.resolve().parents[:4])] if isinstance(base, str) else []
-    )
-    if file := next((file for file in files if file.is_file()), None):
+    folders = (Path(), *path.resolve().parents[:4])
+    files = [folder / str(options["config"]) for folder in folders if "config" in options]
+    if file := next(filter(Path.is_file, files), None):
         options = flatten(read_yaml(file)) | options
         del options["config"]
     program = itertools.takewhile(lambda word: not _is_option(word), words[start:])

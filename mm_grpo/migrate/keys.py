@@ -24,15 +24,15 @@ FIELDS: Mapping[str, str] = {
     "model.dtype": "dtype torch_dtype",
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower freeze_vision_modules",
-    "data.train": "dataset train_files",
-    "data.eval": "val_dataset val_files",
+    "data.train": "dataset train_files dataset_name train_dataset",
+    "data.eval": "val_dataset val_files eval_dataset",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.image_dir": "data.image_dir image_root image_folders",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
     "data.max_pixels": "max_pixels",
-    "data.max_prompt_length": "max_prompt_length",
+    "data.max_prompt_length": "max_prompt_length max_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations rollout.n",
     "rollout.temperature": "temperature",
@@ -58,7 +58,7 @@ FIELDS: Mapping[str, str] = {
     "algorithm.entropy_coef": "entropy_coef entropy_coeff",
     "algorithm.num_iterations": "num_iterations actor.ppo_epochs",
     "optim.weight_decay": "weight_decay",
-    "optim.learning_rate": "learning_rate actor.optim.lr",
+    "optim.learning_rate": "learning_rate optim.lr lr",
     "optim.max_grad_norm": "max_grad_norm actor.grad_clip actor.optim.clip_grad",
     "optim.lr_scheduler_type": "actor.optim.lr_scheduler_type actor.optim.warmup_style",
     "optim.gradient_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
@@ -76,6 +76,9 @@ _SAMPLING = "truncated sampling and penalties are for evaluation; write rollout.
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
 _ZERO = "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; there is no FSDP, and no config of DeepSpeed"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
+_PROCESSES = (
+    "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"
+)
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
 NO_SETTING = "mm_grpo has no such setting: leave it out, or see the fields that `mm-grpo config` shows"
 
@@ -90,9 +93,6 @@ REASONS: Mapping[str, str] = {
     "write rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "write rollout.prompts_per_step and optim.updates_per_step (= prompts a step / prompts an update)":
         "ppo_mini_batch_size actor.global_batch_size",
-    "memory is bounded by optim.max_tokens_per_pack; accumulation is derived":
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu"
-        " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience",
     "write run.max_steps (steps, not epochs; null is one pass over the data)": 
         "num_train_epochs total_epochs epochs num_epochs max_epochs",
     # the run
@@ -105,9 +105,8 @@ REASONS: Mapping[str, str] = {
         "val_before_train val_only eval_on_start eval_delay do_eval do_train",
     "it is mm-grpo check CONFIG, or mm-grpo train CONFIG --smoke": "dry_run",
     "it is an option of the command: mm-grpo train CONFIG --resume": "resume_from_checkpoint resume_mode",
-    "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
-        "nnodes n_gpus_per_node nproc_per_node num_processes num_machines num_gpus machine_rank node_rank multi_gpu"
-        " main_process_ip main_process_port master_addr master_port rdzv_backend rdzv_endpoint mixed_precision",
+    _PROCESSES:
+        "nnodes n_gpus_per_node nproc_per_node num_processes num_machines num_gpus multi_gpu mixed_precision",
     NO_SETTING:
         "gradient_checkpointing_kwargs use_liger_kernel run_name experiment_name project_name disable_dropout tf32"
         " optim use_cache generation_kwargs rlhf_type model_init_kwargs lr_scheduler_kwargs remove_unused_columns"
@@ -128,22 +127,16 @@ REASONS: Mapping[str, str] = {
         "optim.strategy optim.optimizer optimizer_impl",
     "the learning rate ends at 0 (linear, cosine) or stays: write optim.lr_scheduler_type": "min_lr_ratio num_cycles",
     "the newest version of the hub is read: download another one, and write its folder": "model_revision use_hf",
-    "the processor is the one that model.path holds": "tokenizer_path tokenizer hf_config_path custom_chat_template"
-        " override_chat_template",
-    _QUANTIZED: "load_in_8bit load_in_4bit quant_bits quant_method qlora",
+    "the processor is that of model.path": "tokenizer_path tokenizer hf_config_path custom_chat_template",
     "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
-    "write optim.learning_rate": "optim.lr lr",
     # the data
     "write its text into data.system_prompt": "system",
-    "write data.train": "dataset_name train_dataset",
-    "write data.eval": "eval_dataset",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
     "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size",
     "write the first rows that are wanted into a file of their own": "train_max_samples val_max_samples",
     "write its text into data.prompt_template, with {prompt} in the place of {{ content }}": "format_prompt",
     "a step samples rollout.prompts_per_step prompts an attempt": "gen_batch_size mini_rollout_batch_size",
-    "filters run in each process": "filter_overlong_prompts_workers",
     "rewards get every column of a row": "reward_fn_key",
     "write model.lora.target_modules, and model.lora.vision": "exclude_modules freeze_aligner freeze_llm",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
@@ -170,9 +163,7 @@ REASONS: Mapping[str, str] = {
        for name in ("pgpo_tau", "pgpo_beta", "vppo_top_share", "vppo_beta_min")},
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
         "kl_coef kl_loss_coef use_kl_loss disable_kl use_kl_in_reward",
-    "the weight of the KL term stays: write algorithm.beta": "kl_type kl_horizon kl_target kl_ctrl.type kl_ctrl.horizon"
-        " kl_ctrl.target_kl",
-    "groups of equal rewards are replaced, and no others": "filter_key filter_low filter_high filter_groups.metric",
+    "groups of equal rewards are replaced, and no others": "filter_key filter_low filter_high",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",
     "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
         "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches max_try_make_batch",
@@ -180,8 +171,6 @@ REASONS: Mapping[str, str] = {
     # the engine
     "write rollout.num_generations (GRPO compares completions: 2 or more)": "rollout.n num_generations",
     "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode rollout.name",
-    "each process has a vLLM of its own here; leave it out":
-        "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
     "write rollout.vllm.sleep_level (0, 1 or 2)": "vllm_enable_sleep_mode",
     "write algorithm.importance_sampling_mode (none is no correction)":
         "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is",
@@ -228,11 +217,17 @@ PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
     **dict.fromkeys(("save_", "log_", "logging_", "eval_", "ddp_", "torch_compile"), NO_SETTING),
     **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_model_parallel", "vllm_tensor"), "each process has its own vLLM; leave it out"),
     "vllm_server_": "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
     "vllm_": _VLLM,
     "lora_": _LORA,
     "dataloader_": "images are made ahead by two threads of each process",
-    "bnb_": _QUANTIZED,
+    **dict.fromkeys(("bnb_", "load_in_", "quant_", "qlora", "hqq_"), _QUANTIZED),
+    **dict.fromkeys(("main_process_", "master_", "rdzv_", "machine_", "node_"), _PROCESSES),
+    **dict.fromkeys(
+        ("ppo_micro_", "log_prob_micro_", "micro_batch_size_"), "memory is bounded by optim.max_tokens_per_pack"),
+    "kl_": "the weight of the KL term stays: write algorithm.beta",
 }  # fmt: skip
 """Advice by the beginning of keys."""
 

@@ -146,10 +146,6 @@ def _warmup(result: Conversion, value: Any) -> Converted:
     return {"optim.warmup_steps": int((value * total if value < 1 else value) * scale)}
 
 
-def _max_length(result: Conversion, value: Any) -> Converted:
-    return {"data.max_prompt_length": value} if result.trainer == "ms-swift" else None
-
-
 def _trackers(result: Conversion, value: Any) -> Converted:
     names = [name for name in _listed(value) if name not in ("none", "console", "file")]
     trackers = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
@@ -166,10 +162,6 @@ def _engine(result: Conversion, value: Any) -> Converted:
     if value not in ("vllm", "hf"):
         result.omitted[result.key] = f"there is no {value} here; rollout.engine: vllm is written"
     return {"rollout.engine": "transformers" if value == "hf" else "vllm"}
-
-
-LEVELS = {"token": "token_truncate", "sequence": "sequence_truncate"}
-"""Levels of verl's correction of rollouts, and our modes."""
 
 
 def _correction(result: Conversion, value: Any) -> Converted:
@@ -363,7 +355,8 @@ KEY_RULES: Mapping[str, Rule] = {
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),
         ("rollout.n num_generations", lambda result, value: {"rollout.num_generations": value} if value > 1 else None),
-        ("rollout_is", _values("algorithm.importance_sampling_mode", LEVELS)),
+        ("rollout_is", _values(
+            "algorithm.importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"})),
         ("norm_adv_by_std_in_grpo", _values("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
         ("reward_function score_function custom_reward_function.path", _reward_file),
@@ -378,7 +371,6 @@ KEY_RULES: Mapping[str, Rule] = {
         ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
-        ("max_length", _max_length),
         ("system", lambda result, value: None if str(value).endswith(".txt") else {"data.system_prompt": str(value)}),
         (_READ, lambda result, value: {}),
     )
