@@ -20,9 +20,7 @@ from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import PROGRAMS
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
-ENVIRONMENT = {
-    *"MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM".split()
-}
+ENVIRONMENT = "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM"
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
 CALLS: Mapping[str, Mapping[str, str]] = {
@@ -109,14 +107,16 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
 
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     """Return the words that name the program, and the options, of the command that has the most of them."""
-    command = max(commands(text), key=lambda command: sum(map(_is_option, command.words)), default=None)
-    words, environment = command or ([], {})
+    words, environment = max(
+        commands(text), key=lambda command: sum(map(_is_option, command[0])), default=([], {})
+    )
     words = words[words.index("--") + 1 :] if "--" in words else words  # as in: ray job submit -- PROGRAM
     start = 0
     if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
         scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
         start = next(scripts, 0)
-    variables = {name.lower(): _value([text]) for name, text in environment.items() if name in ENVIRONMENT}
+    names = ENVIRONMENT.split()
+    variables = {name.lower(): _value([text]) for name, text in environment.items() if name in names}
     options = _options(words[:start]) | _options(words[start:]) | variables
     folders = (Path(), *path.resolve().parents[:4])
     files = [folder / str(options["config"]) for folder in folders if "config" in options]

@@ -318,9 +318,8 @@ def _lora(result: Conversion, value: Any) -> Converted:
     names = [name.strip() for name in modules.split(",")] if isinstance(modules, str) else modules
     if names is None:
         result.notes.append("model.lora.target_modules: ours; without a name PEFT's depend on the model")
-        return {"model.lora": {"rank": rank, "alpha": alpha}}
-    targets = "all-linear" if names == ["all-linear"] else names
-    return {"model.lora": {"rank": rank, "alpha": alpha, "target_modules": targets}}
+    targets = {} if names is None else {"target_modules": "all-linear" if names == ["all-linear"] else names}
+    return {"model.lora": {"rank": rank, "alpha": alpha, **targets}}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -379,21 +378,24 @@ KEY_RULES: Mapping[str, Rule] = {
 """Rules by the end of a key's name."""
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1.0, 1), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0, 1), "do_sample": (True,),
-    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (False,), "use_peft": (False,), "use_hf": (True,),
-    "load_in_4bit": (False,), "push_to_hub": (False,), "lora_dropout": (0, 0.0), "bf16": (True,), "do_train": (True,),
-    "save_strategy": ("steps",), "eval_strategy": ("steps",), "num_train_epochs": (1,), "report_to": ("none",),
-    "rlhf_type": ("grpo",), "val_before_train": (True,), "val_only": (False,), "truncation": ("error",),
-    "limit_images": (0,), "loss_mode": ("vanilla",), "actor.loss_type": ("default",), "dynamic_sample": (False,),
-    "online_filtering": (False,), "filter_groups.enable": (False,), "total_epochs": (1,), "model_revision": ("main",),
-    "use_vllm": (False,), "split_dataset_ratio": (0,), "lora.rank": (0,), "model.lora_rank": (0,),
-    "exclude_modules": (".*visual.*",),
+    name: values
+    for names, values in (
+        ("top_p repetition_penalty vllm_tensor_parallel_size num_train_epochs total_epochs", (1,)),
+        ("do_sample use_hf bf16 do_train val_before_train", (True,)),
+        ("min_p lora_dropout limit_images split_dataset_ratio lora.rank model.lora_rank", (0,)),
+        ("resume_from_checkpoint use_peft load_in_4bit push_to_hub val_only use_vllm", (False,)),
+        ("dynamic_sample online_filtering filter_groups.enable", (False,)),
+        ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
+        ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
+        ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
+    )
+    for name in names.split()
 }  # fmt: skip
 """Values of keys, by the end of their names, that ask for what mm_grpo does anyway. Null asks for nothing."""
 EPOCHS = {"TRL": 3, "ms-swift": 3, "verl": 30, "EasyR1": 15}
 _ACTOR = "actor_rollout_ref.actor."
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"lr_scheduler_type": "linear", "vllm_importance_sampling_mode": "sequence_mask"},
+    "TRL": {"lr_scheduler_type": "linear", "vllm_importance_sampling_mode": "sequence_mask", BATCH.split()[0]: 8},
     "ms-swift": {
         "loss_type": "grpo", "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04,
         "temperature": 0.9, "tuner_type": "lora", "freeze_vit": True, "per_device_train_batch_size": 1,
@@ -419,8 +421,6 @@ def foreign_defaults(foreign: Mapping[str, Any], trainer: str) -> dict[str, Any]
     defaults = dict(DEFAULTS[trainer])
     if trainer == "ms-swift" and "full" in (foreign.get("train_type"), foreign.get("tuner_type")):
         defaults["learning_rate"] = 1e-5
-    if trainer == "TRL" and not foreign.keys() & {*BATCH.split()}:
-        defaults["per_device_train_batch_size"] = 8
     kind = foreign.get(f"{_ACTOR}policy_loss.loss_mode", foreign.get("worker.actor.loss_type", "default"))
     unused = {"tuner_type"} if "train_type" in foreign else set()
     if kind not in ("vanilla", "default"):  # no other loss has the second bound

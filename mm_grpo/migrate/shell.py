@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
 UNKNOWN = "\ue000\ue001"
 _SEAM = "\ue002"
@@ -34,12 +33,8 @@ _DEPTH = {
 _OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
 
 
-class Command(NamedTuple):
-    """A command of a script."""
-
-    words: list[str]
-    environment: dict[str, str]
-    """The variables that the script gives it."""
+Command = tuple[list[str], dict[str, str]]
+"""The words of a command, and the variables of the environment that the script gives it."""
 
 
 class _Script:
@@ -92,7 +87,7 @@ class _Script:
             parts = (
                 part for word in words[start:] for part in word.split(_SEAM) if part or _SEAM not in word
             )
-            yield Command([*parts], variables)
+            yield [*parts], variables
 
 
 def commands(text: str) -> Iterator[Command]:
