@@ -25,7 +25,7 @@ FIELDS: Mapping[str, str] = {
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower freeze_vision_modules",
     "data.train": "dataset train_files dataset_name train_dataset",
-    "data.eval": "val_dataset val_files eval_dataset",
+    "data.eval": "val_dataset val_files",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.image_dir": "data.image_dir image_root image_folders",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
@@ -133,7 +133,7 @@ REASONS: Mapping[str, str] = {
     "write its text into data.system_prompt": "system",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
-    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size",
+    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size eval_dataset",
     "write the first rows that are wanted into a file of their own": "train_max_samples val_max_samples",
     "write its text into data.prompt_template, with {prompt} in the place of {{ content }}": "format_prompt",
     "a step samples rollout.prompts_per_step prompts an attempt": "gen_batch_size mini_rollout_batch_size",
