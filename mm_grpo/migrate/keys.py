@@ -80,7 +80,7 @@ _PROCESSES = (
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"
 )
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
-NO_SETTING = "mm_grpo has no such setting: leave it out, or see the fields that `mm-grpo config` shows"
+NO_SETTING = "mm_grpo has no such setting; leave it out (`mm-grpo config` shows every field)"
 
 REASONS: Mapping[str, str] = {
     # batches and steps
