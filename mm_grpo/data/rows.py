@@ -127,7 +127,7 @@ def read_row(
         numbered = numbered_images(values, row_name)
         listed = [image for image in numbered.values() if image is not None]
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    used = used | conversation.used | dict.fromkeys(numbered, "images")
+    used = {**used, **conversation.used, **dict.fromkeys(numbered, "images")}
     for name, column in columns.items():
         if used.get(name) in PROMPT_PURPOSES and column in row and column not in values:
             row_columns, used[column] = {**row_columns, column: row[column]}, used[name]
