@@ -243,16 +243,14 @@ class OpenRun:
         options: dict[str, Any] = {"needs": scorer.check, "turns": toolbox is not None}
         train_set, sets = load_train(config, train, **options), load_eval(config, eval, **options)
         loaded = processor if processor is not None else processor_of(config)
-        before: dict[str, list[list[int]]] = {}
-        if resume and ranks.first:
-            before = left_out_before(RunPaths(Path(config.run.dir)).checkpoints)
-        before = ranks.broadcast(before, "rows left out")
-
-        def usable(field: str, rows: Rows) -> Rows:
-            return readable(rows, config.data.on_bad_image, ranks, loaded, before.get(field))
-
-        train_set = usable("train", train_set)
-        eval_sets = {name: usable(f"eval.{name}", rows) for name, rows in sets.items()}
+        checkpoints = RunPaths(Path(config.run.dir)).checkpoints
+        before = ranks.broadcast(
+            left_out_before(checkpoints) if resume and ranks.first else None, "rows left out"
+        )
+        usable = partial(
+            readable, on_bad_image=config.data.on_bad_image, ranks=ranks, processor=loaded, before=before
+        )
+        train_set, eval_sets = usable(train_set), {name: usable(rows) for name, rows in sets.items()}
         if ranks.first:
             warn_of_shared_rows(train_set, eval_sets)
             warn_of_golds((train_set, *eval_sets.values()), scorer.specs)

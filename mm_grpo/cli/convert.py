@@ -12,25 +12,32 @@ from mm_grpo.terminal import printable
 
 def convert(
     file: Annotated[
-        str, typer.Argument(help="YAML, JSON, or a script with a command line.", show_default=False)
+        str,
+        typer.Argument(
+            help="YAML, JSON, a shell script, or Python with GRPOConfig(...).", show_default=False
+        ),
     ],
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Processes that its batches are per device of.")
+        int | None,
+        typer.Option(
+            min=1, help="Processes that its batches are per device of. Default: what the file says."
+        ),
     ] = None,
 ) -> None:
-    """Convert a config of TRL, ms-swift or verl; keys without a counterpart are listed with the reason."""
+    """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys
+    from mm_grpo.migrate.convert import to_yaml
     from mm_grpo.migrate.files import read_foreign
 
     output_file = None if output is None else OutputFile("--output", output, mark=None)
     conversion = convert_keys(read_foreign(file), devices=devices)
     if output_file is None:
-        typer.echo(printable(conversion.yaml()), nl=False)
+        typer.echo(printable(to_yaml(conversion)), nl=False)
     else:
-        output_file.write(conversion.yaml())
+        output_file.write(to_yaml(conversion))
     count = len(conversion.omitted)
     exceptions = f" but {count}, with their reasons as comments at the end" if count else ""
     target = f" into {output}" if output is not None else ""

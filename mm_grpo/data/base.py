@@ -74,11 +74,11 @@ class Rows(Protocol):
         return range(0, len(self), -(-len(self) // count))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identify the rows in a resumed run: their number `rows`, a `sha256`, indices `left_out` of the source.
+        """Identify the rows in a resumed run: their number `rows`, and the indices that are `left_out` of the source.
 
-        Up to SAMPLED_ROWS rows of a source, evenly spaced, are hashed: conversations, columns and image files, so an
-        image that was exchanged behind its path is noticed. Of rows in memory the others are hashed without files.
-        `digests` has 8 bytes for each row. A mixture has its `sources`, each with its weight.
+        `digests` has 8 bytes for each row in memory, else for each of SAMPLED_ROWS: of its conversation and columns. Up
+        to SAMPLED_ROWS rows of a source, evenly spaced, are hashed with their image files, so an image that was
+        exchanged behind its path is noticed. A mixture has its `sources`, each with its weight.
         """
 
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> PromptOrder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from mm_grpo.data.base import Rows
@@ -28,42 +28,35 @@ def readable(
     on_bad_image: str,
     ranks: Ranks,
     processor: Any = None,
-    before: Sequence[Sequence[int]] | None = None,
+    before: Mapping[str, Sequence[int]] | None = None,
 ) -> Rows:
-    """Return the rows with images that can be read. Every process calls it, and each gets the same.
+    """Return the rows with images that can be used. Every process calls it, and each gets the same.
 
-    `processor` may have a `refusal` of sizes (`HFProcessor`). `before` are the rows of each source that a resumed run
-    left out at its start: they stay left out, and no others are, because the order of rows would change.
-    DataError if an image cannot be read and `on_bad_image` is not drop, or if more than MAX_DROPPED of a source cannot.
+    `processor` may have a `refusal` of sizes (`HFProcessor`). `before` are the rows that a resumed run left out of each
+    source at its start: they stay left out, and no others are, because the order of rows would change.
+    DataError if an image cannot be used and `on_bad_image` is not drop, or if more than MAX_DROPPED of a source cannot.
     """
-    refusal, drop = getattr(processor, "refusal", None), on_bad_image == "drop"
+    refusal = getattr(processor, "refusal", None)
     refusal = refusal and lru_cache(2**16)(refusal)  # many images have the same size
-    left_out = None if before is None else dict(zip((s.name for s in rows.sources), before, strict=False))
-    return rows.map_sources(partial(_readable, drop=drop, ranks=ranks, refusal=refusal, before=left_out))
 
+    def usable(source: Rows) -> Rows:
+        old = [] if before is None else before.get(source.name, [])
+        source = source.without(old) if old else source
+        indices = rows_to_look_at(source)
+        shards = ranks.all_gather(list(_faults(source, ranks.shard(indices), refusal)), "looking at images")
+        bad = dict(sorted(fault for shard in shards for fault in shard))
+        causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
+        dropped, looked = len(bad) + len(old), len(indices) + len(old)
+        if bad and (on_bad_image != "drop" or dropped > MAX_DROPPED * looked):
+            raise DataError(f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth at most")
+        if ranks.first and old:
+            log.warning("%s: %d rows stay left out, as at the start of the run", source.name, len(old))
+        if ranks.first and bad:
+            what = "are left out" if before is None else "leave their places in the steps empty"
+            log.warning("%s: %d rows %s (data.on_bad_image = drop): %s", source.name, len(bad), what, causes)
+        return source if before is not None or not bad else source.without(bad)
 
-def _readable(
-    source: Rows,
-    drop: bool,
-    ranks: Ranks,
-    refusal: Refusal | None,
-    before: Mapping[str, Sequence[int]] | None,
-) -> Rows:
-    old = [] if before is None else before.get(source.name, [])
-    source = source.without(old) if old else source
-    indices = rows_to_look_at(source)
-    shards = ranks.all_gather(list(_faults(source, ranks.shard(indices), refusal)), "looking at images")
-    bad = dict(sorted(fault for shard in shards for fault in shard))
-    causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
-    rows = len(indices) + len(old)
-    if bad and (not drop or len(bad) + len(old) > MAX_DROPPED * rows):
-        raise DataError(f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth at most")
-    if ranks.first and old:
-        log.warning("%s: %d rows stay left out, as at the start of the run", source.name, len(old))
-    if ranks.first and bad:
-        what = "are left out" if before is None else "leave their places in the run's steps empty"
-        log.warning("%s: %d rows %s (data.on_bad_image = drop): %s", source.name, len(bad), what, causes)
-    return source.without(bad) if before is None and bad else source
+    return rows.map_sources(usable)
 
 
 def _faults(source: Rows, indices: Sequence[int], refusal: Refusal | None) -> Iterator[tuple[int, str]]:

@@ -27,7 +27,6 @@ from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -51,15 +50,19 @@ LEGAL_SOURCES = (
 Folder = str | Path | None
 Files = FileStates | None
 Size = tuple[int, int]
-Refusal = Callable[[Size, tuple[tuple[str, int], ...]], str]
-"""Returns why a model refuses an upright image of (height, width) pixels with these PIXEL_LIMITS; "" if it does not."""
+Limits = tuple[tuple[str, int], ...]
+"""PIXEL_LIMITS of an image and their values."""
+Refusal = Callable[[Size, Limits], str]
+"""Returns why a model refuses an upright image of (height, width) pixels; "" if it does not."""
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _JPEG = b"\xff\xd8\xff"
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_BASE64_HEADS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+={0,2}\s*")
+# the first bytes of PNG, JPEG, GIF, WebP, BMP, TIFF (two orders), HEIC and AVIF, encoded
+_BASE64 = re.compile(
+    r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkq|TU0AK|AAAA.GZ0eX)[A-Za-z0-9+/\s]+={0,2}\s*"
+)
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 # common files that are no image: (bytes, offset, description)
 _IMPOSTORS = (
@@ -122,52 +125,47 @@ def look_at_image(
     image_dir: Folder,
     files: Files = None,
     refusal: Refusal | None = None,
-    limits: Mapping[str, int] = MappingProxyType({}),
+    limits: Limits = (),
 ) -> None:
     """Raise as `open_image` for an image that is missing, too large, or no image by its header, or by `refusal`.
 
-    Of most files only the first bytes are read. Nothing is decoded, unless it depends on an image's turn if it is
-    refused. `limits` are the image's PIXEL_LIMITS.
+    Of most files only the first bytes are read. Nothing is decoded, unless an image is refused in one turn only.
     """
     if isinstance(source, Image.Image):
-        (width, height), where = source.size, f"{row}: image (a PIL image)"
+        size, where = source.size, f"{row}: image (a PIL image)"
     else:
-        (width, height), where = _header_size(source, row, image_dir, files)
-    _limit_pixels((width, height), where, MAX_PIXELS)
+        size, where = _header_size(source, row, image_dir, files)
+    _limit_pixels(size, where, MAX_PIXELS)
     if refusal is None:
         return
-    items = tuple(limits.items())
-    why = refusal((height, width), items)
-    if bool(why) != bool(refusal((width, height), items)):  # EXIF may turn it
-        why = refusal(open_image(source, row=row, image_dir=image_dir, files=files).size[::-1], items)
+    why = refusal(size[::-1], limits)
+    if bool(why) != bool(refusal(size, limits)):  # EXIF may turn it
+        why = refusal(open_image(source, row=row, image_dir=image_dir).size[::-1], limits)
     if why:
         raise BadImage(f"{where} {why}")
 
 
 def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tuple[Size, str]:
-    """Return (width, height) of an encoded image, not turned, and its name in messages."""
-    # an EXIF block or a colour profile may stand before a JPEG's size
-    for at_most in (HEADER_BYTES, 16 * HEADER_BYTES):
+    """Return (width, height) of an encoded image, before it is turned, and its name in messages."""
+    # an EXIF block may stand before a JPEG's size, WebP needs all bytes, and a TIFF's header may be at the end
+    for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, None):
         data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=at_most, files=files)
-        if not data.startswith(_JPEG):
-            break
-        if size := jpeg_size(data):
-            return size, where
-    try:
-        return _identify(data, where, MAX_PIXELS).size, where
-    except BadImage:  # WebP needs all bytes, and a TIFF may have its header at the end
-        return _identify(*read_encoded(source, row, MAX_BYTES, image_dir), MAX_PIXELS).size, where
+        try:
+            return jpeg_size(data) or _identify(data, where, MAX_PIXELS).size, where
+        except BadImage as error:
+            fault = error
+    raise fault
 
 
 def jpeg_size(data: bytes) -> Size | None:
-    """Return (width, height) by the frame header of a JPEG; None if `data` ends before it, or it is unusual.
+    """Return (width, height) by the frame header of a JPEG; None for other data, or if that is not at its usual place.
 
     Pillow would read all tables, which takes as long as all other checks of a file.
     """
-    at = 2
+    at = 2 if data.startswith(_JPEG) else len(data)
     while at + 9 <= len(data) and data[at] == 0xFF:
         if data[at + 1] in _FRAME_HEADERS:
-            height, width = (int.from_bytes(data[at + n : at + n + 2]) for n in (5, 7))
+            height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
             return (width, height) if width and height else None
         at += 1 if data[at + 1] == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
     return None
@@ -233,11 +231,11 @@ def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
 
 
 def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most: int, files: Files) -> bytes:
-    if name.startswith(_BASE64_HEADS) and len(name) > 64 and _BASE64.fullmatch(name):
+    if len(name) > 64 and _BASE64.fullmatch(name):
         raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
-        name = unquote(name[len("file://") :])
+        name = unquote(re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE))
     elif scheme:
         raise BadImage(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
     folder = str(image_dir or ".")

@@ -121,10 +121,8 @@ class MixedDataset(Rows):
         return any(source.conversational for source in self._sources)
 
     def fingerprint(self) -> dict[str, Any]:
-        sources = [
-            {"name": source.name, "weight": weight, **source.fingerprint()}
-            for source, weight in zip(self._sources, self.weights, strict=True)
-        ]
+        pairs = zip(self._sources, self.weights, strict=True)
+        sources = [{"weight": weight, **source.fingerprint()} for source, weight in pairs]
         return {"rows": len(self), "sources": sources}
 
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> MixtureOrder:

@@ -19,34 +19,25 @@ from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import PROGRAMS
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
-ENVIRONMENT = [
-    "MAX_PIXELS",
-    "MIN_PIXELS",
-    "NPROC_PER_NODE",
-    "NNODES",
-    "CUDA_VISIBLE_DEVICES",
-    "IMAGE_MAX_TOKEN_NUM",
-]
+ENVIRONMENT = "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM"
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
 CALLS: Mapping[str, Mapping[str, str]] = {
     "GRPOConfig": {},
     "LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules"},
-    "GRPOTrainer": {"model": "model_name_or_path"},
+    "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
 }
-"""Calls of a Python script whose arguments are read, with the options that scripts have for their names."""
+"""Calls of a Python script whose arguments are read, with the options that scripts have for them ("" is none)."""
 
 
 class Unexpanded(str):
-    """Text of a value that the file alone does not say, such as `$NAME`; `unknown` is that part of it."""
+    """Text of a value that the file alone does not say, such as `$NAME/out` or a name of a Python script."""
 
-    unknown: str = ""
-
-    @classmethod
-    def of(cls, text: str, unknown: str) -> Unexpanded:
-        value = cls(text)
-        value.unknown = unknown
-        return value
+    @property
+    def unknown(self) -> str:
+        """The first part that is not known."""
+        match = re.search(r"\$\(.*\)|\$\{[^}]*\}?|\$\S\w*|`.*`", self, re.DOTALL)
+        return match[0] if match else str(self)
 
 
 def read_foreign(path: str | Path) -> dict[str, Any]:
@@ -107,8 +98,9 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
             try:
                 options[str(key)] = ast.literal_eval(once[0] if len(once) == 1 else value)
             except ValueError:
-                options[str(key)] = Unexpanded.of(ast.unparse(value), ast.unparse(value))
+                options[str(key)] = Unexpanded(ast.unparse(value))
         options |= {"use_peft": True} if name == "LoraConfig" else {}
+    options.pop("", None)
     return options
 
 
@@ -123,7 +115,9 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
         scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
         start = next(scripts, 0)
         options |= _options(words[:start], path)
-    environment = {name.lower(): text for name, text in command.environment.items() if name in ENVIRONMENT}
+    environment = {
+        name.lower(): text for name, text in command.environment.items() if name in ENVIRONMENT.split()
+    }
     options |= _options(words[start:], path) | {
         key: _value([text], path) for key, text in environment.items()
     }
@@ -159,8 +153,8 @@ def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
 def _value(texts: Iterable[str], path: Path) -> Any:
     """Return the value of an option: true without a text, and a list of several."""
     texts = [*texts]
-    if unknown := re.search("{}(.*?){}".format(*UNKNOWN.split("{}")), " ".join(texts), re.DOTALL):
-        return Unexpanded.of(re.sub(f"[{UNKNOWN.format('')}]", "", " ".join(texts)), unknown[1])
+    if re.search(f"[{UNKNOWN}]", " ".join(texts)):
+        return Unexpanded(re.sub(f"[{UNKNOWN}]", "", " ".join(texts)))
     if len(texts) > 1:
         return [_value([text.rstrip(",")], path) for text in texts]
     try:

@@ -221,8 +221,8 @@ PARTS: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "fsdp_config", "offload", "megatron"), _ZERO),
     **dict.fromkeys(("profiler", "global_profiler", "npu_profile", "prometheus", "trace"), _PROFILE),
     **dict.fromkeys(
-        ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip", "pf_ppo",
-         "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), _NONE),
+        ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip",
+         "pf_ppo", "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), _NONE),
     **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
     "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
     "distillation": "write algorithm.reference_path: the teacher, with algorithm.beta > 0",
@@ -252,7 +252,7 @@ PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
     **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
     **dict.fromkeys(
-        ("save_", "log_", "logging_", "eval_", "torch_compile", "val_", "ray_", "swanlab_"), _NONE
+        ("save_", "log_", "logging_", "eval_", "torch_compile", "val_gen", "ray_", "swanlab_"), _NONE
     ),
     **dict.fromkeys(_FAMILIES.split(), _NONE),
     **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),

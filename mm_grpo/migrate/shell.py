@@ -2,7 +2,7 @@
 
 Read are assignments in their order (NAME=, NAME+=, arrays, export), quotes, comments, line continuations, $NAME,
 ${NAME:-default}, "${NAME[@]}" and $((2 * N)). Any other `$`, and a variable that is set inside an if, a loop or a
-function, is unknown: its name stays in the word between the characters of UNKNOWN.
+function, is unknown: it stays in the word, between the characters of UNKNOWN.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-UNKNOWN = "\ue000{}\ue001"
+UNKNOWN = "\ue000\ue001"
 _SEAM = "\ue002"
 """Stands between the words that one expansion makes."""
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\)"
@@ -35,12 +35,12 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Command:
-    """A command of a script: its words, and the environment that the script gives it."""
+class Command(NamedTuple):
+    """A command of a script."""
 
-    words: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    words: list[str]
+    environment: dict[str, str]
+    """The variables that the script gives it."""
 
 
 class _Script:
@@ -65,14 +65,14 @@ class _Script:
             try:
                 return str(_calculate(ast.parse(named.strip(), mode="eval").body))
             except (SyntaxError, LookupError, AttributeError, ValueError, ArithmeticError):
-                return UNKNOWN.format(text)
+                return text.join(UNKNOWN)
         simple = re.fullmatch(r"\$\{?(\w+|[@*])(?:\[[@*]\])?(?::?[-=](.*?))?\}?", text, re.DOTALL)
         if simple is None:
-            return UNKNOWN.format(text)
+            return text.join(UNKNOWN)
         if simple[1] in ("@", "*"):
             return _SEAM  # arguments of the script: there are none
         if (value := self.variables.get(simple[1])) or simple[2] is None:
-            return UNKNOWN.format(text) if value is None else value
+            return text.join(UNKNOWN) if value is None else value
         return self.expand(simple[2].strip("\"'"), quoted=True)
 
     def assign(self, word: str, exports: bool = False) -> bool:
@@ -81,7 +81,7 @@ class _Script:
             return False
         name, value = match[1], match[3] if match[3].startswith(_SEAM) else match[3].replace(_SEAM, " ")
         before = self.variables.get(name, "") if match[2] else ""
-        self.variables[name] = UNKNOWN.format(f"${name}") if self.depth else before + value
+        self.variables[name] = f"${name}".join(UNKNOWN) if self.depth else before + value
         self.exported |= {name} if exports else set()
         return True
 
@@ -111,7 +111,7 @@ def commands(text: str) -> Iterator[Command]:
     while at < len(text):
         if (match := _PIECE.match(text, at)) is None:
             raise ValueError(f"line {text.count(chr(10), 0, at) + 1}: {text[at]} has no end")
-        at, kind = match.end(), match.lastgroup
+        at, kind = match.end(), match.lastgroup or ""
         if kind in ("tag", "skipped"):
             continue
         if kind not in ("space", "end"):

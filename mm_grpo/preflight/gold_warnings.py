@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_grpo.data.base import Rows
+from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import brief
-from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.errors import DataError
 from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
@@ -28,6 +27,7 @@ from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
 
 log = logging.getLogger(__name__)
 MAX_WORDS = 40  # of a short answer
+MAX_ROWS = 20_000  # of a source, looked at before a run: a second
 CLASSES = ("yes", "no", "true", "false")  # most golds of an honest set may be one of these
 _COMPARED = ("exact_match", "contains", "anls", "chart_relaxed")
 _READ_BOXED = ("exact_match", "numeric", "count", "math")
@@ -36,7 +36,7 @@ _WRITTEN = ("exact_match", "contains", "anls", "edit_similarity", "math")  # a s
 _REWARDS = {*_SHORT, *_WRITTEN, *GOLD_COLUMNS}
 
 _LISTS = (
-    "are lists kept as text, any element of which is right, but some rows have none, or the prompt asks for a list: let "
+    "are lists kept as text, any element of which is right, but some rows have none or the prompt asks for a list: let "
     "the column hold lists; one with such a text in it asks for that text"
 )
 _STRUCTURES = (
@@ -119,7 +119,7 @@ class GoldWarnings:
             if column in spec.bound or not spec.applies_to(columns):
                 continue
             value, kinds = columns[column], _box_kinds if builtin in GOLD_COLUMNS else self._text_kinds
-            if not str(value).strip() or (str(value) == "[]" and value != "[]"):
+            if not str(value).strip() or (str(value) == "[]" and not isinstance(value, str)):
                 continue
             tally = self._tallies[source, spec.name, builtin]
             tally.values[str(value)[:200]] += 1
@@ -138,9 +138,8 @@ class GoldWarnings:
                     key = source, reward, text
                     sentences[key] = f"{start}: {count} of {rows}, the first {tally.first[kind]}, {text}"
             (value, count), *others = tally.values.most_common()
-            constant = (
-                not others and rows >= 8 and "/" not in source
-            )  # one source of a mixture may be one class
+            # one source of a mixture may be one class
+            constant = not others and rows >= 8 and "/" not in source
             skewed = len(others) > 3 and rows >= 20 and 2 * count > rows and value.lower() not in CLASSES
             if alike and (constant or (skewed and builtin != "count")):
                 text = "to say it always would be right there: leave out rows whose gold is missing"
@@ -163,9 +162,11 @@ class GoldWarnings:
         parts = [final_part(text).strip() for text in texts]
         if builtin in _READ_BOXED:
             parts = [boxed(part) or part for part in parts]
+        if not parts:
+            return
         if builtin in _COMPARED and all(map(_TAGS.search, parts)):
             yield "reasoning"
-        elif builtin in _SHORT and all(len(_WORD.findall(part)) > MAX_WORDS for part in parts):
+        elif builtin in _SHORT and all(map(_is_long, parts)):
             yield "long" if builtin == "anls" else "reasoning"
         if builtin in ("exact_match", "anls", "choice") and _names_other_option(parts, options, prompt):
             yield "options"
@@ -174,41 +175,37 @@ class GoldWarnings:
 
     def _fits(self, text: str) -> bool:
         text = self._template.replace("{gold}", text)
-        # a token holds a byte at least, and most golds have fewer
-        return (
-            len(text.encode()) <= self._limit
-            or len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) <= self._limit
-        )
+        if len(text.encode()) <= self._limit:  # a token holds a byte at least
+            return True
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) <= self._limit
+
+
+def _is_long(text: str) -> bool:
+    return len(text) > MAX_WORDS and len(_WORD.findall(text)) > MAX_WORDS
 
 
 def _names_other_option(texts: Sequence[str], options: Mapping[str, Any], prompt: str) -> bool:
     """Return True if the prompt shows options, and all texts name one in another way than it asks for."""
+    if max(map(len, texts), default=0) > 4 and "letter" not in prompt.lower():
+        return False  # most rows, in little time
     golds = [normalise(text) for text in texts]
     is_number = all(gold.isdecimal() and len(gold) < 3 for gold in golds)
     is_letter = all(re.fullmatch(r"\W?[a-z]\W?", gold) for gold in golds)
-    asks_letter = re.search(r"\bletters?\b", prompt, re.I) is not None
-    if not (is_number or is_letter or asks_letter):
-        return False
     lettered = dict(_OPTION.findall(prompt))
-    lettered = lettered if {"A", "B"} <= lettered.keys() else {}
     column = options.get("choices", options.get("options"))
-    listed = (
-        text_list(column) if isinstance(column, str) else column if isinstance(column, list | tuple) else ()
-    )
-    names = [normalise(str(name)) for name in lettered.values() or listed]
+    listed = text_list(column) if isinstance(column, str) else column
+    shows_letters = {"A", "B"} <= lettered.keys()
+    shown = lettered.values() if shows_letters else listed if isinstance(listed, list | tuple) else ()
+    names = [normalise(str(name)) for name in shown]
     if len(names) < 2:
         return False
     if is_number:
-        shown = any(re.search(rf"(?<![\w.]){gold}\s?[.):\]]", prompt) for gold in golds)
-        return (
-            not shown
-            and not re.search(r"\d", " ".join(names))
-            and all(int(gold) <= len(names) for gold in golds)
-        )
+        marked = any(re.search(rf"(?<![\w.]){gold}\s?[.):\]]", prompt) for gold in golds)
+        return not marked and not re.search(r"\d", " ".join(names)) and max(map(int, golds)) <= len(names)
     if is_letter:
-        shown = lettered or re.search(r"(?<![^\W_])B(?![^\W_])", prompt)
-        return not shown and all(len(name) > 1 and name in normalise(prompt) for name in names)
-    return bool(lettered) and set(golds) <= set(names)
+        marked = re.search(r"(?<![^\W_])B(?![^\W_])", prompt) is not None
+        return not marked and all(len(name) > 1 and name in normalise(prompt) for name in names)
+    return shows_letters and re.search(r"\bletters?\b", prompt, re.I) is not None and set(golds) <= set(names)
 
 
 def _box_kinds(builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
@@ -224,10 +221,10 @@ def _box_kinds(builtin: str, value: Any, options: Mapping[str, Any], prompt: str
 
 
 def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:
-    """Log warnings of the golds in the sets; of rows that are not in memory SAMPLED_ROWS are looked at."""
+    """Log warnings of the golds in the sets. Of a source MAX_ROWS are looked at, SAMPLED_ROWS if not in memory."""
     golds = GoldWarnings(specs)
     for source in (source for rows in sets for source in rows.sources):
-        for index in rows_to_look_at(source):
+        for index in source.spaced(MAX_ROWS if source.in_memory else SAMPLED_ROWS):
             with suppress(DataError):
                 fields = source.fields(index)
                 golds.add(source.name, source.row_name(index), fields.messages, fields.columns)

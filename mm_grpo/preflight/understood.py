@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
 MAX_MESSAGES = 4
+MIN_TEXT = 4  # characters that are left of a text
 FIRST_ROWS = 8  # rows among which one is looked for that can be used
 MAX_DETAILED = 3  # pictures of a row whose sizes are said
 MAX_NAME = 24  # characters of a column's name
@@ -122,18 +123,23 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def _prefix(text: str, width: int) -> str:
+    return text[: bisect_right(list(accumulate(map(_columns, text[:width]))), width)]
+
+
+def _columns(text: str) -> int:
     # a mark on a letter counts as one: a text may have hundreds on one letter
-    return text[: bisect_right(list(accumulate(max(1, cell_len(c)) for c in text)), width)]
+    return sum(max(1, cell_len(character)) for character in text)
 
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:
-    """Join parts to a line, and shorten all `Text` in it to one length until it fits."""
-    parts = list(parts)
-    for limit in range(width, 3, -1):
-        line = "".join(shorten_middle(part, limit) if isinstance(part, Text) else part for part in parts)
-        if (short := shorten_middle(line, width)) == line:
-            break
-    return short
+    """Join parts to a line, and shorten all `Text` in it to one length, the largest that fits."""
+    parts = [Text(shorten_middle(part, width)) if isinstance(part, Text) else part for part in parts]
+
+    def line(limit: int) -> str:
+        return "".join(shorten_middle(p, limit) if isinstance(p, Text) else p for p in parts)
+
+    limit = bisect_right(range(width + 1), width, lo=MIN_TEXT, key=lambda limit: _columns(line(limit))) - 1
+    return shorten_middle(line(max(limit, MIN_TEXT)), width)
 
 
 def _wrap(line: str) -> list[str]:
@@ -165,7 +171,9 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     for name, image, original in zip(names, images, originals, strict=False):
         sizes = dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size))
         details = f" {'→'.join([*sizes][1 - len(images) :])}"
-        if isinstance(processor, HFProcessor):
+        if len(images) == 1:
+            details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
+        elif isinstance(processor, HFProcessor):
             details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
         marks.append(["‹", Text(name), details if len(marks) < MAX_DETAILED else "", "›"])
     remaining = chain(marks, repeat(["‹image›"]))
@@ -233,7 +241,8 @@ def _reading(spec: RewardSpec, columns: Mapping[str, Any], prompt: Prompt | None
 
 
 def _takes_all(spec: RewardSpec) -> bool:
-    return spec.takes_kwargs or not {"sample", "samples"}.isdisjoint((*spec.required, *spec.optional))
+    takes_rows = spec.takes_kwargs or not {"sample", "samples"}.isdisjoint((*spec.required, *spec.optional))
+    return takes_rows and builtin_name(spec) is None
 
 
 def _column_uses(

@@ -12,6 +12,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +64,12 @@ _NEUTRAL = {
     "attention_dropout": 0.0,
 }
 """Fields of text configs that change log-probs in ways the learner does not follow, with their neutral values."""
+
+
+@cache
+def _takes_cache(backbone: type[nn.Module]) -> bool:
+    """Return True if a model's forward names its key-value cache `cache`. Called at every token."""
+    return "cache" in inspect.signature(backbone.forward).parameters
 
 
 class Family(ABC):
@@ -129,7 +136,7 @@ class Family(ABC):
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)
-        if "past_key_values" in inputs and "cache" in inspect.signature(backbone.forward).parameters:
+        if "past_key_values" in inputs and _takes_cache(type(backbone)):
             # transformers 5.24 warns of the old name, and 5.40 no longer has it
             inputs["cache"] = inputs.pop("past_key_values")
         states: Tensor = backbone(**inputs).last_hidden_state

@@ -159,13 +159,13 @@ class HFProcessor(ABC):
         if fits or not limits:
             return result
         low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
-        most = high
+        bound = high
         for _ in range(MAX_WALK):
-            current = self.limited_size(current, low, most)
+            current = self.limited_size(current, low, bound)
             # the engine applies the run's rule to it, which may choose a size above `high`
             if math.prod(result := self.fixed_size(current)) <= high:
                 return result
-            low, most = self.min_pixels, min(most, math.prod(current)) - 1
+            low, bound = self.min_pixels, min(bound, math.prod(current)) - 1
         raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
 
     def refusal(self, size: Size, limits: Iterable[tuple[str, int]]) -> str:

@@ -24,14 +24,13 @@ Fingerprint = Mapping[str, Any]
 """Result of `Rows.fingerprint`."""
 
 
-def left_out_before(checkpoints: Path) -> dict[str, list[list[int]]]:
-    """Return the rows that the run left out at its start, of each source of each set; {} without a checkpoint."""
+def left_out_before(checkpoints: Path) -> dict[str, list[int]] | None:
+    """Return the rows that a run left out of each source at its start; None without a checkpoint that says it."""
     for path in reversed(checkpoints_in(checkpoints).values()):
-        # a damaged checkpoint, or one of a version that did not list them
-        with suppress(ConfigError, KeyError):
-            sets = read_checkpoint(path, files=False).extra["rows"]
-            return {field: [source["left_out"] for source in _sources(rows)] for field, rows in sets.items()}
-    return {}
+        with suppress(ConfigError, KeyError):  # damaged, or of an older version
+            sets = read_checkpoint(path, files=False).extra["rows"].values()
+            return {source["name"]: source["left_out"] for rows in sets for source in _sources(rows)}
+    return None
 
 
 def check_rows(
@@ -78,14 +77,11 @@ def _changed(old: Fingerprint, new: Fingerprint, rows: Rows) -> list[int] | None
     for a, b, source in zip(old_sources, sources, rows.sources, strict=True):
         if any(a.get(key, b.get(key)) != b.get(key) for key in ("name", "weight", "rows", "left_out")):
             return None
-        digests = _digests(a), _digests(b)
-        if len(digests[0]) == len(digests[1]):
-            places = zip(rows_to_look_at(source), *digests, strict=True)
-            changed += [(first + index, then, now) for index, then, now in places if then != now]
-        elif (
-            a["sha256"] != b["sha256"]
-        ):  # a checkpoint of an older version, or a source that is read in another way
-            return None
+        then, now = _digests(a), _digests(b)
+        if len(then) != len(now):  # of an older version, or read in another way: any may have changed
+            then = [b""] * len(now)
+        places = zip(rows_to_look_at(source), then, now, strict=True)
+        changed += [(first + index, x, y) for index, x, y in places if x != y]
         first += len(source)
     moved = {then for _, then, _ in changed} & {now for _, _, now in changed}
     return None if 2 * len(moved) > len(changed) else [index for index, _, _ in changed]

@@ -54,6 +54,15 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, config_path:
     assert same.code == 0 and "eval: 4 of 4 rows" in same.out and not list(config_path.parent.glob("*.html"))
 
 
+def test_check_and_train_show_the_first_row_before_they_load(command: Any, config_path: Path) -> None:
+    shown = ["exact_match reads answer = 'red'", "prompt <- prompt, images <- image, answer -> exact_match"]
+    first, _, _ = command("check", config_path, "--rows", 1).out.partition("┏")
+    assert all(f"  {line}" in first for line in shown) and "‹0.png " in first
+    _, _, out = command("train", config_path, "run.max_steps=1").out.partition("reading the rows\n")
+    prompt, gold, columns = out.partition("loading the weights")[0].splitlines()
+    assert "‹0.png›what is it" in prompt and gold.startswith(shown[0]) and columns.startswith(shown[1])
+
+
 def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_path: Path) -> None:
     """As another file, format or encoding; one pixel or word makes another row. A page names them too."""
     picture = Image.open(config_path.parent / "0.png").convert("RGB")
@@ -257,3 +266,26 @@ def test_a_reward_that_applies_to_no_row_is_a_problem(command: Any, config_path:
     watched = command("check", config_path, "rewards=[format,{name: exact_match, weight: 0}]")
     assert watched.code == 0, watched.out
     assert command("check", config_path, "--rows", "2").code == 0  # two rows do not show what the others hold
+
+
+def test_warnings_are_printed_once_and_counted(command: Any, config_path: Path, caplog: Any) -> None:
+    """Those of the golds and those that reading the rows logs; `--strict` refuses them, and a run logs them."""
+    mask = "data:image/png;base64," + base64.b64encode((config_path.parent / "0.png").read_bytes()).decode()
+    lines = [
+        {"prompt": "what", "image": f"{at}.png", "answer": answer, "mask": mask}
+        for at, answer in enumerate(["red", "[{'role': 'user', 'content': 'red'}]", "blue", "#### 7"])
+    ]
+    (config_path.parent / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    result = command("check", config_path, "rollout.max_completion_length=60")
+    assert result.code == 0 and result.out.rstrip().endswith("ok, 3 warning(s)")
+    for name in ("rows.jsonl:2: ", "rows.jsonl:4: ", "the column 'mask'"):
+        assert (result.out + result.err + caplog.text).count(name) == 1, name
+    assert "rows.jsonl:2: " in result.out
+    strict = command("check", config_path, "--strict", "rollout.max_completion_length=60")
+    assert strict.code == 2 and strict.out.rstrip().endswith("3 problem(s), 3 warning(s)")
+    short = command("check", config_path, "rollout.max_completion_length=2")  # the messages do not fit
+    assert short.out.rstrip().endswith("ok, 4 warning(s)")
+    assert command("check", config_path, "--strict", "rewards=[format]", "data.text_only=true").code == 0
+    caplog.clear()
+    command("train", config_path, "run.max_steps=1")
+    assert sum("rows.jsonl:2: " in text and "'exact_match'" in text for text in caplog.messages) == 1

@@ -66,10 +66,22 @@ def test_every_kind_of_source(red_blue: Image.Image, tmp_path: Path) -> None:
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     plain = [path, str(path), path.as_uri(), data, bytearray(data), url, red_blue]
     mappings = [{"bytes": data, "path": "gone.png"}, {"bytes": None, "path": str(path)}, {"path": str(path)}]
-    for source in (*plain, *mappings):
+    local = path.as_uri().replace("file:///", "file://localhost/")
+    for source in (*plain, local, *mappings):
         assert pixels(opened(source)) == [[RED, BLUE]], source
     assert pixels(opened("a b.png", image_dir=tmp_path)) == [[RED, BLUE]]
     assert pixels(opened(str(path), image_dir="/elsewhere")) == [[RED, BLUE]]
+
+
+@pytest.mark.parametrize("data", [*FORMATS, b"MM\0*", b"\0\0\0\x1cftypavif", b"\0\0\0\x20ftypheic"])
+def test_base64_alone_is_named(data: Any) -> None:
+    data = encoded(Image.effect_noise((30, 30), 80), data) if isinstance(data, str) else data + bytes(300)
+    assert "base64 alone" in refusal(base64.b64encode(data).decode())
+
+
+@pytest.mark.parametrize("name", ["Qk1/" + "a" * 70 + ".bmp", "a" * 90, "AAAA" * 20, "images/" + "b" * 60])
+def test_long_paths_are_no_base64(name: str) -> None:
+    assert "No such file" in refusal(name)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

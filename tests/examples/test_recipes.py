@@ -188,7 +188,7 @@ CELLS = [(recipe, LAYERS[at % len(LAYERS)]) for at, recipe in enumerate(RECIPES)
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "layer"), CELLS)
 def test_a_smoke_run_trains_two_steps(recipe: str, layer: str, tmp_path: Path, command: Any) -> None:
-    code, out, _ = command("check", recipe, layer, "--smoke")
+    code, out, _ = command("check", recipe, layer, "--smoke", "--strict")
     assert code == 0 and out.rstrip().endswith("ok") and "1 / 1 / 1" in out, out
     if recipe not in TRAINED:
         return

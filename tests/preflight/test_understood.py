@@ -110,7 +110,7 @@ def test_the_lines_say_prompt_picture_golds_and_columns(config: Callable[..., GR
         (offered, {"note": "a"}, "offered is offered all columns: right answer 'a' scores 0.5"),
         (offered, {"note": "a"}, "offered to offered: note"),
         (by_sample, {"note": "a"}, "offered to by_sample: note"),
-        (remote, {"answer": "a"}, "remote reads answer = 'a': not called"),
+        (remote, {"answer": "a"}, "  not called: it may use a network"),
         ("length", {"answer": "a"}, "length reads no column"),
         ("iou", {"box": None, "answer": "a"}, "not for this row: iou"),
         ({"name": "exact_match", "when": {"kind": "a"}}, {"kind": "b", "answer": "a"}, "not used: answer"),
@@ -135,7 +135,8 @@ def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOCo
     ]
     verl = {"prompt": [{"role": "user", "content": "?"}], "images": ["scene.png"], "id": 1}
     graded = lines_of(config({**verl, "reward_model": {"ground_truth": "3"}}), "exact_match")
-    assert "answer <- reward_model" in graded[-2] and graded[-1] == "  not used: id"
+    assert "answer <- reward_model, answer -> exact_match" in " ".join(" ".join(graded).split())
+    assert graded[-1] == "  not used: id"
     filled = lines_of(config({"image": "scene.png", "kind": "cat"}, prompt_template="A {kind}?"), "length")
     assert "prompt template <- kind" in filled[-1] and "A cat?" in filled[1]
 
@@ -173,9 +174,16 @@ def test_hostile_texts_stay_on_their_lines(
     lines = lines_of(config(row, **data), *rewards)
     assert len(lines) == 12 and any("more lines about rewards" in line for line in lines)
     assert_fits(lines)
-    several = {"prompt": "<image>".join([text] * 40), "images": [f"{name}.png"] * 39, "answer": [text] * 9}
-    turns = [{"role": role, "content": text} for role in ("user", "assistant") * 9]
-    for row in (several, {"prompt": [*turns, turns[0]], "image": f"{name}.png", "answer": {"a": text}}):
+    several = {
+        "prompt": "<image>".join([text[:500]] * 40),
+        "images": [f"{name}.png"] * 39,
+        "answer": [text] * 9,
+    }
+    turns = [{"role": role, "content": text[:500]} for role in ("user", "assistant") * 9]
+    for row in (
+        several,
+        {"prompt": [*turns, turns[0]], "image": f"{name}.png", "answer": {"a": text}, "id": text},
+    ):
         rows = load_train(config(row, max_prompt_length=None))
         assert_fits(lines_of(config(row), mine, offered))
         brief = brief_lines(rows, [resolve_entry(mine)], {})
@@ -196,6 +204,19 @@ def test_every_source_of_a_recipe_fits(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "smolvlm", "llava_onevision"])
+def test_the_tokens_of_a_picture_and_of_the_text_are_all(
+    family: str, config: Callable[..., GRPOConfig]
+) -> None:
+    made = config({"prompt": "Which?", "image": "scene.png"}, model=family)
+    processor, rows = load_processor(made.model.path), load(made.data.train, made.data)
+    prompt = processor.prompt(rows.sample(0))
+    title, *lines = lines_of(made, "length")
+    assert title.endswith(f", {len(prompt.token_ids)} tokens")
+    count = len(prompt.token_ids) - (len(prompt.engine_prompt.token_ids) - 1)
+    assert count > 1 and f", {count} tokens›" in "".join(lines)
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
 def test_messages_and_tokens_of_other_families(family: str, config: Callable[..., GRPOConfig]) -> None:
     """Tokens of pictures are those that the prompt has; a message is a line."""
     made = config(
@@ -223,7 +244,7 @@ def test_a_processor_of_the_users_own_is_shown_without_its_template(
     rows, own = load_train(made), Own(load_processor(made.model.path))
     builder = PromptBuilder(own, made, None)  # type: ignore[arg-type]
     lines = list(understood(rows, builder, RewardCheck([]), {}))
-    assert lines[1] == "  user: ‹other.png 80×80→84×84›what"
+    assert lines[1] == "  user: ‹other.png 80×80→84×84, 9 tokens›what"
 
 
 def test_three_lines_without_a_call(config: Callable[..., GRPOConfig]) -> None:

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -318,7 +320,7 @@ def test_the_update_equals_that_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
-def test_a_cache_goes_by_the_name_that_the_model_has(name: str) -> None:
+def test_a_cache_goes_by_the_name_that_the_model_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an error: a forward that takes other keywords too would drop one of another name."""
 
     def old(past_key_values: Any = None, **others: Any) -> Any:
@@ -330,7 +332,9 @@ def test_a_cache_goes_by_the_name_that_the_model_has(name: str) -> None:
     class Backbone(torch.nn.Module):
         forward = staticmethod(old if name == "past_key_values" else new)
 
-    states: Any = QwenVLFamily().hidden_states(
-        SimpleNamespace(model=Backbone()), past_key_values=3, use_cache=True
-    )
-    assert states == (3, {"use_cache": True})
+    model, signature = SimpleNamespace(model=Backbone()), Mock(side_effect=inspect.signature)
+    monkeypatch.setattr(inspect, "signature", signature)
+    for step in range(3):
+        states: Any = QwenVLFamily().hidden_states(model, past_key_values=step, use_cache=True)
+        assert states == (step, {"use_cache": True})
+    assert signature.call_count == 1, "not at every token"

@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("clicking", "reach", [0, 2]),
     ("contains", "mode", ["most"]),
     ("count", "answer", ["red", 2.5, "-1", "5 %", "two hundred"]),
-    ("format", "template", ["", "<a>......</a>"]),
+    ("format", "template", ["", "<a>......</a>", "<answer></answer>", "<a>…</a>", r"<a>.*?</a>"]),
     ("format", "pattern", ["a"]),
     ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [False, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),
     ("iou", "gold_space", ["seen"]),

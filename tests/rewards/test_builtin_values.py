@@ -122,7 +122,6 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("format", AFTER_THINK, [("a</think> <answer>b</answer>", 1), ("<think>a</think> <answer>b</answer>", 1)]),
     ("format", {"template": "The answer is ..."}, [("The answer is this.", 1), ("The answer is ", 0)]),
     ("format", {"template": "...so"}, [("I think so", 1)]),
-    ("format", {"template": "yes"}, [("yes!", 0)]),
     ("format", {"pattern": "a.b"}, [("a\nb", 1), ("a\nbc", 0)]),
     ("length", {"min_length": 10, "max_length": 20}, [("é" * size, score) for size, score in (
         (0, 0), (5, 0.5), (9, 0.9), (10, 1), (20, 1), (21, 0.95), (30, 0.5), (40, 0), (100_000, 0))]),

@@ -206,7 +206,7 @@ def lay_tools(kind: str) -> Any:
 
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
-    *(Case(f"command: {name}", command, words, files={"s.py": "GRPOConfig(x=1)"}) for name, command, words in COMMANDS),
+    *(Case(f"command: {name}", command, words, files={"s.py": "print(1)"}) for name, command, words in COMMANDS),
     *(Case(f"rows: {name}", CHECK, words, files={"rows.jsonl": text}) for name, text, words in ROWS),
     *(Case(f"rows: {name}", CHECK, words, config={"data": data}, files=files) for name, data, files, words in SOURCES),
     *(

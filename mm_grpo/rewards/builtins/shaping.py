@@ -28,7 +28,7 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
     matches newlines. A pattern can be slow on long texts (nested repeats), and ends the run
     after `timeout`, 120 s for a step; a template is always fast.
 
-    Returns 1.0 or 0.0, never None. ValueError when both are given or the template is empty.
+    Returns 1.0 or 0.0, never None. ValueError when both are given, or a template without `...`.
     For recipes that ask for a reasoning block before the answer.
 
     >>> follows_format("<think>2 + 1</think>\n<answer>3</answer>")
@@ -52,12 +52,12 @@ def follows_format(completion: str, *, template: str | None = None, pattern: str
 @lru_cache
 def _parse(template: str) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
     """Return the texts between the `...` of a template as patterns, and patterns that no `...` may contain: the same
-    texts and their tags. Raise ValueError if the template is empty or has two `...` in a row."""
+    texts and their tags. Raise ValueError if the template has no `...`, nothing else, or two in a row."""
     parts = [part.split() for part in template.split("...")]
-    if not any(parts) or not all(parts[1:-1]):
+    if len(parts) == 1 or not any(parts) or not all(parts[1:-1]):
         raise ValueError(
-            f"format: the template {template!r} is empty or has two neighbouring '...'; an example is "
-            f"{TEMPLATE!r}"
+            f"format: the template {template!r} has no '...', which stands for the model's text, nothing else, or two "
+            f"in a row; an example is {TEMPLATE!r}. A regular expression is a pattern"
         )
     literals = [re.compile(r"\s*".join(map(re.escape, part))) for part in parts]
     tags = [re.compile(re.escape(tag)) for tag in re.findall(r"<[^<>]+>", template)]
@@ -66,8 +66,6 @@ def _parse(template: str) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]
 
 def _gaps(text: str, literals: Sequence[re.Pattern[str]]) -> list[str] | None:
     """Return the text that each `...` matched; None unless all literals are there, in order."""
-    if len(literals) == 1:
-        return [] if literals[0].fullmatch(text) else None
     first = literals[0].match(text)
     if first is None:
         return None
