@@ -20,7 +20,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -143,7 +143,7 @@ def read_row(
     )
     unread = None if has_images or listed else [*image_columns(fields.other_columns)]
     _check_tags(messages, unread, row_name, text_only)
-    messages, images = _place(messages, listed, row_name)
+    messages, images = _place(messages, listed, row_name, unread)
     for limits in filter(None, (row_limits, pixel_limits)):
         messages = with_limits(messages, limits)
     _check_texts(conversation, messages, row_name)
@@ -265,8 +265,7 @@ def _check_tags(messages: list[Message], unread: list[str] | None, row_name: str
             place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
             why = f"which would stay text beside the row's images. Write {place} where an image stands, and"
         else:
-            looks = "".join(f" (the column {name!r} looks like images)" for name in unread)
-            why = f"and the row has no image{looks}. {HOW_TO_READ}; give the row its image, or"
+            why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image, or"
         raise DataError(f"{row_name}: the prompt holds {tag!r}, {why} remove the tag, or put a space into it")
 
 
@@ -295,7 +294,13 @@ def _texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
+def _looks(unread: Iterable[str] | None) -> str:
+    return "".join(f" (the column {n!r} looks like images: data.columns.images={n})" for n in unread or ())
+
+
+def _place(
+    messages: list[Message], listed: list[Any], row_name: str, unread: Iterable[str] | None
+) -> tuple[list[Message], list[Any]]:
     """Return messages with one image part per place of an image, and the images in the order of the parts."""
     kind, parts = "image parts", _image_parts(messages)
     if not parts and any(IMAGE_PLACE.search(m["content"]) for m in messages if isinstance(m["content"], str)):
@@ -311,8 +316,8 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     if {*indices} != {*range(len(listed))}:
         numbers = f" (numbers {', '.join(map(str, places))})" if any(places) else ""
         raise DataError(
-            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}. Write one "
-            f"for each image. {HOW_TO_READ}"
+            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}"
+            f"{_looks(unread)}. Write one for each image. {HOW_TO_READ}"
         )
     remaining = (listed[int(index)] for index in indices)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]

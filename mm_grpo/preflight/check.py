@@ -24,6 +24,7 @@ from rich.table import Table
 from mm_grpo.build import check_features, plan_run, processor_of, vllm_settings
 from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.image_files import readable
+from mm_grpo.data.images import BadImage
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
@@ -259,6 +260,8 @@ def _check_rows(
             message = find_fault(prompt)
         except UserError as error:
             message, key = str(error), prompt_builder.dropped_by(error)
+            if isinstance(error, BadImage) and key is None:
+                message += "; data.on_bad_image=drop leaves out a tenth of the rows at most"
         if message:
             # An error about a sample begins with its uid, which counts rows from 0; a user looks for the file's line.
             message = message.removeprefix(f"{uid}: ")
