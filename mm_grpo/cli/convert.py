@@ -29,14 +29,15 @@ def convert(
 ) -> None:
     """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys
+    from mm_grpo.migrate.convert import to_yaml
     from mm_grpo.migrate.files import read_foreign
 
     output_file = None if output is None else OutputFile("--output", output, mark=None)
     conversion = convert_keys(read_foreign(file), devices=devices)
     if output_file is None:
-        typer.echo(printable(conversion.yaml()), nl=False)
+        typer.echo(printable(to_yaml(conversion)), nl=False)
     else:
-        output_file.write(conversion.yaml())
+        output_file.write(to_yaml(conversion))
     count = len(conversion.omitted)
     exceptions = f" but {count}, with their reasons as comments at the end" if count else ""
     target = f" into {output}" if output is not None else ""

@@ -174,7 +174,7 @@ class Dataset(Rows):
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
             return Sample(
                 self.uid(index), fields.messages, images, (), fields.columns,
-                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=frozenset(fields.columns) - fields.other_columns.keys(),
             )  # fmt: skip
 
         return open_sample

@@ -16,7 +16,7 @@ from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.image_columns import numbered_columns
+from mm_grpo.data.image_columns import NUMBERED
 from mm_grpo.errors import DataError, shorten
 from mm_grpo.hub import hub_fault
 
@@ -133,7 +133,10 @@ class _EncodedRows:
         self._table = dataset.with_format("arrow", columns=self.column_names)
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
         names = {*self.column_names, *columns}
-        for field in (*PROMPT_FIELDS, *(() if {"image", "images"} & names else numbered_columns(names))):
+        for field in (
+            *PROMPT_FIELDS,
+            *(() if {"image", "images"} & names else filter(NUMBERED.fullmatch, names)),
+        ):
             _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
         self._files = FileStates(file["filename"] for file in dataset.cache_files)

@@ -86,10 +86,5 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
             "data.columns.images=COLUMN, or set data.text_only=true to train on text alone"
         )
     if 0 < with_image < readable:
-        log.warning(
-            "%s: %d of %d rows have no image, the first %s; set data.text_only=true if that is meant",
-            dataset.name,
-            readable - with_image,
-            readable,
-            without,
-        )
+        count = f"{readable - with_image} of {readable} rows have no image, the first {without}"
+        log.warning("%s: %s; set data.text_only=true if that is meant", dataset.name, count)

@@ -9,7 +9,7 @@ datasets, rows.py puts images in the places of their tags.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from PIL import Image
@@ -46,7 +46,7 @@ _NAME = re.compile(
     r"(?:_?(?:path|file|filename|file_name|name|url|uri|link|src|bytes|data|base64|b64|raw)s?)?|file_?names?|file_?paths?",
     re.IGNORECASE,
 )
-_NUMBERED = re.compile(r"image_?(\d{1,2})")
+NUMBERED = re.compile(r"image_?(\d{1,2})")
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[ -]")
 
 
@@ -58,24 +58,17 @@ def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
             yield name
 
 
-def numbered_columns(names: Iterable[Any]) -> dict[str, int]:
-    """Return the columns `image_1`, `image_2`, ... and their numbers, in the order of these."""
-    numbers = {name: int(m[1]) for name in names if (m := _NUMBERED.fullmatch(str(name)))}
-    return dict(sorted(numbers.items(), key=lambda item: item[1]))
-
-
 def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
     """Return the columns `image_1`, `image_2`, ... (or from 0) by their numbers; {} if they hold anything but images.
 
     DataError if one before the last image is null or missing.
     """
-    numbers = numbered_columns(row)
-    columns = {name: row[name] for name in numbers}
-    filled = [number for name, number in numbers.items() if row[name] is not None]
-    first = min(numbers.values(), default=2)
-    if first > 1 or len([*image_columns(columns)]) != len(filled):
+    numbers = sorted((int(m[1]), name) for name in row if (m := NUMBERED.fullmatch(str(name))))
+    columns = {name: row[name] for _, name in numbers}
+    filled = [number for number, name in numbers if row[name] is not None]
+    if not numbers or numbers[0][0] > 1 or len([*image_columns(columns)]) != len(filled):
         return {}
-    if filled != [*range(first, first + len(filled))]:
+    if filled != [numbers[0][0] + at for at in range(len(filled))]:
         raise DataError(
             f"{row_name}: of the columns {', '.join(map(repr, columns))} one before the last image is null or missing; "
             "move the images up, or list them in 'images'"
@@ -83,14 +76,11 @@ def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
     return columns
 
 
-def unread_tag(text: str, *, reads_tags: bool, allow_markup: bool) -> str | None:
-    """Return the first placeholder in a text that stands for no image; None if there is none.
-
-    With `reads_tags` the tags of IMAGE_PLACE stand for images.
-    """
+def unread_tag(text: str, *, reads_tags: bool, reads_markup: bool) -> str | None:
+    """Return the first placeholder in a text, except tags that are read (IMAGE_PLACE) and markup that is text."""
     for tag in _PLACEHOLDER.finditer(text) if "<" in text or "[IM" in text else ():
-        read = reads_tags and IMAGE_PLACE.fullmatch(tag[0])
-        if not read and not (allow_markup and re.fullmatch(_MARKUP, tag[0])):
+        is_place = reads_tags and IMAGE_PLACE.fullmatch(tag[0])
+        if not is_place and not (reads_markup and re.fullmatch(_MARKUP, tag[0])):
             return tag[0]
     return None
 

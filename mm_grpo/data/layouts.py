@@ -150,22 +150,18 @@ def _as_messages(turns: Any, column: str, row_name: str) -> list[Any]:
 
 
 def _from_json(value: Any, where: str) -> Any:
-    """Return the messages that a text holds as JSON, any other value as it is.
-
-    DataError, which begins with `where`, for a text that only looks like messages.
-    """
+    """Return messages for a text that holds them as JSON, else the value. DataError for what only looks like them."""
     head = _LIST.match(value) if isinstance(value, str) and value.rstrip().endswith("]") else None
     if head is None:
         return value
     try:
-        content = json.loads(value)
-        kinds = ({"role", "content"}, {"from", "value"})
+        content, kinds = json.loads(value), ({"role", "content"}, {"from", "value"})
         hits = max(sum(isinstance(m, dict) and m.keys() >= kind for m in content) for kind in kinds)
     except (ValueError, RecursionError):
         content, hits = [], head[1] in ("role", "content", "from", "value")
     if hits and hits != len(content):
         raise DataError(
-            f"{where} is the text {brief(value)}, which looks like messages and is no JSON list of them"
+            f"{where} is {brief(value)}, which looks like messages and is no JSON list of messages"
         )
     return content if hits else value
 

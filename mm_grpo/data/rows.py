@@ -51,7 +51,7 @@ from mm_grpo.types import PIXEL_LIMITS, with_limits
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "system")
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
-_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, "index", *PIXEL_LIMITS)
+_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, *PIXEL_LIMITS)
 _PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
 """Keys of a part by its type."""
 
@@ -77,15 +77,9 @@ class Fields:
     """True when the prompt was a list of messages, not a string."""
 
     @property
-    def prompt_columns(self) -> frozenset[str]:
-        """Names of the columns that the model is shown."""
-        return frozenset(name for name, purpose in self.used.items() if purpose in PROMPT_PURPOSES)
-
-    @property
     def other_columns(self) -> dict[str, Any]:
         """The columns that the model is not shown."""
-        hidden = self.prompt_columns
-        return {name: value for name, value in self.columns.items() if name not in hidden}
+        return {n: value for n, value in self.columns.items() if self.used.get(n) not in PROMPT_PURPOSES}
 
 
 def read_row(
@@ -111,16 +105,13 @@ def read_row(
     columns = columns or {}
     row_columns = values = renamed(row, row_name, columns)
     used = {name: "prompt" if name == "prompt" else "images" for name in PROMPT_FIELDS if name in values}
-    for name, column in columns.items():
-        if name in used and column in row and column not in values:
-            row_columns, used[column] = {**row_columns, column: values[name]}, used[name]
     if prompt_template is not None:
         named = (locate(name, values) for name in template_names(prompt_template))
         used = {column: "prompt template" for column, _ in filter(None, named)} | used
         values = {**values, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
     # a template says where these texts stand
-    hidden = {"system", "history"} & {name for name in used if used[name] == "prompt template"}
+    hidden = {name for name in ("system", "history") if used.get(name) == "prompt template"}
     shown = {name: value for name, value in values.items() if name not in hidden}
     conversation = read_conversation(shown, row_name, columns, names=row)
     messages = _messages(conversation.prompt, conversation.column, row_name)
@@ -131,6 +122,9 @@ def read_row(
         listed = [image for image in numbered.values() if image is not None]
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
     used = used | conversation.used | dict.fromkeys(numbered, "images")
+    for name, column in columns.items():
+        if used.get(name) in PROMPT_PURPOSES and column in row and column not in values:
+            row_columns, used[column] = {**row_columns, column: row[column]}, used[name]
     if values.get(TEMPLATE_COLUMN) is not None:
         used[TEMPLATE_COLUMN] = "chat template"
     fields = Fields(
@@ -142,11 +136,10 @@ def read_row(
         conversational=conversation.conversational,
     )
     unread = None if has_images or listed else [*image_columns(fields.other_columns)]
-    _check_tags(messages, unread, row_name, text_only)
+    _check_texts(conversation, messages, unread, row_name, text_only)
     messages, images = _place(messages, listed, row_name, unread)
     for limits in filter(None, (row_limits, pixel_limits)):
         messages = with_limits(messages, limits)
-    _check_texts(conversation, messages, row_name)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return replace(fields, messages=tuple(messages), images=tuple(images))
@@ -230,11 +223,11 @@ def _part(part: Any, where: str) -> Message:
     for key, value in values.items():
         # some writers fill keys with empty values, and OpenAI's `detail` is the whole picture unless it is "low"
         is_default = str(value) in ("", "[]", "{}", *(("auto", "high") if key == "detail" else ()))
-        is_number = isinstance(value, int | float)
-        if not is_number if key == "index" else key not in _PART_KEYS[kind] and not is_default:
+        is_index = key == "index" and isinstance(value, int | float)
+        if not (is_index or is_default or key in _PART_KEYS[kind]):
+            legal = quoted(_PART_KEYS[kind])
             raise DataError(
-                f"{where}: nothing reads {key!r} ({brief(value)}) in a part of type {kind!r}; remove it. Legal are "
-                f"{quoted(_PART_KEYS[kind])}"
+                f"{where}: nothing reads {key!r} ({brief(value)}); remove it. Legal beside 'type': {legal}"
             )
     if kind == "text":
         if not isinstance(values.get("text"), str):
@@ -245,39 +238,35 @@ def _part(part: Any, where: str) -> Message:
         raise DataError(
             f"{where}: {len(sources)} images in a part; legal is one of {quoted(_OWN_IMAGE_KEYS)}"
         )
-    own = {"image": sources[0]} if sources else {key: values[key] for key in ("index",) if key in values}
+    own = {"image": sources[0]} if sources else {"index": values.get("index")}
     return {"type": "image", **own, **read_limits(values, where)}
 
 
-def _check_tags(messages: list[Message], unread: list[str] | None, row_name: str, text_only: bool) -> None:
-    """DataError for a text with a placeholder of an image, a video or a sound that is not read.
+def _check_texts(
+    conversation: RowConversation,
+    messages: list[Message],
+    unread: list[str] | None,
+    row_name: str,
+    text_only: bool,
+) -> None:
+    """DataError for a tag of an image, a video or a sound that is not read, and for a prompt that asks nothing.
 
-    `unread` are the columns of a row without images that look like images, None if the row has images.
+    `unread` are the columns of a row without images that look like images; None if the row has images.
     """
-    has_parts = bool(_image_parts(messages))
+    asks, has_parts = False, bool(_image_parts(messages))
     for message in messages:
-        in_parts = has_parts or bool(_parts(message))
-        text = "".join(_texts(message))
-        tag = unread_tag(text, reads_tags=not in_parts, allow_markup=text_only and unread == [])
-        if tag is None:
-            continue
-        if unread is None:
-            place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
-            why = f"which would stay text beside the row's images. Write {place} where an image stands, and"
-        else:
-            why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image, or"
-        raise DataError(f"{row_name}: the prompt holds {tag!r}, {why} remove the tag, or put a space into it")
-
-
-def _check_texts(conversation: RowConversation, messages: list[Message], row_name: str) -> None:
-    """DataError for half a character, and for a prompt that asks nothing."""
-    asks = False
-    for message in messages:
-        text = "".join(_texts(message))
+        text, in_parts = "".join(_texts(message)), has_parts or bool(_parts(message))
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
-        has_image = conversation.conversational and len(_texts(message)) < len(_parts(message))
-        asks = asks or (message["role"] == "user" and (has_image or bool(text.strip())))
+        if tag := unread_tag(text, reads_tags=not in_parts, reads_markup=text_only and unread == []):
+            place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
+            why = f"which would stay text. Write {place} where an image stands"
+            if unread is not None:
+                why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image"
+            raise DataError(f"{row_name}: the prompt holds {tag!r}, {why}, remove it, or put a space into it")
+        has_question = bool(IMAGE_PLACE.sub("", text).strip())
+        has_image = conversation.conversational and unread is None
+        asks = asks or (message["role"] == "user" and (has_question or has_image))
     if not asks:
         raise DataError(
             f"{row_name}: {conversation.column!r} is empty; write a question, or leave the row out"
@@ -347,8 +336,8 @@ def _split_tags(message: Message) -> Message:
     first, *pieces = IMAGE_PLACE.split(content)
     parts = [{"type": "text", "text": first}]
     for number, text in zip(pieces[::2], pieces[1::2], strict=True):
-        image = {"type": "image"} if number is None else {"type": "image", "index": int(number)}
-        parts += [image, {"type": "text", "text": text}]
+        index = None if number is None else int(number)
+        parts += [{"type": "image", "index": index}, {"type": "text", "text": text}]
     return message | {"content": [part for part in parts if part.get("text") != ""]}
 
 

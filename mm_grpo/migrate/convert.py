@@ -9,97 +9,23 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from mm_grpo.config.grpo_config import WITHOUT_KEYS, GRPOConfig
 from mm_grpo.config.messages import shown
 from mm_grpo.config.section import leaves
-from mm_grpo.config.yaml_file import set_value, write_yaml
+from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate import rules
 from mm_grpo.migrate.files import Unexpanded, flatten
 from mm_grpo.migrate.keys import PARTS, advice_on, by_end, row_of
-from mm_grpo.numbers import is_number
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Placeholder in `model.path` if the file names no model."""
 
 
-@dataclass
-class Conversion:
-    """Result of converting a config: `values` are ours."""
-
-    foreign: dict[str, Any]
-    """The config by dotted key, with its trainer's defaults."""
-    devices: int
-    trainer: str = ""
-    values: dict[str, Any] = field(default_factory=dict)
-    omitted: dict[str, str] = field(default_factory=dict)
-    """Reasons by foreign key."""
-    notes: list[str] = field(default_factory=list)
-    """Values that were written although no key said them."""
-    key: str = ""
-    origin: dict[str, str] = field(default_factory=dict)
-    """The foreign key of each of our fields; `key` is the one that is being converted."""
-
-    def put(self, path: str, value: Any) -> None:
-        set_value(self.values, path.split("."), value, path)
-        self.origin[path] = self.key
-
-    def find(self, ends: str, default: Any = None) -> Any:
-        """Return the value of the first key that ends in one of `ends` and has one. Raises UnknownValue."""
-        keys = (key for end in ends.split() for key in self.foreign if f".{key}".endswith(f".{end}"))
-        value = next((self.foreign[key] for key in keys if self.foreign[key] is not None), default)
-        if isinstance(value, Unexpanded):
-            raise UnknownValue(f"needs {ends.split()[0]}, which holds {value.unknown}")
-        return value
-
-    def number(self, ends: str, default: Any) -> Any:
-        """Return the number at a key. Raises ConfigError unless it is above 0; steps may be -1."""
-        value = self.find(ends, default)
-        if not is_number(value) or not (value > 0 or value == -1):
-            raise ConfigError(f"{ends.split()[0]} = {shown(value)}: must be a number above 0")
-        return value
-
-    @property
-    def generation(self) -> int:
-        """TRL's completions between two updates of the weights that sample."""
-        accumulated = self.number("gradient_accumulation_steps", 1)
-        device = self.number("per_device_train_batch_size", 8)
-        default = device * self.number("steps_per_generation", accumulated) * self.devices
-        return int(self.number("generation_batch_size", default))
-
-    @property
-    def updates(self) -> Fraction:
-        """The trainer's optimizer updates in one of our steps, of one iteration."""
-        if self.trainer in rules.DOTTED:
-            return Fraction(self.number(rules.PROMPTS, 1)) / Fraction(self.number(rules.MINI_BATCH, 1))
-        device = self.number("per_device_train_batch_size", 8) * self.devices
-        return Fraction(self.generation) / Fraction(device * self.number("gradient_accumulation_steps", 1))
-
-    def yaml(self) -> str:
-        """Return our config, followed by notes and omitted keys as comments."""
-        values = {name: self.values[name] for name in GRPOConfig.model_fields if name in self.values}
-        foreign, public = redact(self.foreign), redact(values)
-        lines = [WITHOUT_KEYS * (public != values) + write_yaml(public).rstrip("\n")]
-        omitted = [f"{key} = {shown(foreign.get(key))}: {why}" for key, why in self.omitted.items()]
-        for title, entries in (
-            ("Written although no key said it:", self.notes),
-            ("Not taken over:", omitted),
-        ):
-            comments = [f"#   {printable(redact(entry), lines=False)}" for entry in entries]
-            lines += ["", f"# {title}", *comments] if entries else []
-        return "\n".join(lines) + "\n"
-
-
-class UnknownValue(Exception):
-    """A rule needs a value that the file does not say; the text is the reason."""
-
-
-def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Conversion:
+def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.Conversion:
     """Convert a config of another trainer, nested or by dotted key.
 
     `devices` is the number of processes that its batches are multiplied by; None is what the config says, else 1.
@@ -113,9 +39,11 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Convers
     trainer = "ms-swift" if swift else "EasyR1" if easy else "verl" if dotted else "TRL"
     foreign = {key: _interpolated(value, foreign) for key, value in foreign.items()}
     defaults = rules.foreign_defaults(foreign, trainer)
-    result = Conversion({**defaults, **foreign}, devices or 1, trainer)
+    result = rules.Conversion({**defaults, **foreign}, devices or 1, trainer)
     if devices is None and trainer not in rules.DOTTED:
         _count_devices(result)
+    elif devices is not None and trainer in rules.DOTTED:
+        result.notes.append(f"--devices {devices}: changes nothing; batches of {trainer} are whole")
     for key, value in result.foreign.items():
         result.key = key
         converted = _convert_key(result, key, value)
@@ -148,7 +76,22 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> Convers
     return result
 
 
-def _omit_refused(result: Conversion, error: ConfigError) -> None:
+def to_yaml(result: rules.Conversion) -> str:
+    """Return our config as YAML, followed by notes and omitted keys as comments."""
+    values = {name: result.values[name] for name in GRPOConfig.model_fields if name in result.values}
+    foreign, public = redact(result.foreign), redact(values)
+    lines = [WITHOUT_KEYS * (public != values) + write_yaml(public).rstrip("\n")]
+    omitted = [f"{key} = {shown(foreign.get(key))}: {why}" for key, why in result.omitted.items()]
+    for title, entries in (
+        ("Written although no key said it:", result.notes),
+        ("Not taken over:", omitted),
+    ):
+        comments = [f"#   {printable(redact(entry), lines=False)}" for entry in entries]
+        lines += ["", f"# {title}", *comments] if entries else []
+    return "\n".join(lines) + "\n"
+
+
+def _omit_refused(result: rules.Conversion, error: ConfigError) -> None:
     """Omit the field that an error begins with; its first line is the reason. Raises the error if there is none."""
     line = str(error).splitlines()[0]
     match = re.match(r"([\w.]+?)(?:\[\d+\])?(?: =|:) ", line)
@@ -176,14 +119,14 @@ def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
     return Unexpanded(text) if re.search(r"\$\{|\$[A-Za-z_]\w", text) else text
 
 
-def _count_devices(result: Conversion) -> None:
+def _count_devices(result: rules.Conversion) -> None:
     """Take the number of processes from the launcher's options, or from the GPUs that the script names."""
     gpus = len(str(result.foreign.get("cuda_visible_devices", "0")).split(","))
     default = 1 if result.trainer == "ms-swift" else gpus  # ms-swift starts one without NPROC_PER_NODE
     try:
         nodes = 1 if result.find("num_processes") else result.number("nnodes", 1)
         result.devices = int(result.number("num_processes nproc_per_node num_gpus", default) * nodes)
-    except (UnknownValue, ConfigError):
+    except (rules.UnknownValue, ConfigError):
         result.notes.append(
             "rollout.prompts_per_step: of one process; the file does not say how many: give --devices"
         )
@@ -193,7 +136,7 @@ def _count_devices(result: Conversion) -> None:
         )
 
 
-def _convert_key(result: Conversion, key: str, value: Any) -> rules.Converted:
+def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Converted:
     """Return our values of one key, or the reason why there are none."""
     paths = [name for name, _ in leaves(GRPOConfig)]
     if isinstance(value, Unexpanded):
@@ -205,7 +148,7 @@ def _convert_key(result: Conversion, key: str, value: Any) -> rules.Converted:
     try:
         if rule is not None:
             return rule(result, value)
-    except UnknownValue as error:
+    except rules.UnknownValue as error:
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError):  # a list for a number, say
         return f"is no value that {result.trainer} takes there"

@@ -14,26 +14,86 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.config.messages import shown
+from mm_grpo.config.yaml_file import set_value
+from mm_grpo.errors import ConfigError
+from mm_grpo.migrate.files import Unexpanded
 from mm_grpo.migrate.keys import REWARDS
 from mm_grpo.numbers import is_number
 
-if TYPE_CHECKING:
-    from mm_grpo.migrate.convert import Conversion
-
 Converted = dict[str, Any] | str
 """Our values by dotted path, or a reason."""
-Rule = Callable[["Conversion", Any], Converted]
 DOTTED = ("verl", "EasyR1")
 """Trainers whose keys are in sections."""
 PROMPTS = "data.train_batch_size data.rollout_batch_size"
 MINI_BATCH = "actor.ppo_mini_batch_size actor.global_batch_size"
 BATCH = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
 _LENGTH = "max_steps total_training_steps"
+
+
+class UnknownValue(Exception):
+    """A rule needs a value that the file does not say; the text is the reason."""
+
+
+@dataclass
+class Conversion:
+    """Result of converting a config: `values` are ours."""
+
+    foreign: dict[str, Any]
+    """The config by dotted key, with its trainer's defaults."""
+    devices: int
+    trainer: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    omitted: dict[str, str] = field(default_factory=dict)
+    """Reasons by foreign key."""
+    notes: list[str] = field(default_factory=list)
+    """Values that were written although no key said them."""
+    key: str = ""
+    origin: dict[str, str] = field(default_factory=dict)
+    """The foreign key of each of our fields; `key` is the one that is being converted."""
+
+    def put(self, path: str, value: Any) -> None:
+        set_value(self.values, path.split("."), value, path)
+        self.origin[path] = self.key
+
+    def find(self, ends: str, default: Any = None) -> Any:
+        """Return the value of the first key that ends in one of `ends` and has one. Raises UnknownValue."""
+        keys = (key for end in ends.split() for key in self.foreign if f".{key}".endswith(f".{end}"))
+        value = next((self.foreign[key] for key in keys if self.foreign[key] is not None), default)
+        if isinstance(value, Unexpanded):
+            raise UnknownValue(f"needs {ends.split()[0]}, which holds {value.unknown}")
+        return value
+
+    def number(self, ends: str, default: Any) -> Any:
+        """Return the number at a key. Raises ConfigError unless it is above 0; steps may be -1."""
+        value = self.find(ends, default)
+        if not is_number(value) or not (value > 0 or value == -1):
+            raise ConfigError(f"{ends.split()[0]} = {shown(value)}: must be a number above 0")
+        return value
+
+    @property
+    def generation(self) -> int:
+        """TRL's completions between two updates of the weights that sample."""
+        accumulated = self.number("gradient_accumulation_steps", 1)
+        device = self.number("per_device_train_batch_size", 8)
+        default = device * self.number("steps_per_generation", accumulated) * self.devices
+        return int(self.number("generation_batch_size", default))
+
+    @property
+    def updates(self) -> Fraction:
+        """The trainer's optimizer updates in one of our steps, of one iteration."""
+        if self.trainer in DOTTED:
+            return Fraction(self.number(PROMPTS, 1)) / Fraction(self.number(MINI_BATCH, 1))
+        device = self.number("per_device_train_batch_size", 8) * self.devices
+        return Fraction(self.generation) / Fraction(device * self.number("gradient_accumulation_steps", 1))
+
+
+Rule = Callable[[Conversion, Any], Converted]
 
 
 def _batch(result: Conversion, value: Any) -> Converted:
@@ -92,6 +152,12 @@ def _system(result: Conversion, value: Any) -> Converted:
     return why if is_file else {"data.system_prompt": str(value)}
 
 
+def _max_length(result: Conversion, value: Any) -> Converted:
+    is_of_prompts = result.trainer == "ms-swift"
+    why = "write data.max_prompt_length and rollout.max_completion_length"
+    return {"data.max_prompt_length": value} if is_of_prompts else why
+
+
 def _trackers(result: Conversion, value: Any) -> Converted:
     names = [name for name in _listed(value) if name not in ("none", "console", "file")]
     legal = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
@@ -125,9 +191,10 @@ def _rewards(result: Conversion, value: Any) -> Converted:
         module, _, function = str(name).rpartition(".")
         if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
             options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
-            options |= (
-                {"max_length": 512} if "max_length" in options and options["max_length"] is None else {}
-            )
+            if "max_length" in options:
+                options["max_length"] = (
+                    options["max_length"] or 512
+                )  # which is the default of max_completion_length
             options["weight"] = None if weight is None else float(weight)
             chosen = {ours: option for ours, option in options.items() if option is not None}
             entries.append({"name": entry, **chosen} if chosen else entry)
@@ -224,9 +291,7 @@ def _kl(result: Conversion, value: Any) -> Converted:
 
 
 def _generations(result: Conversion, value: Any) -> Converted:
-    return (
-        {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; it needs at least 2"
-    )
+    return {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; 2 or more"
 
 
 LOSSES: Mapping[str, tuple[str, str]] = {
@@ -313,7 +378,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("use_vllm", _vllm),
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),
-        ("rollout.n", _generations),
+        ("rollout.n num_generations", _generations),
         ("rollout_is", _put("algorithm.importance_sampling_mode", {n: f"{n}_truncate" for n in ("token", "sequence")})),
         ("norm_adv_by_std_in_grpo", _put("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
@@ -330,6 +395,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
+        ("max_length", _max_length),
         ("system", _system),
         (_READ, lambda result, value: {}),
     )

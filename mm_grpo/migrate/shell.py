@@ -11,7 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 UNKNOWN = "\ue000\ue001"
 _SEAM = "\ue002"
@@ -35,12 +35,12 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Command:
-    """A command of a script: its words, and the environment that the script gives it."""
+class Command(NamedTuple):
+    """A command of a script."""
 
-    words: list[str] = field(default_factory=list)
-    environment: dict[str, str] = field(default_factory=dict)
+    words: list[str]
+    environment: dict[str, str]
+    """The variables that the script gives it."""
 
 
 class _Script:

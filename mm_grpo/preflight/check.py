@@ -92,7 +92,7 @@ def check_config(config: GRPOConfig, *, strict: bool = False, **options: Any) ->
     return not problems
 
 
-def _check(  # noqa: C901, PLR0915
+def _check(  # noqa: PLR0915
     config: GRPOConfig,
     *,
     call_judges: bool = False,

@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.convert import NO_MODEL, convert
+from mm_grpo.migrate.convert import NO_MODEL, convert, to_yaml
 from mm_grpo.migrate.files import read_foreign
 
 TRL: dict[str, Any] = {
@@ -47,7 +47,7 @@ def test_a_script_of_trl() -> None:
 
 def test_what_is_written_reads_back_and_holds_the_reasons(tmp_path: Path) -> None:
     converted = convert(TRL, devices=2)
-    path, text = tmp_path / "config.yaml", converted.yaml()
+    path, text = tmp_path / "config.yaml", to_yaml(converted)
     path.write_text(text)
     assert GRPOConfig.from_yaml(path) == GRPOConfig.from_dict(converted.values)
     assert text.startswith("model:\n  path: Qwen/Q\n")
@@ -62,7 +62,7 @@ def test_foreign_keys_and_values_are_no_lines_and_no_secrets_of_ours() -> None:
         "report_to": ["wandb", "a\nrewards: [theirs]"], "reward_funcs": ["b\nrewards: [theirs]"],
         "hub_token": "abc-def", "wandb_api_key": "abc-def", "vllm_server_base_url": "http://u:abc-def@h/?abc-def",
     }  # fmt: skip
-    text = convert(theirs).yaml()
+    text = to_yaml(convert(theirs))
     kept = ("model_name_or_path", "per_device_train_batch_size")
     expected = convert({key: theirs[key] for key in kept}).values
     assert YAML(typ="safe").load(text) == expected | {"run": {"trackers": ["wandb"]}}

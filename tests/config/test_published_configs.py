@@ -11,7 +11,7 @@ from helpers import tiny
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.migrate.convert import convert
+from mm_grpo.migrate.convert import convert, to_yaml
 from mm_grpo.migrate.files import read_foreign
 
 TRL_SCRIPT = """accelerate launch --config_file zero2.yaml --num_processes 4 \\
@@ -102,7 +102,8 @@ PUBLISHED: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
     "verl.sh": (VERL, "64 prompts x 5 generations = 320 completions a step -> 4 updates (16 prompts each)", {
         "data.train": str(Path.home() / "data/figures/train.parquet"), "data.on_overlong": "drop",
         "rollout.max_completion_length": 2048, "algorithm.beta": 0.01, "algorithm.kl_estimator": "k3",
-        "algorithm.kl_in_reward": False, "algorithm.loss_type": "grpo", "algorithm.delta": 3.0, "rewards": ["score.py:score"],
+        "algorithm.kl_in_reward": False, "algorithm.loss_type": "grpo", "algorithm.delta": 3.0,
+        "rewards": ["score.py:score"],
         "optim.weight_decay": 0.01, "run.trackers": ["wandb"], "run.dir": "runs/figures", "run.save_every": 0,
     }, {"trainer.n_gpus_per_node", "trainer.total_epochs", "trainer.project_name"}),
     "easy.yaml": (EASYR1, "32 prompts x 4 generations = 128 completions a step -> 4 updates (8 prompts each)", {
@@ -125,7 +126,7 @@ def test_a_published_config_is_converted_and_checked(
     (tmp_path / name).write_text(text)
     converted = convert(read_foreign(name))
     assert set(converted.omitted) == omitted
-    (tmp_path / "ours.yaml").write_text(converted.yaml())
+    (tmp_path / "ours.yaml").write_text(to_yaml(converted))
     config = GRPOConfig.from_yaml("ours.yaml")
     assert config.batch_sentence() == sentence
     for path, value in expected.items():
@@ -148,34 +149,38 @@ def test_a_published_config_is_converted_and_checked(
     assert checked.code == 0, checked.err
 
 
-GRPO: dict[str, Any] = {"data.train_batch_size": 8, "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
+ACTOR = "actor_rollout_ref.actor"
+GRPO: dict[str, Any] = {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8}
+MODE = "importance_sampling_mode"
+FILTER = "algorithm.filter_groups"
 
 
 @pytest.mark.parametrize(
     ("keys", "path", "value"),
     [
         ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}, "algorithm.beta", 0.1),
-        ({"algorithm.use_kl_in_reward": True, "actor_rollout_ref.actor.kl_loss_coef": 9}, "algorithm.kl_estimator", "k1"),
-        ({"actor_rollout_ref.actor.use_kl_loss": False, "actor_rollout_ref.actor.kl_loss_coef": 9}, "algorithm.beta", 0),
-        ({"actor_rollout_ref.actor.clip_ratio": 0.3}, "algorithm.epsilon", 0.3),
-        ({"actor_rollout_ref.actor.clip_ratio_low": 0.1, "actor_rollout_ref.actor.clip_ratio": 0.3}, "algorithm.epsilon", 0.1),
-        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "algorithm.importance_sampling_level", "sequence"),
-        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "algorithm.delta", None),
+        ({"algorithm.use_kl_in_reward": True, f"{ACTOR}.kl_loss_coef": 9}, "algorithm.kl_estimator", "k1"),
+        ({f"{ACTOR}.use_kl_loss": False, f"{ACTOR}.kl_loss_coef": 9}, "algorithm.beta", 0),
+        ({f"{ACTOR}.clip_ratio": 0.3}, "algorithm.epsilon", 0.3),
+        ({f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.clip_ratio": 0.3}, "algorithm.epsilon", 0.1),
+        ({f"{ACTOR}.policy_loss.loss_mode": "gspo"}, "algorithm.importance_sampling_level", "sequence"),
+        ({f"{ACTOR}.policy_loss.loss_mode": "gspo"}, "algorithm.delta", None),
         ({"worker.actor.loss_type": "cispo", "worker.actor.clip_ratio_high": 4}, "algorithm.epsilon_high", 5),
         ({"worker.actor.loss_type": "sapo", "worker.actor.loss_avg_mode": "seq"}, "algorithm.loss_type", "sapo"),
         ({"algorithm.disable_kl": True, "data.rollout_batch_size": 8}, "algorithm.beta", 0),
-        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.max_num_gen_batches": 10}, "rollout.max_attempts", 10),
-        ({"algorithm.filter_groups.enable": True}, "rollout.max_attempts", 20),
+        ({f"{FILTER}.enable": True, f"{FILTER}.max_num_gen_batches": 10}, "rollout.max_attempts", 10),
+        ({f"{FILTER}.enable": True}, "rollout.max_attempts", 20),
         ({"algorithm.rollout_correction.rollout_is": "token"}, "algorithm.importance_sampling_mode", "token_truncate"),
         ({"actor_rollout_ref.rollout.name": "sglang"}, "rollout.engine", "vllm"),
         ({"actor_rollout_ref.model.lora_rank": 32}, "model.lora.alpha", 16),
         ({"critic.model.enable_gradient_checkpointing": False}, "optim.gradient_checkpointing", None),
         ({"rlhf_type": "grpo", "dynamic_sample": True}, "rollout.max_attempts", 4),
         ({"rlhf_type": "grpo", "columns": {"problem": "query"}}, "data.columns", {"prompt": "problem"}),
-        ({"rlhf_type": "grpo", "dataset": ["a.jsonl#5", "hf::o/n:sub", "o/n:default"]}, "data.train", ["a.jsonl", "o/n:sub:train", "o/n"]),
+        ({"rlhf_type": "grpo", "dataset": ["a.jsonl#5", "hf::o/n:sub", "o/n:default"]}, "data.train",
+         ["a.jsonl", "o/n:sub:train", "o/n"]),
         ({"rlhf_type": "grpo", "dataset": "folder/a@b"}, "data.train", "folder/a@b"),
         ({"data.train_files": "owner/set@b"}, "data.train", "owner/set:b"),
-        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "algorithm.importance_sampling_mode", "auto"),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": False}, f"algorithm.{MODE}", "auto"),
     ],
 )  # fmt: skip
 def test_keys_of_other_trainers(
@@ -198,16 +203,17 @@ def test_keys_of_other_trainers(
     ("keys", "omitted"),
     [
         ({"actor_rollout_ref.model.path": "m"}, {"algorithm.adv_estimator", "actor_rollout_ref.rollout.n"}),
-        (GRPO | {"actor_rollout_ref.actor.ppo_mini_batch_size": 3}, {"actor_rollout_ref.actor.ppo_mini_batch_size"}),
-        ({"actor_rollout_ref.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, {"algorithm.use_kl_in_reward"}),
+        (GRPO | {f"{ACTOR}.ppo_mini_batch_size": 3}, {f"{ACTOR}.ppo_mini_batch_size"}),
+        ({f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True}, {"algorithm.use_kl_in_reward"}),
         ({"rlhf_type": "grpo", "dataset": "o/n#5"}, {"dataset"}),
         ({"output_dir": "$WORK/out"}, {"output_dir"}),
         ({"warmup_ratio": [1]}, {"warmup_ratio"}),
+        ({"num_generations": 1}, {"num_generations"}),
     ],
 )  # fmt: skip
 def test_what_is_not_taken_over_is_named(keys: dict[str, Any], omitted: set[str]) -> None:
     converted = convert(keys)
-    assert omitted <= set(converted.omitted) and "None" not in converted.yaml()
+    assert omitted <= set(converted.omitted) and "None" not in to_yaml(converted)
     assert "$" not in str(converted.values)
 
 

@@ -52,10 +52,19 @@ def test_fingerprints_hash_the_contents_of_images(held: Callable[[Path], Any], t
     assert held is Path.read_bytes or of([row(image=held(file)), row()]) != found, "gone"
 
 
-def test_of_many_rows_some_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_rows_some_are_looked_at_with_their_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All rows in memory are compared, and their image files for rows 0, 3 and 6 of 7."""
     monkeypatch.setattr(module, "SAMPLED_ROWS", 3)
-    rows = [row(answer=str(n)) for n in range(7)]
-    found = of(rows)
-    for place, noticed in ((0, True), (1, False), (3, True), (6, True)):
-        changed = [*rows[:place], row(answer="other"), *rows[place + 1 :]]
-        assert (of(changed) != found) == noticed, place
+    for n in range(8):
+        tiny.picture(n).save(tmp_path / f"{n}.png")
+    rows = [row(answer=str(n), image=str(tmp_path / f"{n}.png")) for n in range(7)]
+    digests = of(rows)["digests"]
+    for place in range(7):
+        assert of([*rows[:place], row(answer="other"), *rows[place + 1 :]])["digests"] != digests, place
+        file = tmp_path / f"{place}.png"
+        kept = file.read_bytes()
+        file.write_bytes((tmp_path / "7.png").read_bytes())
+        assert (of(rows)["digests"] != digests) == (place in (0, 3, 6)), place
+        file.write_bytes(kept)

@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import pytest
 from PIL import Image
-from reading import config, png, write_rows
+from reading import colour_of, config, png, write_rows
 from reading import rows_refusal as refusal
 
 from mm_grpo.data import image_check
@@ -17,6 +17,10 @@ from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError
 
 PICTURE = Image.new("RGB", (4, 4), "red")
+
+
+def picture(colour: str) -> dict[str, Any]:
+    return {"bytes": png(colour), "path": None}
 
 
 def row(**columns: Any) -> dict[str, Any]:
@@ -86,6 +90,58 @@ def test_unread_images_warn_and_are_not_decoded(caplog: pytest.LogCaptureFixture
         load_train(config(), dataset)
     assert [r.getMessage()[:30] for r in caplog.records] == ["train row 0: the column 'mask'"]
     assert "the column 'mask' looks like images" in refusal(dataset.remove_columns("image"))
+
+
+CHAT = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row(image="a.png", image_2="b.png")] * 2, [("train row 0", "'image_2'", "image_2: image_2")]),
+        ([row(image="rgb/1.png", depth="depth/1.png")], [("'depth'", "image_2: depth")]),
+        ([row(image=PICTURE), row(image=PICTURE, masks=[PICTURE])], [("train row 1", "'masks'")]),
+        ([row(image="a.png", chat=CHAT)], [("'chat'", "data.columns.prompt=chat")]),
+        ([row(image="a.png", turns=[{"from": "human", "value": "?"}])], [("'turns'",)]),
+        ([{"messages": CHAT[:1], "history": [["2 + 2?", "4"]], "image": "a.png"}], [("'history'",)]),
+        ([row(image="a.png"), row(), row()], [("train: 2 of 3 rows", "train row 1", "data.text_only=true")]),
+        # what is no other image, and no question
+        ([row(image="train/a.png", file_name="a.png", url="https://x.org/b.png")], []),
+        ([row(image=PICTURE, file_name="a.png", source="coco/a.png")], []),
+        ([row(image="a.png", note="see b.png\nand c.png", rejected=CHAT[1:], tools=[{"name": "user"}])], []),
+        ([row(image="a.png", options=["b", "c"]) | {"answer": "b.png"}], []),
+    ],
+)
+def test_what_is_not_used_beside_an_image_is_named_once(
+    rows: list[dict[str, Any]], words: list[tuple[str, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_train(config(), rows)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == len(words), warnings
+    for warning, names in zip(warnings, words, strict=True):
+        assert all(name in warning for name in names), warning
+    caplog.clear()
+    load_train(config(text_only=True), rows)
+    assert not caplog.records
+
+
+def test_numbered_columns_as_a_message_advises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = [row(image=picture("red"), depth=picture("blue"), image_3=None)]
+    rows = load_train(
+        config(columns={"image_1": "image", "image_2": "depth"}), datasets.Dataset.from_list(table)
+    )
+    assert [colour_of(image) for image in rows.sample(0).images] == [(255, 0, 0), (0, 0, 255)]
+    assert not caplog.records
+    features = {"prompt": ["?"], "image_1": [picture("blue")], "image_2": [picture("red")], "image_3": [None]}
+    dataset = datasets.Dataset.from_dict(features)
+    for name in ("image_1", "image_2", "image_3"):
+        dataset = dataset.cast_column(name, datasets.Image())
+    rows = load_train(config(), dataset)
+    assert [colour_of(image) for image in rows.sample(0).images] == [(0, 0, 255), (255, 0, 0)]
+    assert isinstance(rows.fields(0).images[0], dict)  # encoded, as limits of images.py want it
+    with caplog.at_level(logging.WARNING):
+        load_train(config(columns={"images": "image_1"}), dataset)
+    assert ["'image_2'" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +16,11 @@ from reading import config
 from mm_grpo.data import image_files
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
+from mm_grpo.data.images import jpeg_size
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.errors import DataError
+from mm_grpo.errors import BadImage, DataError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.prompts import PromptBuilder
 
@@ -70,7 +75,9 @@ def test_processes_share_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = dataset(rows(tmp_path, 20, bad={3: None, 8: b"no"}))
     looked: list[list[int]] = []
     faults = image_files._faults
-    monkeypatch.setattr(image_files, "_faults", lambda rows, ids: looked.append([*ids]) or faults(rows, ids))
+    monkeypatch.setattr(
+        image_files, "_faults", lambda rows, ids, *rest: looked.append([*ids]) or faults(rows, ids, *rest)
+    )
     of_ranks = [[(8, "b")], [(3, "a")]]
 
     class Two(Ranks):
@@ -97,3 +104,109 @@ def test_a_truncated_picture_is_left_out_later(tmp_path: Path, models: dict[str,
     with pytest.raises(DataError, match=r"train row 1: "):
         strict.prompts(dataset(given), {0: 0, 1: 1})
     strict.close()
+
+
+def encoded(size: tuple[int, int], kind: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
+    file = BytesIO()
+    Image.effect_noise(size, 50).convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+def with_segments(data: bytes, marker: int, count: int) -> bytes:
+    """A JPEG with `count` segments of 60 kB behind its first marker, as photos have them for EXIF and profiles."""
+    segment = bytes([0xFF, marker]) + (60_002).to_bytes(2, "big") + bytes(60_000)
+    return data[:2] + segment * count + data[2:]
+
+
+TURNED = Image.Exif()
+TURNED[0x0112] = 6
+STRIP = (2000, 9)
+SIZES: dict[str, tuple[Any, bool]] = {
+    "a PNG": (encoded(STRIP, "PNG"), True),
+    "a JPEG": (encoded(STRIP), True),
+    "a tall JPEG": (encoded((9, 2000)), True),
+    "a turned JPEG": (encoded(STRIP, exif=TURNED), True),
+    "a progressive JPEG": (encoded(STRIP, progressive=True), True),
+    "EXIF before the size": (with_segments(encoded(STRIP), 0xE1, 1), True),
+    "a large profile before the size": (with_segments(encoded(STRIP), 0xE2, 6), True),
+    "a PIL image": (Image.new("RGB", STRIP), True),
+    "a data URL": ("data:image/png;base64," + base64.b64encode(encoded(STRIP, "PNG")).decode(), True),
+    "no size in a JPEG": (encoded((64, 48))[:40], True),
+    "ratio 199": (encoded((1990, 10)), False),
+    "ratio 200, turned": (encoded((10, 2000), exif=TURNED), False),
+    "a phone's JPEG": (with_segments(encoded((640, 480), exif=TURNED), 0xE1, 1), False),
+    "in four inks": (encoded((64, 48), mode="CMYK"), False),
+    "progressive and grey": (encoded((64, 48), mode="L", progressive=True), False),
+    "filled up": (encoded((64, 48))[:2] + b"\xff\xff" + encoded((64, 48))[2:], False),
+    "a WebP": (encoded((64, 48), "WEBP"), False),
+    "an unread PIL image": (Image.new("CMYK", (300, 2)), False),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_sizes_that_the_model_refuses_are_bad_images(
+    kind: str, on_disk: bool, tmp_path: Path, models: dict[str, Path]
+) -> None:
+    """As soon as headers are looked at, and with the outcome of the row itself."""
+    image, bad = SIZES[kind]
+    if on_disk and isinstance(image, bytes):
+        (tmp_path / "p").write_bytes(image)
+        image = str(tmp_path / "p")
+    given = dataset(
+        [{"prompt": "?", "image": image}, *({"prompt": "?", "image": Image.new("RGB", (64, 64))},) * 9]
+    )
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    assert len(readable(given, "drop", Ranks(), processor)) == 10 - bad
+    with pytest.raises(BadImage, match=r"train row 0|train:0") if bad else nullcontext():
+        processor.prompt(given.sample(0))
+    with pytest.raises(DataError, match="train row 0") if bad else nullcontext():
+        readable(given, "stop", Ranks(), processor)
+    assert (
+        len(readable(given, "stop" if not bad or "size in" not in kind else "drop", Ranks())) >= 9
+    )  # no rule
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (image, _) in SIZES.items() if isinstance(image, bytes)])
+def test_the_size_of_a_jpeg_is_pillows(kind: str) -> None:
+    data = SIZES[kind][0]
+    size = jpeg_size(data)
+    is_whole = data.startswith(b"\xff\xd8") and len(data) > 40
+    assert size == (Image.open(BytesIO(data)).size if is_whole else None)
+    assert jpeg_size(b"BM" + b"\xff\xc0" * 20) is None and jpeg_size(data[:15]) is None
+
+
+def test_a_rule_may_depend_on_how_an_image_lies(tmp_path: Path) -> None:
+    """Then the image as EXIF turns it counts: 60 by 40 pixels here."""
+    sizes = []
+
+    def refusal(size: tuple[int, int], limits: tuple[tuple[str, int], ...]) -> str:
+        sizes.append((size, limits))
+        return "is flat" if size[0] < size[1] else ""
+
+    (tmp_path / "tall.jpg").write_bytes(encoded((60, 40), exif=TURNED))
+    (tmp_path / "flat.jpg").write_bytes(encoded((60, 40)))
+    parts = [{"type": "image", "max_pixels": 5000}, {"type": "text", "text": "?"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": parts}], "image": str(tmp_path / f"{n}.jpg")}
+        for n in ("tall", "flat")
+    ]
+    processor = SimpleNamespace(refusal=refusal)
+    with pytest.raises(DataError, match=r"^train row 1: .*flat.jpg' is flat"):
+        readable(dataset(rows), "stop", Ranks(), processor)
+    assert ((60, 40), (("max_pixels", 5000),)) in sizes
+
+
+def test_a_resumed_run_leaves_out_the_rows_that_it_left_out_at_its_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever their images are now; a row that is bad since keeps its index, and its slots are empty."""
+    given = dataset(rows(tmp_path, 30, bad={7: None}))
+    resumed = readable(given, "drop", Ranks(), before={"train": [3]})
+    assert numbers(resumed) == [n for n in range(30) if n != 3]
+    assert "train: 1 rows stay left out" in caplog.text and "1 rows leave their places" in caplog.text
+    assert numbers(readable(given, "drop", Ranks(), before={})) == [*range(30)]
+    with pytest.raises(DataError, match=r"^train row 7"):
+        readable(given, "stop", Ranks(), before={"train": [3]})
+    with pytest.raises(DataError, match="a tenth"):
+        readable(given, "drop", Ranks(), before={"train": [1, 2, 3]})

@@ -33,10 +33,10 @@ def refusal(row: dict[str, Any], **options: Any) -> str:
 
 
 TAGS = (
-    *("<ImageHere>", "<Image>", "<img>", "<img/>", "[IMG]", "[IMG_BREAK]", "<image_placeholder>", "<image-placeholder>"),
-    *("<start_of_image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|media_pad|>", "<IMG_CONTEXT>"),
-    *("<image_soft_token>", "<img><img_placeholder></img>", "<img>a/b c.png</img>", "<image>./</image>", "<im_patch>"),
-    *("<video>", "<|video_pad|>", "<video_placeholder>", "<audio>", "<|AUDIO|>", "<|image_token_2|>"),
+    *("<ImageHere>", "<Image>", "<img>", "<img/>", "[IMG]", "[IMG_BREAK]", "<image_placeholder>"),
+    *("<image-placeholder>", "<start_of_image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|media_pad|>"),
+    *("<IMG_CONTEXT>", "<image_soft_token>", "<img><img_placeholder></img>", "<img>a/b c.png</img>"),
+    *("<image>./</image>", "<im_patch>", "<video>", "<|video_pad|>", "<video_placeholder>", "<audio>", "<|AUDIO|>"),
 )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_tags_with_numbers_are_places_of_their_images(prompt: str, content: Any,
     [("<image 1>", 2), ("<image 2>", 1), ("<image 1><image 3>", 2), ("<image 1><image>", 2)],
 )
 def test_tags_with_other_numbers_than_the_images_are_refused(prompt: str, count: int) -> None:
-    assert f"images in the row: {count}" in refusal({"prompt": prompt, "images": ["a.png"] * count})
+    assert f"images in the row: {count}" in refusal({"prompt": f"{prompt}?", "images": ["a.png"] * count})
 
 
 def test_parts_number_their_images() -> None:
@@ -109,6 +109,8 @@ def test_parts_number_their_images() -> None:
     assert "'index'" in refusal({"prompt": user({"type": "image", "index": "0"}), "images": ["a"]})
 
 
+TEN = [f"{n}.png" for n in range(1, 11)]
+STORED = {"bytes": None, "path": "b.png"}
 MMMU = {
     "question": "Which of <image 1> is in <image 2>?",
     "options": "['left', '<image 3>']",
@@ -121,8 +123,8 @@ MMMU |= {"image_3": "c.png", "image_1": "a.png", "image_2": "b.png", "image_10":
     ("row", "images"),
     [
         ({"image_1": "a.png", "image_2": None}, ("a.png",)),
-        ({"image_10": "j.png", **{f"image_{n}": f"{n}.png" for n in range(1, 10)}}, (*(f"{n}.png" for n in range(1, 10)), "j.png")),
-        ({"image0": b"\x89PNG", "image1": {"bytes": None, "path": "b.png"}}, (b"\x89PNG", {"bytes": None, "path": "b.png"})),
+        (dict([("image_10", "10.png"), *((f"image_{n}", f"{n}.png") for n in range(1, 10))]), (*TEN,)),
+        ({"image0": b"\x89PNG", "image1": STORED}, (b"\x89PNG", STORED)),
         ({"image": None, "images": [], "image_0": "a.png"}, ("a.png",)),
     ],
 )  # fmt: skip
@@ -174,7 +176,7 @@ TURNS = [{"from": "human", "value": "What?"}, {"from": "gpt", "value": "A cat."}
         ({"prompt": json.dumps(ASKED)}, ["user"], None),
         ({"messages": f" {json.dumps([*ASKED, {'role': 'assistant', 'content': 'x'}])}\n"}, ["user"], "x"),
         ({"conversations": json.dumps(TURNS)}, ["user"], "A cat."),
-        ({"problem": json.dumps([{"id": 1, "role": "system", "content": "Be brief."}, *ASKED])}, ["system", "user"], None),
+        ({"problem": json.dumps([{"id": 1, "role": "system", "content": "!"}, *ASKED])}, ["system", "user"], None),
     ],
 )  # fmt: skip
 def test_messages_kept_as_json_text_are_messages(row: Any, roles: list[str], answer: str | None) -> None:

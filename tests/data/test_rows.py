@@ -110,6 +110,21 @@ USED: list[tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = [
         {"prompt": "prompt", "reward_model": "answer"},
     ),
     ({"conversations": TURNS, "system": "Be brief."}, {}, {"conversations": "prompt", "system": "system"}),
+    (
+        {"prompt": "?", "left": "a.png", "right": "b.png"},
+        {"columns": {"image_1": "left", "image_2": "right"}},
+        {"prompt": "prompt", **dict.fromkeys(("image_1", "image_2", "left", "right"), "images")},
+    ),
+    (
+        {"prompt": "?", "history": [["a", "b"]], "image_0": None},
+        {},
+        {"prompt": "prompt", "history": "prompt", "image_0": "images"},
+    ),
+    (
+        {"q": "?", "system": "s"},
+        {"prompt_template": "{system} {q}"},
+        dict.fromkeys(("q", "system"), "prompt template"),
+    ),
     ({"messages": [user("What?")], "images": ["a.png"]}, {}, {"messages": "prompt", "images": "images"}),
     (
         {"question": "What?", "meta": {"photo": "a.png"}, "answer": "x"},
@@ -134,7 +149,7 @@ def test_every_column_stays_and_says_what_it_was_used_for(
     assert {name: fields.columns[name] for name in row} == row
     shown = {name for name, purpose in used.items() if purpose in ("prompt", "images", "system")}
     assert set(fields.other_columns) == set(fields.columns) - shown
-    assert set(fields.columns) - set(row) <= {"answer", "prompt", "images"}
+    assert set(fields.columns) - set(row) <= {"answer", "prompt", "images", *settings.get("columns", ())}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.preflight.check import check_config
+from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.testing.tiny_models import build
 
@@ -172,7 +173,9 @@ READ: list[tuple[int, dict[str, Any]]] = [  # images and columns of the rows in 
 ]
 
 
-def test_rows_are_read_by_the_config_below_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_read_by_the_config_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").mkdir()
     for at, side in enumerate((32, 40)):
@@ -186,6 +189,8 @@ def test_rows_are_read_by_the_config_below_them(tmp_path: Path, monkeypatch: pyt
         assert [image.size[0] for image in sample.images] == [32, 40][:images]
         assert {name: sample.columns.get(name) for name in columns} == columns
         assert sample.messages[-1]["role"] == "user"
+        warn_of_golds([dataset], Scorer(config.rewards).specs)
+    assert caplog.messages == []
 
 
 def test_the_page_of_metrics_names_what_the_code_logs() -> None:
