@@ -24,11 +24,10 @@ from rich.table import Table
 from mm_grpo.build import check_features, plan_run, processor_of, vllm_settings
 from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.image_files import readable
-from mm_grpo.data.images import BadImage
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import DataError, UserError, by_cause
+from mm_grpo.errors import BadImage, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
