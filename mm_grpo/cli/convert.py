@@ -17,7 +17,9 @@ def convert(
     output: Annotated[
         str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout.")
     ] = None,
-    devices: Annotated[int | None, typer.Option(min=1, help="Processes that its batches are per device of.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Processes that its batches are per device of.")
+    ] = None,
 ) -> None:
     """Convert a config of TRL, ms-swift or verl; keys without a counterpart are listed with the reason."""
     from mm_grpo.migrate.convert import convert as convert_keys
