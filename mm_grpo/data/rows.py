@@ -20,7 +20,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,15 +77,9 @@ class Fields:
     """True when the prompt was a list of messages, not a string."""
 
     @property
-    def prompt_columns(self) -> frozenset[str]:
-        """Names of the columns that the model is shown."""
-        return frozenset(name for name, purpose in self.used.items() if purpose in PROMPT_PURPOSES)
-
-    @property
     def other_columns(self) -> dict[str, Any]:
         """The columns that the model is not shown."""
-        hidden = self.prompt_columns
-        return {name: value for name, value in self.columns.items() if name not in hidden}
+        return {n: value for n, value in self.columns.items() if self.used.get(n) not in PROMPT_PURPOSES}
 
 
 def read_row(
@@ -127,7 +121,7 @@ def read_row(
         numbered = numbered_images(values, row_name)
         listed = [image for image in numbered.values() if image is not None]
     template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    used = used | conversation.used | dict.fromkeys(numbered, "images")
+    used = {**used, **conversation.used, **dict.fromkeys(numbered, "images")}
     for name, column in columns.items():
         if used.get(name) in PROMPT_PURPOSES and column in row and column not in values:
             row_columns, used[column] = {**row_columns, column: row[column]}, used[name]
@@ -143,7 +137,7 @@ def read_row(
     )
     unread = None if has_images or listed else [*image_columns(fields.other_columns)]
     _check_texts(conversation, messages, unread, row_name, text_only)
-    messages, images = _place(messages, listed, row_name)
+    messages, images = _place(messages, listed, row_name, unread)
     for limits in filter(None, (row_limits, pixel_limits)):
         messages = with_limits(messages, limits)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
@@ -268,8 +262,7 @@ def _check_texts(
             place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
             why = f"which would stay text. Write {place} where an image stands"
             if unread is not None:
-                looks = "".join(f" (the column {name!r} looks like images)" for name in unread)
-                why = f"and the row has no image{looks}. {HOW_TO_READ}; give the row its image"
+                why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image"
             raise DataError(f"{row_name}: the prompt holds {tag!r}, {why}, remove it, or put a space into it")
         has_question = bool(IMAGE_PLACE.sub("", text).strip())
         has_image = conversation.conversational and unread is None
@@ -290,7 +283,13 @@ def _texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
+def _looks(unread: Iterable[str] | None) -> str:
+    return "".join(f" (the column {n!r} looks like images: data.columns.images={n})" for n in unread or ())
+
+
+def _place(
+    messages: list[Message], listed: list[Any], row_name: str, unread: Iterable[str] | None
+) -> tuple[list[Message], list[Any]]:
     """Return messages with one image part per place of an image, and the images in the order of the parts."""
     kind, parts = "image parts", _image_parts(messages)
     if not parts and any(IMAGE_PLACE.search(m["content"]) for m in messages if isinstance(m["content"], str)):
@@ -306,8 +305,8 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     if {*indices} != {*range(len(listed))}:
         numbers = f" (numbers {', '.join(map(str, places))})" if any(places) else ""
         raise DataError(
-            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}. Write one "
-            f"for each image. {HOW_TO_READ}"
+            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}"
+            f"{_looks(unread)}. Write one for each image. {HOW_TO_READ}"
         )
     remaining = (listed[int(index)] for index in indices)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]
