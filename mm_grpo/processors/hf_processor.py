@@ -174,8 +174,8 @@ class HFProcessor(ABC):
         try:
             self.image_size(size, row_limits)
         except NoFixedPoint as error:
-            others = f", and the row's or its source's {row_limits}" if row_limits else ""
-            legal = f"legal are {self.stable}{others}; crop the image or widen them"
+            extra = f", and the row's or its source's {row_limits}" if row_limits else ""
+            legal = f"legal are {self.stable}{extra}; crop the image or widen them"
             return f"cannot be brought to a stable size: {error}; {legal}"
         return ""
 
