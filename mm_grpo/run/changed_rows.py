@@ -60,7 +60,7 @@ def check_rows(
         note = "; evaluations before and after will not compare"
         if field == "train":
             train_rows, drawn = changed, order.drawn(step)
-            note = f"; {len(drawn.intersection(changed))} of these were drawn in steps 1 to {step}"
+            note = f"; drawn in steps 1 to {step}: {len(drawn.intersection(changed))}"
         text += f": {len(changed)} of {len(rows)} changed, the first {rows.row_name(changed[0])}{note}"
         if not allowed:
             raise ConfigError(f"{text}. Put them back, or go on with run.allow_changed_rows=true")

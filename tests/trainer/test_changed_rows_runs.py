@@ -58,7 +58,7 @@ def test_a_run_with_a_repaired_row_is_the_same_up_to_that_row(
     train(model, tmp_path / "r", rows, 2, **options)
     tiny.picture(3, 56, 56).save(rows[LATE]["images"][0])
     with pytest.raises(
-        ConfigError, match=rf"data.train: .* train row {LATE}; 0 of .*allow_changed_rows=true"
+        ConfigError, match=rf"data.train: .* train row {LATE}; drawn in steps 1 to 2: 0.*allow_changed_rows=true"
     ):
         train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, **options)
     train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, run={"allow_changed_rows": True}, **options)
@@ -131,8 +131,5 @@ def test_steps_ahead_lose_the_groups_of_rows_that_changed(
     assert {*plan.group(3, 0), *plan.group(3, 1)}.isdisjoint(asked) and set(plan.group(4, 1)) <= set(asked)
     groups, others = by_row(tmp_path / "r", 3), by_row(tmp_path / "whole", 3)
     assert [*others] == ["train:4", "train:5"] and [*groups] == ["train:4"]
-    completions = [
-        [(r["seed"], r["completion"], r["rewards"]) for r in g["train:4"]] for g in (groups, others)
-    ]
-    assert completions[0] == completions[1]
+    assert groups["train:4"] == others["train:4"]
     assert metrics_of(tmp_path / "r")[-2]["prompts/dropped"] == 1
