@@ -37,6 +37,7 @@ def processors(models: dict[str, Path]) -> dict[str, Any]:
         ("internvl", (100, 300), {}, (112, 336)),
         ("internvl", (100, 300), {"max_pixels": 6 * AREA}, (56, 168)),
         ("internvl", (300, 300), {"max_pixels": 9 * AREA}, (112, 112)),  # the engine makes 3 x 3 tiles 4 x 4
+        ("internvl", (300, 300), {"min_pixels": 9 * AREA, "max_pixels": 9 * AREA}, (112, 112)),
         ("internvl", (50, 50), {"resized_height": 200, "resized_width": 100}, (224, 112)),
         ("internvl", (50, 50), {"max_pixels": 1}, (56, 56)),
         ("llava_onevision", (100, 90), {"max_pixels": AREA}, (56, 51)),
