@@ -43,7 +43,7 @@ from mm_grpo.data.image_columns import (
     numbered_images,
     unread_tag,
 )
-from mm_grpo.data.layouts import RowConversation, read_conversation
+from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
 from mm_grpo.errors import DataError, half_character
 from mm_grpo.types import PIXEL_LIMITS, with_limits
@@ -118,9 +118,13 @@ def read_row(
         values = {**texts, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
     conversation = read_conversation(values, row_name, columns, names=row)
-    messages = _messages(conversation.prompt, conversation.column, row_name)
+    # a text of the column `system` stands before the messages of the row
+    first = -1 if "system" in conversation.used and conversation.conversational else 0
+    messages = _messages(conversation.prompt, conversation.column, row_name, first)
     listed, template_kwargs, limits = _listed_images(values, row_name), dict[str, Any](), [pixel_limits]
     used |= conversation.used
+    if "prompt" not in row_columns:  # a template's prompt is no column
+        used.pop("prompt", None)
     has_images = bool(listed) or any("image" in part for part in _image_parts(messages))
     if not has_images and columns.keys().isdisjoint(("image", "images")):
         numbered = numbered_images(values, row_name)
@@ -181,7 +185,7 @@ def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
     return images
 
 
-def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
+def _messages(prompt: Any, column: str, row_name: str, first: int) -> list[Message]:
     """Copy the conversation to new dicts with a role, a content, and all other keys that are not null."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -190,7 +194,9 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
             f"{row_name}: {column!r} is a {type(prompt).__name__}; legal is a string, or a list of messages "
             'such as {"role": "user", "content": "..."}'
         )
-    messages = [_message(message, f"{row_name}: {column}[{at}]") for at, message in enumerate(prompt)]
+    messages = [
+        _message(message, f"{row_name}: {column}[{at}]") for at, message in enumerate(prompt, start=first)
+    ]
     if all(message["role"] != "user" for message in messages):
         raise DataError(f"{row_name}: {column!r} has no message of role 'user'; add one")
     if messages[-1]["role"] == "assistant":
@@ -203,7 +209,7 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
-    role, content = message.get("role"), message.get("content")
+    role, content = message.get("role"), from_json(message.get("content"), f"{where}.content", {"type"})
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{where}: the role is {brief(role)}; legal is one of {', '.join(ROLES)}")
     if isinstance(content, list | tuple):

@@ -42,7 +42,10 @@ def check(then: Any, now: Any, field: str = "train", *, allowed: bool = True) ->
     [
         ({"row1": "b"}, "1 of 8 changed, the first train row 1; drawn in steps 1 to 2: 1"),
         ({"row6": "b"}, "1 of 8 changed, the first train row 6; drawn in steps 1 to 2: 0"),
-        ({f"row{n}": "b" for n in (3, 4, 7)}, "3 of 8 changed, the first train row 3; drawn in steps 1 to 2: 1"),
+        (
+            {f"row{n}": "b" for n in (3, 4, 7)},
+            "3 of 8 changed, the first train row 3; drawn in steps 1 to 2: 1",
+        ),
     ],
 )
 def test_rows_changed_in_their_places_are_taken_if_that_is_allowed(

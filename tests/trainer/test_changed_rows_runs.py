@@ -58,7 +58,8 @@ def test_a_run_with_a_repaired_row_is_the_same_up_to_that_row(
     train(model, tmp_path / "r", rows, 2, **options)
     tiny.picture(3, 56, 56).save(rows[LATE]["images"][0])
     with pytest.raises(
-        ConfigError, match=rf"data.train: .* train row {LATE}; drawn in steps 1 to 2: 0.*allow_changed_rows=true"
+        ConfigError,
+        match=rf"data.train: .* train row {LATE}; drawn in steps 1 to 2: 0.*allow_changed_rows=true",
     ):
         train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, **options)
     train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, run={"allow_changed_rows": True}, **options)
