@@ -172,10 +172,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
-            shown = frozenset(fields.columns) - fields.other_columns.keys()
+            prompt_columns = frozenset(fields.columns) - fields.other_columns.keys()
             return Sample(
                 self.uid(index), fields.messages, images, (), fields.columns,
-                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=shown,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
         return open_sample

@@ -101,8 +101,7 @@ def _check(  # noqa: PLR0915
 ) -> tuple[int, int]:
     """Print the report; return the numbers of problems and of warnings in it.
 
-    `rows` limits the rows of each set that are checked; `page` is the path of the page of `--page`. In a `smoke` run
-    the tokens of right answers are not counted, because the tokenizer is a stand-in.
+    `rows` limits the rows of each set; `page` is the path of the page of `--page`; `smoke` if the tokenizer stands in.
     """
     console = Console()
     if not console.is_terminal:

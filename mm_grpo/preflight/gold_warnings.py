@@ -12,7 +12,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
@@ -37,19 +36,16 @@ _REWARDS = {*_SHORT, *_WRITTEN, *GOLD_COLUMNS}
 
 _LISTS = (
     "are lists kept as text, any element of which is right, but some rows have none or the prompt asks for a list: let "
-    "the column hold lists; one with such a text in it asks for that text"
+    "the column hold lists of right answers; one that is itself the answer is written [text]"
 )
 _STRUCTURES = (
-    "are a list, a mapping or messages, which no completion equals: let the column hold the answer, or a list of right "
-    "answers; for boxes there are iou, box_match and clicking"
+    "are a mapping, messages or a list, which no completion equals: let the column hold the answer alone or a list of "
+    "right answers; iou, box_match and clicking read boxes"
 )
-_REASONING = (
-    f"hold reasoning, its tags or more than {MAX_WORDS} words: let the column hold the final answer alone"
-)
+_REASONING = f"hold reasoning, its tags or over {MAX_WORDS} words: let the column hold the final answer alone"
 _SMALL = "are smaller than 4 pixels: if they are shares of the image's sides, set gold_space: normalized"
 _OPTIONS = (
-    "are the number, letter or text of an option, and the prompt asks for another of these: let them agree; the reward "
-    "choice reads letters"
+    "are the number, letter or text of an option, and the prompt asks for another of these: let them agree"
 )
 _TOKENS = "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it"
 KINDS = {
@@ -67,33 +63,20 @@ KINDS = {
 """Kind -> least and largest share of a source's golds to warn of it, and what to say."""
 
 _ASKS = re.compile(
-    r"\b(?:json|python|code|programs?|prints?|lists?|arrays?|tuples?|dict\w*|vector|matrix)\b|\[|\{ ?[\"']",
-    re.I,
+    r"(?i)\b(json|python|code|programs?|prints?|lists?|arrays?|tuples?|dict\w*|vector|matrix)\b|\[|\{ ?[\"']"
 )
 _STRUCTURE = re.compile(
-    r"""\{\s*["'][^"']{1,80}["']\s*:.*\}|\[\s*\{.*\}\s*\]|\[\s*\]|\[[\[(\s]*["'].*\]""", re.DOTALL
+    r"""(?s)\{\s*["'][^"']{1,80}["']\s*:.*\}|\[\s*\{.*\}\s*\]|\[\s*\]|\[[\[(\s]*["'].*\]"""
 )
 _MESSAGE = re.compile(r"""["'](?:role|from)["']\s*:""")
 _NUMBERS = re.compile(r"\[[-+\d.,\s\[\]eE]*\d[\s\]]*\]")
-_TAGS = re.compile(
-    r"</?(?:think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer)>"
-    r"|<\|(?:begin|end)_of_\w{1,20}\|>|\\boxed\{|(?:^|\s)####\s",
-    re.I,
-)
+_TAG = "think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer"
+_TAGS = re.compile(rf"(?i)</?(?:{_TAG})>|<\|(?:begin|end)_of_\w{{1,20}}\|>|\\boxed\{{|(?:^|\s)####\s")
 _WORD = re.compile(r"[\u3040-\u9fff]{2}|(?<!\\)\b[^\W\d_]{2,}")  # of a script without spaces two characters
+_MARK = r"[.):\]]"  # behind the letter of an option
 _OPTION = re.compile(
-    r"(?:^|[\s(\[])([A-Z])[.):\]]\s{0,4}(\S[^\n]{0,300}?)(?=\s{1,4}[(\[]?[A-Z][.):\]]|\s{0,4}$)", re.M
+    rf"(?m)(?:^|[\s(\[])([A-Z]){_MARK}\s{{0,4}}(\S.{{0,300}}?)(?=\s{{1,4}}[(\[]?[A-Z]{_MARK}|\s{{0,4}}$)"
 )
-
-
-@dataclass
-class _Tally:
-    """Golds of one reward in one source."""
-
-    values: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-    """Kind -> first row and its gold."""
 
 
 class GoldWarnings:
@@ -107,7 +90,10 @@ class GoldWarnings:
     ) -> None:
         self._rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in _REWARDS]
         self._template, self._tokenizer, self._limit = template or "{gold}", tokenizer, limit
-        self._tallies: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
+        self._values: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+        """Golds by source, reward and built-in."""
+        self._kinds: dict[tuple[tuple[str, str, str], str], tuple[int, str]] = {}
+        """Number of golds of a kind, and the first one with its row."""
 
     def add(
         self, source: str, row: str, messages: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]
@@ -121,29 +107,27 @@ class GoldWarnings:
             value, kinds = columns[column], _box_kinds if builtin in GOLD_COLUMNS else self._text_kinds
             if not str(value).strip() or (str(value) == "[]" and not isinstance(value, str)):
                 continue
-            tally = self._tallies[source, spec.name, builtin]
-            tally.values[str(value)[:200]] += 1
-            for kind in kinds(builtin, value, options, prompt):
-                tally.kinds[kind] += 1
-                tally.first.setdefault(kind, f"{row}: {brief(value)}")
+            key = source, spec.name, str(builtin)
+            self._values[key][str(value)[:200]] += 1
+            for kind in kinds(str(builtin), value, options, prompt):
+                count, first = self._kinds.get((key, kind), (0, f"{row}: {brief(value)}"))
+                self._kinds[key, kind] = count + 1, first
 
     def sentences(self, *, alike: bool = True) -> list[str]:
         """Return a sentence for each kind, reward and source; with `alike` also about golds that are mostly equal."""
-        sentences: dict[tuple[str, ...], str] = {}
-        for (source, reward, builtin), tally in self._tallies.items():
-            rows, start = tally.values.total(), f"{source}, golds of the reward {reward!r}"
-            for kind, count in tally.kinds.items():
-                least, most, text = KINDS[kind]
-                if least * rows <= count <= most * rows:
-                    key = source, reward, text
-                    sentences[key] = f"{start}: {count} of {rows}, the first {tally.first[kind]}, {text}"
-            (value, count), *others = tally.values.most_common()
+        sentences: dict[tuple[Any, str], str] = {}
+        for (key, kind), (count, first) in self._kinds.items():
+            rows, (least, most, text) = self._values[key].total(), KINDS[kind]
+            if least * rows <= count <= most * rows:
+                sentences[key, text] = f"{_start(key)}: {count} of {rows}, the first {first}, {text}"
+        for key, values in self._values.items() if alike else ():
+            rows, (value, count), distinct = values.total(), values.most_common(1)[0], len(values)
             # one source of a mixture may be one class
-            constant = not others and rows >= 8 and "/" not in source
-            skewed = len(others) > 3 and rows >= 20 and 2 * count > rows and value.lower() not in CLASSES
-            if alike and (constant or (skewed and builtin != "count")):
+            constant = distinct == 1 and rows >= 8 and "/" not in key[0]
+            skewed = distinct > 4 and rows >= 20 and 2 * count > rows and value.lower() not in CLASSES
+            if constant or (skewed and key[2] != "count"):
                 text = "to say it always would be right there: leave out rows whose gold is missing"
-                sentences[source, reward] = f"{start}: {count} of {rows} are {brief(value)}, and {text}"
+                sentences[key, ""] = f"{_start(key)}: {count} of {rows} are {brief(value)}, and {text}"
         return list(sentences.values())
 
     def _text_kinds(self, builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
@@ -178,6 +162,10 @@ class GoldWarnings:
         if len(text.encode()) <= self._limit:  # a token holds a byte at least
             return True
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) <= self._limit
+
+
+def _start(key: Sequence[str]) -> str:
+    return f"{key[0]}, golds of the reward {key[1]!r}"
 
 
 def _is_long(text: str) -> bool:
