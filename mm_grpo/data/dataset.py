@@ -294,7 +294,10 @@ class Dataset(Rows):
             pixel_limits=self._pixel_limits,
             text_only=self._settings.text_only,
         )
-        return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
+        if not self._added:
+            return fields
+        used = {name: purpose for name, purpose in fields.used.items() if name not in self._added}
+        return replace(fields, columns={**fields.columns, **self._added}, used=used)
 
     def dataset_column(self, name: str) -> str:
         return rename(self._rows.column_names, self._settings.columns).get(name, name)
