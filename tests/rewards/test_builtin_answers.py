@@ -102,4 +102,4 @@ def test_all_texts_of_a_list_kept_as_text_must_occur(completion: str, score: flo
 def test_a_long_text_is_no_list_and_takes_no_time(text: str) -> None:
     started = time.process_time()
     assert text_list(text) == ()
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 1
