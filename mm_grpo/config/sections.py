@@ -569,8 +569,7 @@ class RunConfig(Section):
     allow_changed_code: bool = False
     """Resume although the source of a reward, a tool or an environment is not what it was. Default: false."""
     allow_changed_rows: bool = False
-    """Resume although rows changed in their places, as repaired ones do; all others keep their seeds and slots. Rows
-    that were added, removed or moved stay refused. Default: false."""
+    """Resume although rows changed in their places, as repaired ones do (docs/data.md). Default: false."""
     process_timeout: Number = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False

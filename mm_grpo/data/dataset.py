@@ -172,9 +172,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
+            shown = frozenset(fields.columns) - fields.other_columns.keys()
             return Sample(
                 self.uid(index), fields.messages, images, (), fields.columns,
-                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=shown,
             )  # fmt: skip
 
         return open_sample

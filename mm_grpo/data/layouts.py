@@ -52,7 +52,7 @@ class RowConversation:
     """Our name of the prompt's column."""
     prompt: Any
     """A string or a list of messages."""
-    used: Mapping[str, str]
+    used: dict[str, str]
     """Columns that prompt and answer were made of, and for what: "prompt", "system" or "answer"."""
     answers: Mapping[str, Any]
     """The column `answer`, if the row has it in another place; else empty."""
@@ -117,12 +117,13 @@ def _missing(
     if column is not None:
         return DataError(f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out")
     common = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
-    likely = next((name for name in common if name in values), "COLUMN")
+    texts = (name for name, value in values.items() if isinstance(value, str) and " " in value.strip())
+    likely = next(chain((name for name in common if name in values), texts), "COLUMN")
     expected = " or ".join(map(repr, [mapped] if mapped else candidates))
     return MissingPrompt(
         f"{row_name}: no column {expected} (data.columns.prompt); it has: {quoted(names)}. Name the one that holds the "
-        f"prompt, as in data.columns.prompt={likely} (of one source: {{path: ..., columns: {{prompt: {likely}}}}}), or "
-        "make it of columns with data.prompt_template"
+        f"prompt: write the source as {{path: ..., columns: {{prompt: {likely}}}}}, or for all sources "
+        f"data.columns.prompt={likely}; or make it of columns with data.prompt_template"
     )
 
 

@@ -110,8 +110,11 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     if command is None:
         return [], {}
     words, options = command.words, dict[str, Any]()
+    words = (
+        words[words.index("--") + 1 :] if "--" in words else words
+    )  # behind it is what `ray job submit` runs
     start = 0
-    if Path(words[0]).name in LAUNCHERS.split():  # its options come first, then the program
+    if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
         scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
         start = next(scripts, 0)
         options |= _options(words[:start], path)

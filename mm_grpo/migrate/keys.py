@@ -28,7 +28,7 @@ FIELDS: Mapping[str, str] = {
     "data.train": "dataset data.train_files",
     "data.eval": "val_dataset data.val_files",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
-    "data.image_dir": "data.image_dir",
+    "data.image_dir": "data.image_dir image_root image_folders",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",

@@ -152,6 +152,12 @@ def _system(result: Conversion, value: Any) -> Converted:
     return why if is_file else {"data.system_prompt": str(value)}
 
 
+def _max_length(result: Conversion, value: Any) -> Converted:
+    is_of_prompts = result.trainer == "ms-swift"
+    why = "write data.max_prompt_length and rollout.max_completion_length"
+    return {"data.max_prompt_length": value} if is_of_prompts else why
+
+
 def _trackers(result: Conversion, value: Any) -> Converted:
     names = [name for name in _listed(value) if name not in ("none", "console", "file")]
     legal = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
@@ -185,9 +191,10 @@ def _rewards(result: Conversion, value: Any) -> Converted:
         module, _, function = str(name).rpartition(".")
         if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
             options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
-            options |= (
-                {"max_length": 512} if "max_length" in options and options["max_length"] is None else {}
-            )
+            if "max_length" in options:
+                options["max_length"] = (
+                    options["max_length"] or 512
+                )  # which is the default of max_completion_length
             options["weight"] = None if weight is None else float(weight)
             chosen = {ours: option for ours, option in options.items() if option is not None}
             entries.append({"name": entry, **chosen} if chosen else entry)
@@ -284,9 +291,7 @@ def _kl(result: Conversion, value: Any) -> Converted:
 
 
 def _generations(result: Conversion, value: Any) -> Converted:
-    return (
-        {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; it needs at least 2"
-    )
+    return {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; 2 or more"
 
 
 LOSSES: Mapping[str, tuple[str, str]] = {
@@ -373,7 +378,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("use_vllm", _vllm),
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),
-        ("rollout.n", _generations),
+        ("rollout.n num_generations", _generations),
         ("rollout_is", _put("algorithm.importance_sampling_mode", {n: f"{n}_truncate" for n in ("token", "sequence")})),
         ("norm_adv_by_std_in_grpo", _put("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
@@ -390,6 +395,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
+        ("max_length", _max_length),
         ("system", _system),
         (_READ, lambda result, value: {}),
     )

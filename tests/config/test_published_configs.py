@@ -208,6 +208,7 @@ def test_keys_of_other_trainers(
         ({"rlhf_type": "grpo", "dataset": "o/n#5"}, {"dataset"}),
         ({"output_dir": "$WORK/out"}, {"output_dir"}),
         ({"warmup_ratio": [1]}, {"warmup_ratio"}),
+        ({"num_generations": 1}, {"num_generations"}),
     ],
 )  # fmt: skip
 def test_what_is_not_taken_over_is_named(keys: dict[str, Any], omitted: set[str]) -> None:

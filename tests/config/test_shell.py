@@ -58,6 +58,7 @@ def test_a_quote_without_end_is_refused_at_once(tmp_path: Path) -> None:
          {"system": "[think] costs $5 # now", "modules": ["q_proj", "v_proj"]}),
         ("run a.b=1 +c.d=\"['x','y']\" ++e.f=True", {"a.b": 1, "c.d": ["x", "y"], "e.f": True}),
         ("run config=base.yaml data.n=2", {"data.n": 2, "data.m": 3}),
+        ("ray job submit --no-wait -- python3 -m x a.b=1 --c 2", {"a.b": 1, "c": 2}),
         ("run config=other.yaml data.n=2", {"config": "other.yaml", "data.n": 2}),
     ],
 )  # fmt: skip

@@ -149,7 +149,7 @@ def test_every_column_stays_and_says_what_it_was_used_for(
     assert {name: fields.columns[name] for name in row} == row
     shown = {name for name, purpose in used.items() if purpose in ("prompt", "images", "system")}
     assert set(fields.other_columns) == set(fields.columns) - shown
-    assert set(fields.columns) - set(row) <= {"answer", "prompt", "images"}
+    assert set(fields.columns) - set(row) <= {"answer", "prompt", "images", *settings.get("columns", ())}
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_selected_rows_are_written_as_prompts_images_and_other_columns() -> None
     content = [{"type": "image"}, {"type": "text", "text": "What?"}]
     (image,) = row.pop("images")
     assert image.size == (8, 6)
-    assert row == {"prompt": [{"role": "user", "content": content}], "system": "x", "answer": "red"}
+    system = {"role": "system", "content": "x"}
+    assert row == {"prompt": [system, {"role": "user", "content": content}], "answer": "red"}
 
 
 def says_number(completion: str, answer: int) -> float:
