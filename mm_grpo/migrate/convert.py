@@ -18,7 +18,7 @@ from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate import rules
 from mm_grpo.migrate.files import Unexpanded, flatten
-from mm_grpo.migrate.keys import PARTS, advice_on, by_end, row_of
+from mm_grpo.migrate.keys import NO_SETTING, advice_on, by_end, field_of, section_advice
 from mm_grpo.terminal import printable, redact
 
 NO_MODEL = "NAME_OF_THE_MODEL"
@@ -40,10 +40,11 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.C
     foreign = {key: _interpolated(value, foreign) for key, value in foreign.items()}
     defaults = rules.foreign_defaults(foreign, trainer)
     result = rules.Conversion({**defaults, **foreign}, devices or 1, trainer)
+    note = result.notes.append
     if devices is None and trainer not in rules.DOTTED:
         _count_devices(result)
     elif devices is not None and trainer in rules.DOTTED:
-        result.notes.append(f"--devices {devices}: changes nothing; batches of {trainer} are whole")
+        note(f"--devices {devices}: changes nothing; batches of {trainer} are whole")
     for key, value in result.foreign.items():
         result.key = key
         converted = _convert_key(result, key, value)
@@ -52,17 +53,14 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.C
         for path, ours in converted.items() if isinstance(converted, dict) else ():
             result.put(path, ours)
     if not any(key.endswith(("max_steps", "epochs", "training_steps")) for key in foreign):
-        epochs = rules.EPOCHS[trainer]
-        result.notes.append(
-            f"run.max_steps: {trainer}'s default is {epochs} epochs; null is one pass over the data"
+        note(
+            f"run.max_steps: {trainer}'s default is {rules.EPOCHS[trainer]} epochs; null is one pass over the data"
         )
     if not result.values.get("model", {}).get("path"):
         result.put("model.path", NO_MODEL)
-        result.notes.append(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
+        note(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
     if not result.values.get("rewards"):
-        result.notes.append(
-            "rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)"
-        )
+        note("rewards: none could be taken over; name them here (`mm-grpo rewards` lists what ships)")
     while True:
         try:
             GRPOConfig.from_dict(result.values)
@@ -82,10 +80,7 @@ def to_yaml(result: rules.Conversion) -> str:
     foreign, public = redact(result.foreign), redact(values)
     lines = [WITHOUT_KEYS * (public != values) + write_yaml(public).rstrip("\n")]
     omitted = [f"{key} = {shown(foreign.get(key))}: {why}" for key, why in result.omitted.items()]
-    for title, entries in (
-        ("Written although no key said it:", result.notes),
-        ("Not taken over:", omitted),
-    ):
+    for title, entries in (("Written although no key said it:", result.notes), ("Not taken over:", omitted)):
         comments = [f"#   {printable(redact(entry), lines=False)}" for entry in entries]
         lines += ["", f"# {title}", *comments] if entries else []
     return "\n".join(lines) + "\n"
@@ -128,12 +123,10 @@ def _count_devices(result: rules.Conversion) -> None:
         result.devices = int(result.number("num_processes nproc_per_node num_gpus", default) * nodes)
     except (rules.UnknownValue, ConfigError):
         result.notes.append(
-            "rollout.prompts_per_step: of one process; the file does not say how many: give --devices"
+            "rollout.prompts_per_step: of one process; the file names no number: give --devices"
         )
     if result.devices > 1:
-        result.notes.append(
-            f"rollout.prompts_per_step: of {result.devices} processes, which the file names (--devices)"
-        )
+        result.notes.append(f"rollout.prompts_per_step: of the file's {result.devices} processes (--devices)")
 
 
 def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Converted:
@@ -143,17 +136,12 @@ def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Conver
         return f"holds {value.unknown}, which this file does not say; {advice_on(key, paths) or 'write the value'}"
     if value is None or value in by_end(key, rules.NEEDLESS, ()):
         return {}
-    row = row_of(key)
-    rule = by_end(key, rules.KEY_RULES, None) if PARTS.keys().isdisjoint(key.split(".")) else None
+    rule = None if section_advice(key) else by_end(key, rules.KEY_RULES, None)
+    path = field_of(key, paths)
     try:
-        if rule is not None:
-            return rule(result, value)
+        converted = rule(result, value) if rule else {path: value} if path else None
     except rules.UnknownValue as error:
         return str(error)
     except (TypeError, ValueError, LookupError, AttributeError):  # a list for a number, say
         return f"is no value that {result.trainer} takes there"
-    matches = [path for path in paths if path.rpartition(".")[2] == key]
-    path = row.path if row is not None else min(matches, key=lambda match: match.count("."), default=None)
-    if path is None:
-        return advice_on(key, paths) or "mm_grpo knows no such key; `mm-grpo config` shows every field"
-    return {path: value}
+    return converted if converted is not None else advice_on(key, paths) or NO_SETTING

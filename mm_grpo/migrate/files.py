@@ -8,6 +8,7 @@ arguments of CALLS are read. Nothing is run.
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -106,61 +107,51 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
 
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     """Return the words that name the program, and the options, of the command that has the most of them."""
-    command = max(commands(text), key=lambda command: len([*filter(_is_option, command.words)]), default=None)
-    if command is None:
-        return [], {}
-    words, options = command.words, dict[str, Any]()
-    words = (
-        words[words.index("--") + 1 :] if "--" in words else words
-    )  # behind it is what `ray job submit` runs
+    words, environment = max(
+        commands(text), key=lambda command: sum(map(_is_option, command[0])), default=([], {})
+    )
+    words = words[words.index("--") + 1 :] if "--" in words else words  # as in: ray job submit -- PROGRAM
     start = 0
     if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
         scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
         start = next(scripts, 0)
-        options |= _options(words[:start], path)
-    environment = {
-        name.lower(): text for name, text in command.environment.items() if name in ENVIRONMENT.split()
-    }
-    options |= _options(words[start:], path) | {
-        key: _value([text], path) for key, text in environment.items()
-    }
-    if isinstance(base := options.get("config"), str):
-        files = [
-            folder / base for folder in (Path(), *path.resolve().parents[:4]) if (folder / base).is_file()
-        ]
-        options = flatten(read_yaml(files[0])) | options if files else options
-        options.pop("config") if files else None
-    end = next((n for n in range(start, len(words)) if _is_option(words[n])), len(words))
-    heads = [part for word in words[start:end] for part in (word, *re.split(r"[./]", word))]
-    return heads, flatten(options)
+    names = ENVIRONMENT.split()
+    variables = {name.lower(): _value([text]) for name, text in environment.items() if name in names}
+    options = _options(words[:start]) | _options(words[start:]) | variables
+    folders = (Path(), *path.resolve().parents[:4])
+    files = [folder / str(options["config"]) for folder in folders if "config" in options]
+    if file := next(filter(Path.is_file, files), None):
+        options = flatten(read_yaml(file)) | options
+        del options["config"]
+    program = itertools.takewhile(lambda word: not _is_option(word), words[start:])
+    return [part for word in program for part in (word, *re.split(r"[./]", word))], flatten(options)
 
 
 def _is_option(word: str) -> bool:
     return re.match(r"--\w|[+~]*[\w@/-]+(\.[\w@/-]+)+=|config=", word) is not None
 
 
-def _options(words: Sequence[str], path: Path) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for number, word in enumerate(words):
-        key, equals, value = word.lstrip("+~-").partition("=")
-        if not _is_option(word):
-            continue
-        if word.startswith("--") and not equals:
-            end = next((n for n in range(number + 1, len(words)) if _is_option(words[n])), len(words))
-            options[key.replace("-", "_")] = _value(words[number + 1 : end], path)
-        else:
-            options[key.replace("-", "_") if word.startswith("--") else key] = _value([value], path)
-    return options
+def _options(words: Iterable[str]) -> dict[str, Any]:
+    texts: dict[str, list[str]] = {}
+    key, equals = "", "="
+    for word in words:
+        if _is_option(word):
+            key, equals, value = word.lstrip("+~-").partition("=")
+            key = key.replace("-", "_") if word.startswith("--") else key
+            texts[key] = [value] if equals else []
+        elif not equals:
+            texts[key].append(word)
+    return {key: _value(values) for key, values in texts.items()}
 
 
-def _value(texts: Iterable[str], path: Path) -> Any:
+def _value(texts: Sequence[str]) -> Any:
     """Return the value of an option: true without a text, and a list of several."""
-    texts = [*texts]
-    if re.search(f"[{UNKNOWN}]", " ".join(texts)):
-        return Unexpanded(re.sub(f"[{UNKNOWN}]", "", " ".join(texts)))
+    line = " ".join(texts)
+    if re.search(f"[{UNKNOWN}]", line):
+        return Unexpanded(re.sub(f"[{UNKNOWN}]", "", line))
     if len(texts) > 1:
-        return [_value([text.rstrip(",")], path) for text in texts]
+        return [_value([text.rstrip(",")]) for text in texts]
     try:
-        return read_value(texts[0], str(path)) if texts else True
+        return read_value(line, "option") if texts else True
     except ConfigError:
-        return texts[0]  # a prompt such as "[think] first", which is no YAML
+        return line  # a prompt such as "[think] first", which is no YAML

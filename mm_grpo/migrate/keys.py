@@ -12,7 +12,6 @@ of a field of ours, and a key with one of PREFIXES, need no row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from mm_grpo.errors import nearest
@@ -25,17 +24,17 @@ FIELDS: Mapping[str, str] = {
     "model.dtype": "dtype torch_dtype",
     "model.attn": "attn_implementation attn_impl",
     "model.freeze_vision": "freeze_vit freeze_vision_tower freeze_vision_modules",
-    "data.train": "dataset data.train_files",
-    "data.eval": "val_dataset data.val_files",
+    "data.train": "dataset train_files dataset_name train_dataset",
+    "data.eval": "val_dataset val_files",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
     "data.image_dir": "data.image_dir image_root image_folders",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
     "data.max_pixels": "max_pixels",
-    "data.max_prompt_length": "max_prompt_length",
+    "data.max_prompt_length": "max_prompt_length max_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
-    "rollout.num_generations": "num_generations actor_rollout_ref.rollout.n worker.rollout.n",
+    "rollout.num_generations": "num_generations rollout.n",
     "rollout.temperature": "temperature",
     "rollout.max_completion_length": "max_completion_length data.max_response_length",
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
@@ -59,7 +58,7 @@ FIELDS: Mapping[str, str] = {
     "algorithm.entropy_coef": "entropy_coef entropy_coeff",
     "algorithm.num_iterations": "num_iterations actor.ppo_epochs",
     "optim.weight_decay": "weight_decay",
-    "optim.learning_rate": "learning_rate actor.optim.lr",
+    "optim.learning_rate": "learning_rate optim.lr lr",
     "optim.max_grad_norm": "max_grad_norm actor.grad_clip actor.optim.clip_grad",
     "optim.lr_scheduler_type": "actor.optim.lr_scheduler_type actor.optim.warmup_style",
     "optim.gradient_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
@@ -77,8 +76,11 @@ _SAMPLING = "truncated sampling and penalties are for evaluation; write rollout.
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
 _ZERO = "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; there is no FSDP, and no config of DeepSpeed"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
+_PROCESSES = (
+    "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"
+)
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
-_NONE = "mm_grpo has no such setting; leave it out"
+NO_SETTING = "mm_grpo has no such setting: leave it out, or see the fields that `mm-grpo config` shows"
 
 REASONS: Mapping[str, str] = {
     # batches and steps
@@ -91,9 +93,6 @@ REASONS: Mapping[str, str] = {
     "write rollout.prompts_per_step": "train_batch_size rollout_batch_size",
     "write rollout.prompts_per_step and optim.updates_per_step (= prompts a step / prompts an update)":
         "ppo_mini_batch_size actor.global_batch_size",
-    "memory is bounded by optim.max_tokens_per_pack; accumulation is derived":
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu"
-        " micro_batch_size_per_device_for_update micro_batch_size_per_device_for_experience",
     "write run.max_steps (steps, not epochs; null is one pass over the data)": 
         "num_train_epochs total_epochs epochs num_epochs max_epochs",
     # the run
@@ -106,34 +105,12 @@ REASONS: Mapping[str, str] = {
         "val_before_train val_only eval_on_start eval_delay do_eval do_train",
     "it is mm-grpo check CONFIG, or mm-grpo train CONFIG --smoke": "dry_run",
     "it is an option of the command: mm-grpo train CONFIG --resume": "resume_from_checkpoint resume_mode",
-    "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)":
-        "nnodes n_gpus_per_node nproc_per_node num_processes num_machines num_gpus machine_rank node_rank multi_gpu"
-        " main_process_ip main_process_port master_addr master_port rdzv_backend rdzv_endpoint mixed_precision",
-    _NONE:
+    _PROCESSES:
+        "nnodes n_gpus_per_node nproc_per_node num_processes num_machines num_gpus multi_gpu mixed_precision",
+    NO_SETTING:
         "gradient_checkpointing_kwargs use_liger_kernel run_name experiment_name project_name disable_dropout tf32"
         " optim use_cache generation_kwargs rlhf_type model_init_kwargs lr_scheduler_kwargs remove_unused_columns"
-        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps strategy padding_free dynamic_batching"
-        " ulysses_size ulysses_sequence_parallel_size use_torch_compile device balance_batch use_remove_padding"
-        " use_shm use_fused_kernels use_dynamic_bsz free_cache_engine load_format gamma layered_summon disable_tqdm"
-        " disable_log_stats critic_warmup resume_from_path load_checkpoint_path ddp_timeout find_last_checkpoint lam"
-        " torch_empty_cache_steps ddp_backend add_version check_model group_by_length packing move_model_batches"
-        " offload_model async_generate vit_gradient_checkpointing vit_lr aligner_lr streaming template"
-        " use_chat_template template_backend norm_bbox loss_scale padding_side safe_serialization rollout.mode project"
-        " override_config external_lib val_batch_size dataset_num_proc load_from_cache_file lazy_tokenize"
-        " tuner_backend router_aux_loss_coef cast_lm_head_to_fp32 use_bias_correction_kl ignore_bias_buffers"
-        " ds3_gather_for_generation log_unique_prompts log_multimodal log_entropy num_completions_to_print"
-        " esi_redundant_time model_type strict per_device_eval_batch_size local_rank device_map sequence_parallel_size"
-        " stop_words response_prefix debug task_type use_adaptive_entropy cache_implementation pad_to_multiple_of"
-        " full_determinism accelerator_config hybrid_engine nccl_timeout early_stop_interval advantage_reweight"
-        " completion_length_limit_scope use_v1 ppo_max_token_len_per_gpu freeze_parameters trainable_parameters"
-        " init_weights use_logits_to_keep interleave_prob agent_template load_args override_optimizer_config"
-        " loss_scale_factor use_prefix_grouper calculate_entropy enable_activation_offload use_liger return_raw_chat"
-        " return_raw_input_ids return_full_prompt image_patch_size validation_shuffle audio_key"
-        " return_multi_modal_inputs skip_tokenizer_init over_sample_rate multi_stage_wake_up calculate_log_probs"
-        " quantization_config_file use_pf_ppo rollout_data_dir validation_data_dir default_hdfs_dir"
-        " del_local_ckpt_after_load max_inflight_gen_batches bypass_mode rollout_rs rollout_rs_threshold"
-        " custom_register_path cached_dataset rope_scaling preserve_thinking model_kwargs max_shard_size optim_args"
-        " optim_target_modules label_smoothing_factor neftune_noise_alpha auto_find_batch_size use_cpu do_predict",
+        " sync_ref_model ref_model_mixup_alpha ref_model_sync_steps device template",
     "the saved model is that of the best run.headline: write run.keep: best":
         "load_best_model_at_end metric_for_best_model greater_is_better",
     "merge the adapter into a model first, and write its folder into model.path":
@@ -150,21 +127,16 @@ REASONS: Mapping[str, str] = {
         "optim.strategy optim.optimizer optimizer_impl",
     "the learning rate ends at 0 (linear, cosine) or stays: write optim.lr_scheduler_type": "min_lr_ratio num_cycles",
     "the newest version of the hub is read: download another one, and write its folder": "model_revision use_hf",
-    "the processor is the one that model.path holds": "tokenizer_path tokenizer hf_config_path custom_chat_template"
-        " override_chat_template",
-    _QUANTIZED: "load_in_8bit load_in_4bit quant_bits quant_method qlora",
+    "the processor is that of model.path": "tokenizer_path tokenizer hf_config_path custom_chat_template",
     "write optim.warmup_steps (= the share x run.max_steps)": "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
-    "write optim.learning_rate": "optim.lr lr",
     # the data
-    "write data.train": "dataset_name train_dataset train_files",
-    "write data.eval": "eval_dataset val_files",
+    "write its text into data.system_prompt": "system",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
-    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size",
+    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size eval_dataset",
     "write the first rows that are wanted into a file of their own": "train_max_samples val_max_samples",
     "write its text into data.prompt_template, with {prompt} in the place of {{ content }}": "format_prompt",
     "a step samples rollout.prompts_per_step prompts an attempt": "gen_batch_size mini_rollout_batch_size",
-    "filters run in each process": "filter_overlong_prompts_workers",
     "rewards get every column of a row": "reward_fn_key",
     "write model.lora.target_modules, and model.lora.vision": "exclude_modules freeze_aligner freeze_llm",
     "write data.max_prompt_length (expanded tokens; a longer prompt is never cut)": "max_prompt_length",
@@ -191,18 +163,14 @@ REASONS: Mapping[str, str] = {
        for name in ("pgpo_tau", "pgpo_beta", "vppo_top_share", "vppo_beta_min")},
     "write algorithm.beta (the weight of the KL term; 0 is no KL term and no reference model)":
         "kl_coef kl_loss_coef use_kl_loss disable_kl use_kl_in_reward",
-    "the weight of the KL term stays: write algorithm.beta": "kl_type kl_horizon kl_target kl_ctrl.type kl_ctrl.horizon"
-        " kl_ctrl.target_kl",
-    "groups of equal rewards are replaced, and no others": "filter_key filter_low filter_high filter_groups.metric",
+    "groups of equal rewards are replaced, and no others": "filter_key filter_low filter_high",
     "write algorithm.kl_estimator: k1 (verl's kl), k2 (mse) or k3 (low_var_kl)": "kl_penalty kl_loss_type",
     "write rollout.max_attempts (above 1 groups of equal rewards are replaced)":
         "dynamic_sample online_filtering filter_groups.enable filter_groups.max_num_gen_batches max_try_make_batch",
     "write rollout.max_attempts (= max_resample_times + 1: the first attempt counts)": "max_resample_times",
     # the engine
-    "write rollout.num_generations": "rollout.n",
+    "write rollout.num_generations (GRPO compares completions: 2 or more)": "rollout.n num_generations",
     "write rollout.engine: vllm (colocate) or vllm_server (server)": "use_vllm vllm_mode rollout.name",
-    "each process has a vLLM of its own here; leave it out":
-        "tensor_parallel_size vllm_tensor_parallel_size tensor_model_parallel_size",
     "write rollout.vllm.sleep_level (0, 1 or 2)": "vllm_enable_sleep_mode",
     "write algorithm.importance_sampling_mode (none is no correction)":
         "vllm_importance_sampling_correction vllm_importance_sampling_mode rollout_is",
@@ -222,7 +190,7 @@ PARTS: Mapping[str, str] = {
     **dict.fromkeys(("profiler", "global_profiler", "npu_profile", "prometheus", "trace"), _PROFILE),
     **dict.fromkeys(
         ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip",
-         "pf_ppo", "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), _NONE),
+         "pf_ppo", "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), NO_SETTING),
     **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
     "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
     "distillation": "write algorithm.reference_path: the teacher, with algorithm.beta > 0",
@@ -243,51 +211,43 @@ PROGRAMS: Mapping[str, str] = {
 }
 """Programs whose files are refused, and keys or words of the command line that only they have."""
 
-_FAMILIES = (
-    "galore_ adalora_ chord_ rlsd_ sdar_ fipo_ real_ cosine_ teacher_ clip_cov_ kl_cov_ entropy_ boft_ vera_ reft_"
-    " llamapro_ fourier_ decision_ trackio_ use_transformers transformers_ packing_ lisa_ hqq_ adapter_ liger_"
-)
 PREFIXES: Mapping[str, str] = {
-    **dict.fromkeys(("fsdp", "deepspeed_", "zero_", "ddp_"), _ZERO),
+    **dict.fromkeys(("fsdp", "deepspeed_", "zero_"), _ZERO),
     **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
     **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
-    **dict.fromkeys(
-        ("save_", "log_", "logging_", "eval_", "torch_compile", "val_gen", "ray_", "swanlab_"), _NONE
-    ),
-    **dict.fromkeys(_FAMILIES.split(), _NONE),
+    **dict.fromkeys(("save_", "log_", "logging_", "eval_", "ddp_", "torch_compile"), NO_SETTING),
     **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_model_parallel", "vllm_tensor"), "each process has its own vLLM; leave it out"),
     "vllm_server_": "write rollout.engine: vllm_server, and the servers of `mm-grpo serve` into rollout.server.urls",
     "vllm_": _VLLM,
     "lora_": _LORA,
     "dataloader_": "images are made ahead by two threads of each process",
-    "bnb_": _QUANTIZED,
+    **dict.fromkeys(("bnb_", "load_in_", "quant_", "qlora", "hqq_"), _QUANTIZED),
+    **dict.fromkeys(("main_process_", "master_", "rdzv_", "machine_", "node_"), _PROCESSES),
+    **dict.fromkeys(
+        ("ppo_micro_", "log_prob_micro_", "micro_batch_size_"), "memory is bounded by optim.max_tokens_per_pack"),
+    "kl_": "the weight of the KL term stays: write algorithm.beta",
 }  # fmt: skip
 """Advice by the beginning of keys."""
 
 
-@dataclass(frozen=True)
-class KeyRow:
-    """Row of a foreign key: our field, None if no field's value means the same, and advice."""
-
-    path: str | None
-    advice: str
+FIELD_OF = {name: path for path, names in FIELDS.items() for name in names.split()}
+ADVICE = {name: f"write {path}" for name, path in FIELD_OF.items()} | {
+    name: advice for advice, names in REASONS.items() for name in names.split()
+}
 
 
-def _key_rows() -> dict[str, KeyRow]:
-    rows = {name: KeyRow(path, f"write {path}") for path, names in FIELDS.items() for name in names.split()}
-    for advice, names in REASONS.items():
-        for name in names.split():
-            rows[name] = KeyRow(rows[name].path if name in rows else None, advice)
-    return rows
+def field_of(key: str, known: Sequence[str]) -> str | None:
+    """Return the path of our field whose value means the same as another trainer's key, else None."""
+    homes = () if by_end(key, ADVICE, None) else (path for path in known if path.rpartition(".")[2] == key)
+    ours = by_end(key, FIELD_OF, min(homes, key=lambda path: path.count("."), default=None))
+    return None if section_advice(key) else ours
 
 
-KEY_ROWS: Mapping[str, KeyRow] = _key_rows()
-
-
-def row_of(path: str) -> KeyRow | None:
-    """Return the row of a section of a key's path, or of the path's longest end that has one, else None."""
-    section = next((PARTS[part] for part in _fold(path).split(".") if part in PARTS), None)
-    return by_end(path, KEY_ROWS, None) if section is None else KeyRow(None, section)
+def section_advice(path: str) -> str | None:
+    """Return the advice on the first section of a key's path that PARTS has, else None."""
+    return next((PARTS[part] for part in _fold(path).split(".") if part in PARTS), None)
 
 
 def by_end(path: str, table: Mapping[str, Value], default: Value) -> Value:
@@ -345,8 +305,8 @@ def advice_on(path: str, known: Sequence[str]) -> str | None:
     if path in known:  # a dotted name written as one key
         section, _, name = path.rpartition(".")
         return f"nest it in its section: {section}: {{{name}: ...}}"
-    if (row := row_of(path)) is not None:
-        return row.advice
+    if advice := section_advice(path) or by_end(path, ADVICE, None):
+        return advice
     if homes := [home for home in known if home.rpartition(".")[2] == leaf]:
         return f"write {' or '.join(homes)}"
     return next((advice for prefix, advice in PREFIXES.items() if leaf.startswith(prefix)), None)

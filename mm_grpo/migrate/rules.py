@@ -23,11 +23,11 @@ from mm_grpo.config.messages import shown
 from mm_grpo.config.yaml_file import set_value
 from mm_grpo.errors import ConfigError
 from mm_grpo.migrate.files import Unexpanded
-from mm_grpo.migrate.keys import REWARDS
+from mm_grpo.migrate.keys import FIELD_OF, REWARDS, by_end
 from mm_grpo.numbers import is_number
 
-Converted = dict[str, Any] | str
-"""Our values by dotted path, or a reason."""
+Converted = dict[str, Any] | str | None
+"""Our values by dotted path, or a reason why there are none; None is the advice of `keys`."""
 DOTTED = ("verl", "EasyR1")
 """Trainers whose keys are in sections."""
 PROMPTS = "data.train_batch_size data.rollout_batch_size"
@@ -113,20 +113,20 @@ def _mini_batch(result: Conversion, value: Any) -> Converted:
     return {"optim.updates_per_step": int(result.updates)}
 
 
-def _steps(path: str) -> Rule:
-    """Return the rule that converts a number of updates to steps."""
+STEPS = {"max_steps": "run.max_steps", "save_steps": "run.save_every", "eval_steps": "run.eval_every"}
+"""Keys that count optimizer updates, and our fields that count steps."""
 
-    def rule(result: Conversion, value: Any) -> Converted:
-        if not is_number(value) or 0 < value < 1:
-            return f"is {shown(value)}; {path} is a number of steps"
-        if value <= 0 and path == "run.max_steps":
-            return {}  # -1, which is the length of num_train_epochs
-        steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
-        if steps.denominator > 1:
-            result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
-        return {path: max(1, int(steps)) if value else 0}
 
-    return rule
+def _steps(result: Conversion, value: Any) -> Converted:
+    path = by_end(result.key, STEPS, "")
+    if not is_number(value) or 0 < value < 1:
+        return f"is {shown(value)}; {path} is a number of steps"
+    if value <= 0 and path == "run.max_steps":
+        return {}  # -1, which is the length of num_train_epochs
+    steps = Fraction(value) / result.updates / Fraction(result.number("num_iterations", 1))
+    if steps.denominator > 1:
+        result.notes.append(f"{path}: {value} updates are {float(steps):g} steps, rounded down")
+    return {path: max(1, int(steps)) if value else 0}
 
 
 def _epochs(result: Conversion, value: Any) -> Converted:
@@ -146,26 +146,12 @@ def _warmup(result: Conversion, value: Any) -> Converted:
     return {"optim.warmup_steps": int((value * total if value < 1 else value) * scale)}
 
 
-def _system(result: Conversion, value: Any) -> Converted:
-    is_file = str(value).endswith(".txt")
-    why = "its text is in another file; write it into data.system_prompt"
-    return why if is_file else {"data.system_prompt": str(value)}
-
-
-def _max_length(result: Conversion, value: Any) -> Converted:
-    is_of_prompts = result.trainer == "ms-swift"
-    why = "write data.max_prompt_length and rollout.max_completion_length"
-    return {"data.max_prompt_length": value} if is_of_prompts else why
-
-
 def _trackers(result: Conversion, value: Any) -> Converted:
     names = [name for name in _listed(value) if name not in ("none", "console", "file")]
-    legal = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
-    if unknown := ", ".join(str(name) for name in names if name not in legal):
-        result.omitted[result.key] = (
-            f"no tracker here is named {unknown}; there are tensorboard, wandb and trackio"
-        )
-    return {"run.trackers": legal}
+    trackers = [name for name in names if name in ("tensorboard", "wandb", "trackio")]
+    if trackers != names:
+        result.omitted[result.key] = "trackers here are tensorboard, wandb and trackio"
+    return {"run.trackers": trackers}
 
 
 def _vllm(result: Conversion, value: Any) -> Converted:
@@ -187,19 +173,22 @@ def _rewards(result: Conversion, value: Any) -> Converted:
     names, weights = _listed(value), result.find("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
     entries: list[Any] = []
-    for name, weight in zip(names, weights, strict=True):
-        module, _, function = str(name).rpartition(".")
-        if entry := REWARDS.get(name, f"{module}:{function}" if module else None):
-            options = {ours: result.find(ends) for ours, ends in REWARD_OPTIONS.get(entry, {}).items()}
-            if "max_length" in options:
-                options["max_length"] = (
-                    options["max_length"] or 512
-                )  # which is the default of max_completion_length
-            options["weight"] = None if weight is None else float(weight)
-            chosen = {ours: option for ours, option in options.items() if option is not None}
-            entries.append({"name": entry, **chosen} if chosen else entry)
-    if unknown := ", ".join(str(name) for name in names if name not in REWARDS and "." not in str(name)):
-        result.omitted[result.key] = f"no reward here is named {unknown}; write path/to/file.py:function"
+    unknown: list[str] = []
+    for name, weight in zip(map(str, names), weights, strict=True):
+        module, _, function = name.rpartition(".")
+        entry = REWARDS.get(name, f"{module}:{function}")
+        ends = REWARD_OPTIONS.get(entry, {}).items()
+        options = {ours: result.find(keys, 512 if ours == "max_length" else None) for ours, keys in ends}
+        options["weight"] = None if weight is None else float(weight)
+        options = {ours: option for ours, option in options.items() if option is not None}
+        if module or name in REWARDS:
+            entries.append({"name": entry, **options} if options else entry)
+        else:
+            unknown.append(name)
+    if unknown:
+        result.omitted[result.key] = (
+            f"no reward here is named {', '.join(unknown)}; write path/to/file.py:function"
+        )
     return {"rewards": entries}
 
 
@@ -232,16 +221,11 @@ def _dataset(result: Conversion, value: Any) -> Converted:
     return sources
 
 
-def _rows(path: str) -> Rule:
-    """Return the rule of one or several sources of rows."""
-
-    def rule(result: Conversion, value: Any) -> Converted:
-        lost: list[str] = []
-        sources = [_source(str(text), lost) for text in _listed(value)]
-        result.omitted |= {result.key: "; ".join(lost)} if lost else {}
-        return {path: sources if isinstance(value, list) else sources[0]}
-
-    return rule
+def _rows(result: Conversion, value: Any) -> Converted:
+    lost: list[str] = []
+    sources = [_source(str(text), lost) for text in _listed(value)]
+    result.omitted |= {result.key: "; ".join(lost)} if lost else {}
+    return {by_end(result.key, FIELD_OF, ""): sources if isinstance(value, list) else sources[0]}
 
 
 def _source(text: str, lost: list[str]) -> str:
@@ -290,10 +274,6 @@ def _kl(result: Conversion, value: Any) -> Converted:
     return values | ({"algorithm.kl_in_reward": True} if in_reward else {})
 
 
-def _generations(result: Conversion, value: Any) -> Converted:
-    return {"rollout.num_generations": value} if value > 1 else "GRPO compares completions; 2 or more"
-
-
 LOSSES: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("token-mean", "token"), ("algorithm.loss_type", "dapo")),
     **dict.fromkeys(("seq-mean-token-mean", "seq"), ("algorithm.loss_type", "grpo")),
@@ -312,7 +292,7 @@ def _loss(result: Conversion, value: Any) -> Converted:
     kind = LOSSES.get(result.find(_KIND, ""), (None, None))
     if kind[0] == path and kind[1] != name:
         return f"algorithm.loss_type = {kind[1]} has an average of its own"
-    return {path: name} if path else "write algorithm.loss_type"
+    return {path: name} if path else None
 
 
 def _attempts(result: Conversion, value: Any) -> Converted:
@@ -323,15 +303,14 @@ def _attempts(result: Conversion, value: Any) -> Converted:
     return {"rollout.max_attempts": attempts + (result.trainer == "ms-swift") if attempts > 0 else 20}
 
 
-def _put(path: str, values: Mapping[Any, Any]) -> Rule:
-    """Return the rule that puts our value in the place of theirs, and gives a reason for others."""
-    legal = " or ".join(dict.fromkeys(map(str, values.values())))
-    return lambda result, value: {path: values[value]} if value in values else f"write {path}: {legal}"
+def _values(path: str, values: Mapping[Any, Any]) -> Rule:
+    """Return the rule that puts our value in the place of theirs."""
+    return lambda result, value: {path: values[value]} if value in values else None
 
 
 def _lora(result: Conversion, value: Any) -> Converted:
     if value not in (True, "lora") and not is_number(value):
-        return {} if value == "full" else "model.lora trains adapters; null every weight"
+        return {} if value == "full" else None
     scripts = value is True  # of TRL, whose default rank is 16
     rank = value if is_number(value) else result.number("lora_r lora_rank", 16 if scripts else 8)
     alpha = result.number("lora_alpha lora.alpha", {"verl": 16, "EasyR1": 64}.get(result.trainer, 32))
@@ -339,9 +318,8 @@ def _lora(result: Conversion, value: Any) -> Converted:
     names = [name.strip() for name in modules.split(",")] if isinstance(modules, str) else modules
     if names is None:
         result.notes.append("model.lora.target_modules: ours; without a name PEFT's depend on the model")
-        return {"model.lora": {"rank": rank, "alpha": alpha}}
-    targets = "all-linear" if names == ["all-linear"] else names
-    return {"model.lora": {"rank": rank, "alpha": alpha, "target_modules": targets}}
+    targets = {} if names is None else {"target_modules": "all-linear" if names == ["all-linear"] else names}
+    return {"model.lora": {"rank": rank, "alpha": alpha, **targets}}
 
 
 def _listed(value: Any) -> list[Any]:
@@ -366,37 +344,33 @@ KEY_RULES: Mapping[str, Rule] = {
         # cispo's bound is 1 + clip_ratio_high there
         ("clip_ratio_high", lambda result, value: {"algorithm.epsilon_high": value + (result.find(_KIND) == "cispo")}),
         ("online_filtering filter_groups.enable dynamic_sample", _attempts),
-        ("max_steps", _steps("run.max_steps")),
+        ("max_steps save_steps eval_steps", _steps),
         ("trainer.max_steps", lambda result, value: {"run.max_steps": value}),
-        ("save_steps", _steps("run.save_every")),
-        ("eval_steps", _steps("run.eval_every")),
-        ("save_freq", lambda result, value: {"run.save_every": max(0, value)}),
-        ("test_freq val_freq", lambda result, value: {"run.eval_every": max(0, value)}),
+        ("save_freq test_freq val_freq", lambda result, value: {by_end(result.key, FIELD_OF, ""): max(0, value)}),
         ("num_train_epochs total_epochs total_episodes max_epochs", _epochs),
         ("warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio", _warmup),
         ("report_to trainer.logger", _trackers),
         ("use_vllm", _vllm),
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),
-        ("rollout.n num_generations", _generations),
-        ("rollout_is", _put("algorithm.importance_sampling_mode", {n: f"{n}_truncate" for n in ("token", "sequence")})),
-        ("norm_adv_by_std_in_grpo", _put("algorithm.scale_rewards", {True: "group", False: "none"})),
+        ("rollout.n num_generations", lambda result, value: {"rollout.num_generations": value} if value > 1 else None),
+        ("rollout_is", _values(
+            "algorithm.importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"})),
+        ("norm_adv_by_std_in_grpo", _values("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
         ("reward_function score_function custom_reward_function.path", _reward_file),
         ("dataset_name", _dataset),
-        ("dataset train_files", _rows("data.train")),
-        ("val_dataset val_files", _rows("data.eval")),
+        ("dataset train_files val_dataset val_files", _rows),
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
         ("image_key", _column("images")),
         ("columns", _columns),
-        ("filter_overlong_prompts", _put("data.on_overlong", {True: "drop", False: "stop"})),
-        ("truncation_strategy", _put("data.on_overlong", {"delete": "drop"})),
+        ("filter_overlong_prompts", _values("data.on_overlong", {True: "drop", False: "stop"})),
+        ("truncation_strategy", _values("data.on_overlong", {"delete": "drop"})),
         ("enable_thinking", lambda result, value: {"data.chat_template_kwargs.enable_thinking": value}),
         ("betas", lambda result, value: {"optim.adam_beta1": value[0], "optim.adam_beta2": value[1]}),
         ("use_peft train_type tuner_type model.lora_rank lora.rank", _lora),
-        ("max_length", _max_length),
-        ("system", _system),
+        ("system", lambda result, value: None if str(value).endswith(".txt") else {"data.system_prompt": str(value)}),
         (_READ, lambda result, value: {}),
     )
     for name in names.split()
@@ -404,21 +378,24 @@ KEY_RULES: Mapping[str, Rule] = {
 """Rules by the end of a key's name."""
 
 NEEDLESS: Mapping[str, tuple[object, ...]] = {
-    "top_p": (1.0, 1), "top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0, 1), "do_sample": (True,),
-    "vllm_tensor_parallel_size": (1,), "resume_from_checkpoint": (False,), "use_peft": (False,), "use_hf": (True,),
-    "load_in_4bit": (False,), "push_to_hub": (False,), "lora_dropout": (0, 0.0), "bf16": (True,), "do_train": (True,),
-    "save_strategy": ("steps",), "eval_strategy": ("steps",), "num_train_epochs": (1,), "report_to": ("none",),
-    "rlhf_type": ("grpo",), "val_before_train": (True,), "val_only": (False,), "truncation": ("error",),
-    "limit_images": (0,), "loss_mode": ("vanilla",), "actor.loss_type": ("default",), "dynamic_sample": (False,),
-    "online_filtering": (False,), "filter_groups.enable": (False,), "total_epochs": (1,), "model_revision": ("main",),
-    "use_vllm": (False,), "split_dataset_ratio": (0,), "lora.rank": (0,), "model.lora_rank": (0,),
-    "exclude_modules": (".*visual.*",),
+    name: values
+    for names, values in (
+        ("top_p repetition_penalty vllm_tensor_parallel_size num_train_epochs total_epochs", (1,)),
+        ("do_sample use_hf bf16 do_train val_before_train", (True,)),
+        ("min_p lora_dropout limit_images split_dataset_ratio lora.rank model.lora_rank", (0,)),
+        ("resume_from_checkpoint use_peft load_in_4bit push_to_hub val_only use_vllm", (False,)),
+        ("dynamic_sample online_filtering filter_groups.enable", (False,)),
+        ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
+        ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
+        ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
+    )
+    for name in names.split()
 }  # fmt: skip
 """Values of keys, by the end of their names, that ask for what mm_grpo does anyway. Null asks for nothing."""
 EPOCHS = {"TRL": 3, "ms-swift": 3, "verl": 30, "EasyR1": 15}
 _ACTOR = "actor_rollout_ref.actor."
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"lr_scheduler_type": "linear", "vllm_importance_sampling_mode": "sequence_mask"},
+    "TRL": {"lr_scheduler_type": "linear", "vllm_importance_sampling_mode": "sequence_mask", BATCH.split()[0]: 8},
     "ms-swift": {
         "loss_type": "grpo", "lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "beta": 0.04,
         "temperature": 0.9, "tuner_type": "lora", "freeze_vit": True, "per_device_train_batch_size": 1,
@@ -444,8 +421,6 @@ def foreign_defaults(foreign: Mapping[str, Any], trainer: str) -> dict[str, Any]
     defaults = dict(DEFAULTS[trainer])
     if trainer == "ms-swift" and "full" in (foreign.get("train_type"), foreign.get("tuner_type")):
         defaults["learning_rate"] = 1e-5
-    if trainer == "TRL" and not foreign.keys() & {*BATCH.split()}:
-        defaults["per_device_train_batch_size"] = 8
     kind = foreign.get(f"{_ACTOR}policy_loss.loss_mode", foreign.get("worker.actor.loss_type", "default"))
     unused = {"tuner_type"} if "train_type" in foreign else set()
     if kind not in ("vanilla", "default"):  # no other loss has the second bound

@@ -8,10 +8,8 @@ function, is unknown: it stays in the word, between the characters of UNKNOWN.
 from __future__ import annotations
 
 import ast
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Iterator
 
 UNKNOWN = "\ue000\ue001"
 _SEAM = "\ue002"
@@ -22,25 +20,21 @@ _PIECE = re.compile(
     rf"""(?P<skipped>\\\n|(?<![^\s;&|()])\#[^\n]*|<<-?\s*['"]?(?P<tag>\w+)['"]?.*?\n\s*(?P=tag)(?=\n|$)
         |\d*[<>]+&?[ ]*[^\s;&|()]*)
     |'(?P<single>[^']*)' | "(?P<double>(?:\\.|{_EXPANSION}|[^"\\])*+)" | \\(?P<escaped>.)
-    |(?P<space>[ \t]+) | (?P<end>[\n;&|()]+) | (?P<expansion>{_EXPANSION}) | (?P<bare>[^\s'"\\;&|()<>$`]+|\$)""",
+    |(?P<space>[ \t]+) | (?P<end>[\n;&|()]) | (?P<expansion>{_EXPANSION}) | (?P<bare>[^\s'"\\;&|()<>$`]+|\$)""",
     re.DOTALL | re.VERBOSE,
 )
-_BLOCKS = {
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_DEPTH = {
     **dict.fromkeys(["if", "for", "while", "until", "case", "select", "{"], 1),
     **dict.fromkeys(["fi", "done", "esac", "}"], -1),
+    **dict.fromkeys(["then", "do", "else", "elif", "!", "time"], 0),
 }
-_NO_WORDS = (*_BLOCKS, *["then", "do", "else", "elif", "!", "time"])
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
-}  # fmt: skip
+"""Words in front of a command, and the blocks that they open."""
+_OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__, ast.Div: int.__floordiv__}
 
 
-class Command(NamedTuple):
-    """A command of a script."""
-
-    words: list[str]
-    environment: dict[str, str]
-    """The variables that the script gives it."""
+Command = tuple[list[str], dict[str, str]]
+"""The words of a command, and the variables of the environment that the script gives it."""
 
 
 class _Script:
@@ -49,15 +43,14 @@ class _Script:
 
     def expand(self, text: str, *, quoted: bool) -> str:
         """Return text with its variables in place; SEAMs stand where words end."""
-        escapes = r'\\(?P<escaped>[$`"\\\n])|' if quoted else ""
 
-        def piece(match: re.Match[str]) -> str:
-            if quoted and match["escaped"]:
-                return match["escaped"].strip("\n")
+        def value(match: re.Match[str]) -> str:
+            if match[0].startswith("\\"):
+                return match[0][1:].strip("\n")
             value = self._value(match[0])
             return value if quoted or UNKNOWN[0] in value else re.sub(r"\s+", _SEAM, value)
 
-        return re.sub(escapes + _EXPANSION, piece, text)
+        return re.sub((r'\\[$`"\\\n]|' if quoted else "") + _EXPANSION, value, text)
 
     def _value(self, text: str) -> str:
         if text.startswith("$(("):
@@ -67,41 +60,34 @@ class _Script:
             except (SyntaxError, LookupError, AttributeError, ValueError, ArithmeticError):
                 return text.join(UNKNOWN)
         simple = re.fullmatch(r"\$\{?(\w+|[@*])(?:\[[@*]\])?(?::?[-=](.*?))?\}?", text, re.DOTALL)
-        if simple is None:
-            return text.join(UNKNOWN)
-        if simple[1] in ("@", "*"):
+        if simple and simple[1] in "@*":
             return _SEAM  # arguments of the script: there are none
-        if (value := self.variables.get(simple[1])) or simple[2] is None:
-            return text.join(UNKNOWN) if value is None else value
-        return self.expand(simple[2].strip("\"'"), quoted=True)
+        value = self.variables.get(simple[1]) if simple else None
+        if simple and simple[2] is not None and not value:
+            return self.expand(simple[2].strip("\"'"), quoted=True)
+        return text.join(UNKNOWN) if value is None else value
 
-    def assign(self, word: str, exports: bool = False) -> bool:
-        """Set the variable of NAME=value; return False if the word is none."""
-        if (match := re.fullmatch(r"([A-Za-z_]\w*)(\+?)=(.*)", word, re.DOTALL)) is None:
-            return False
-        name, value = match[1], match[3] if match[3].startswith(_SEAM) else match[3].replace(_SEAM, " ")
-        before = self.variables.get(name, "") if match[2] else ""
-        self.variables[name] = f"${name}".join(UNKNOWN) if self.depth else before + value
-        self.exported |= {name} if exports else set()
-        return True
-
-    def finish(self, words: list[str]) -> Command | None:
-        """Return the command that words make; None if they only set variables."""
-        while words and words[0] in _NO_WORDS:
-            self.depth += _BLOCKS.get(words.pop(0), 0)
-        count = next((at for at, word in enumerate(words) if not re.match(r"[A-Za-z_]\w*\+?=", word)), None)
-        if count is None or words[count] in ("export", "declare", "readonly", "local", "typeset"):
-            exports = count is not None and words[count] == "export"
-            for word in words if count is None else words[count + 1 :]:
-                if not self.assign(word, exports) and exports:
-                    self.exported.add(word)
-            return None
-        environment = {name: self.variables[name] for name in self.exported if name in self.variables}
-        own = dict(word.split("=", 1) for word in words[:count])
-        parts = [part for word in words[count:] for part in word.split(_SEAM) if part or _SEAM not in word]
-        return Command(
-            parts, {name: value.replace(_SEAM, " ") for name, value in (environment | own).items()}
-        )
+    def finish(self, words: list[str]) -> Iterator[Command]:
+        """Set the variables that words set, and yield the command that they make."""
+        while words and words[0] in _DEPTH:
+            self.depth += _DEPTH[words.pop(0)]
+        start = next((at for at, word in enumerate(words) if not _ASSIGNMENT.match(word)), len(words))
+        program = words[start] if start < len(words) else ""
+        sets = program in ("", "export", "declare", "readonly", "local", "typeset")
+        environment = {name: value for name, value in self.variables.items() if name in self.exported}
+        variables = self.variables if sets else environment
+        for word in words if sets else words[:start]:
+            name, plus, value = match.groups() if (match := _ASSIGNMENT.match(word)) else (word, "", None)
+            self.exported |= {name} if program == "export" else set()
+            if value is not None:
+                value = value if value.startswith(_SEAM) else value.replace(_SEAM, " ")
+                value = variables.get(name, "") + value if plus else value
+                variables[name] = f"${name}".join(UNKNOWN) if sets and self.depth else value
+        if not sets:
+            parts = (
+                part for word in words[start:] for part in word.split(_SEAM) if part or _SEAM not in word
+            )
+            yield [*parts], variables
 
 
 def commands(text: str) -> Iterator[Command]:
@@ -114,27 +100,20 @@ def commands(text: str) -> Iterator[Command]:
         at, kind = match.end(), match.lastgroup or ""
         if kind in ("tag", "skipped"):
             continue
-        if kind not in ("space", "end"):
-            quoted = kind == "double"
-            expanded = kind in ("double", "expansion")
-            inner = script.expand(match[kind], quoted=quoted) if expanded else match[kind]
-            word = None if word is None and kind == "expansion" and not inner else (word or "") + inner
-        elif match[0].startswith("(") and word is not None and word.endswith("="):
-            words.append(word)
-            word, in_array = None, True
-        else:
-            if word is not None:
-                words.append(word)
+        gap = kind in ("space", "end")
+        if gap and word and (in_array or (match[0] == "(" and word.endswith("="))):
+            word, in_array = word + _SEAM, match[0] != ")"
+        elif gap:
+            words += [] if word is None else [word]
             word = None
-            if in_array and ")" in match[0]:
-                start = next(n for n in reversed(range(len(words))) if re.fullmatch(r"\w+\+?=", words[n]))
-                words[start:] = [words[start] + _SEAM + _SEAM.join(words[start + 1 :])]
-                in_array = False
-            if kind == "end" and not in_array:
-                command = script.finish(words)
+            if kind == "end":
+                yield from script.finish(words)
                 words = []
-                if command is not None:
-                    yield command
+        elif kind in ("double", "expansion"):
+            inner = script.expand(match[kind], quoted=kind == "double")
+            word = (word or "") + inner if inner or word is not None or kind == "double" else None
+        else:
+            word = (word or "") + match[kind]
 
 
 def _calculate(node: ast.expr) -> int:

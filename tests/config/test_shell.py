@@ -32,13 +32,13 @@ from mm_grpo.migrate.shell import UNKNOWN, commands
     ],
 )  # fmt: skip
 def test_words(script: str, words: list[str]) -> None:
-    (command,) = [command for command in commands(script) if command.words[0] == "run"]
-    assert command.words[1:] == words
+    (run,) = [command for command, _ in commands(script) if command[0] == "run"]
+    assert run[1:] == words
 
 
 def test_the_environment_is_what_stands_in_front_or_is_exported() -> None:
-    (command,) = commands("A=0\nB=2\nexport C=$B A\nA=1 D=4 run $A\n")
-    assert command.words == ["run", "0"] and command.environment == {"A": "1", "C": "2", "D": "4"}
+    (command, environment), *_ = commands("A=0\nB=2\nexport C=$B A\nA=1 D=4 run $A\n")
+    assert command == ["run", "0"] and environment == {"A": "1", "C": "2", "D": "4"}
 
 
 def test_a_quote_without_end_is_refused_at_once(tmp_path: Path) -> None:
