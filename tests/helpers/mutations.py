@@ -244,7 +244,7 @@ data/images.py < data/test_images.py data/test_image_files.py
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images, fields.columns] ==> json.dumps([fields.messages, images]
+    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
