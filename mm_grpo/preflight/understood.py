@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
-MAX_MESSAGES = 3
-MIN_TEXT = 4  # characters that are left of a text
+MAX_NAME, MAX_VALUE, MIN_TEXT = 20, 60, 4
+"""Columns of a name and of a value, and columns of a text that are left in any case."""
 FIRST_ROWS = 8  # rows among which one is looked for that can be used
-MAX_NAME = 24  # characters of a column's name
-MAX_RESULT = 60  # characters of a result that are never cut
 
 
 class Text(str):
@@ -62,17 +60,15 @@ def understood(
                 fields, prompt = source.fields(index), builder.process(source.sample(index))
                 break
         else:
-            yield fit([Text(source.name), f": none of the first {index + 1} row(s) can be used"])
+            yield f"{_short(source.name)}: none of the first {index + 1} row(s) can be used"
             continue
-        name = [Text(source.name), ": ", Text(source.row_name(index).rpartition("/")[2])]
-        yield fit([*name, f" as the model gets it, {len(prompt.token_ids)} tokens"])
-        messages = list(_messages(builder.processor, fields, prompt))
-        if len(messages) > MAX_MESSAGES:
-            messages[1:-2] = [[f"... {len(messages) - 3} more messages ..."]]
-        lines = [line for parts in messages for line in _wrap(parts)]
+        yield f"{_title(source, index)} as the model gets it, {len(prompt.token_ids)} tokens"
+        messages = [fit(parts, 2 * (WIDTH - 4)) for parts in _messages(builder.processor, fields, prompt)]
+        if len(messages) > 3:
+            messages[1:-2] = [f"... {len(messages) - 3} more messages ..."]
         used, unused = _column_uses(source, fields, rewards.specs, uses)
-        columns = [*_wrap([Text(used)]), *([f"not used: {unused}"] if unused else [])]
-        golds = [line for parts in _golds(rewards, prompt) for line in _wrap(parts)]
+        lines, golds, columns = _wrap(messages), _wrap(_golds(rewards, prompt)), _wrap([used])
+        columns += [f"not used: {unused}"] if unused else []
         room = LINES - 1 - len(lines) - len(columns)
         if len(golds) > room:
             golds[room - 1 :] = [f"... {len(golds) - room + 1} more lines about rewards"]
@@ -89,12 +85,11 @@ def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Mapping[str, str]
     marks = iter([["‹", Text(_picture_name(image)), "›"] for image in fields.images])
     messages = [part for message in fields.messages for part in _unrendered(message, marks)]
     readings = [_reading(spec, fields.columns) for spec in specs if spec.applies_to(fields.columns)]
-    reading = max(readings, key=len, default=["no reward applies to it"])  # the one that reads most
+    reading = max(readings, key=len, default="no reward applies to it")  # the one that reads most
     more = f" ({len(readings) - 1} more reward(s))" if len(readings) > 1 else ""
     used, unused = _column_uses(source, fields, specs, uses)
     columns = [Text(used), "; not used: ", Text(unused or "none")]
-    title = [Text(source.name), ": ", Text(source.row_name(0).rpartition("/")[2]), ": "]
-    return [fit([*title, *messages]), fit([*reading, more]), fit(columns)]
+    return [fit([f"{_title(source, 0)}: ", *messages]), fit([Text(reading), more]), fit(columns)]
 
 
 def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[str, str]:
@@ -141,14 +136,22 @@ def fit(parts: Iterable[str], width: int = WIDTH) -> str:
     return shorten_middle(line, width)
 
 
-def _wrap(parts: Iterable[str]) -> list[str]:
-    """Return parts as one line or two."""
-    line = fit(parts, 2 * (WIDTH - 4))  # lines end between words
-    return textwrap.wrap(line, WIDTH, subsequent_indent="  ", max_lines=2, placeholder=" ...")
+def _wrap(texts: Iterable[str]) -> list[str]:
+    """Return each text as one line or two, which end between words."""
+    lines = (shorten_middle(text, 2 * (WIDTH - 4)) for text in texts)
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 def _short(name: Any) -> str:
     return shorten_middle(str(name), MAX_NAME)
+
+
+def _value(value: str) -> str:
+    return shorten_middle(value, MAX_VALUE)
+
+
+def _title(source: Rows, index: int) -> str:
+    return f"{_short(source.name)}: {_short(source.row_name(index).rpartition('/')[2])}"
 
 
 # prompts -------------------------------------------------------------------------------------
@@ -202,38 +205,39 @@ def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[
 # golds and columns ---------------------------------------------------------------------------
 
 
-def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[list[str]]:
-    """Yield the parts of a line for each reward that applies to a row, and for the names of the others."""
-    columns, others = prompt.sample.columns, list[str]()
+def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
+    """Yield a line for each reward that applies to a row, and one that names the others."""
+    others, columns = list[str](), prompt.sample.columns
     for spec, (gold, result) in zip(rewards.specs, rewards.preview(prompt), strict=True):
-        if not spec.applies_to(columns):
+        if spec.applies_to(columns):
+            boxes = "".join(f", seen at pixels {box}" for box in _pixels(spec, prompt))
+            answer = "" if gold is None else f"right answer {_value(repr(gold))} "
+            yield f"{_reading(spec, columns)}{boxes}{': ' if answer or result else ''}{answer}{result}"
+        else:
             others.append(spec.name)
-            continue
-        answer = [] if gold is None else [": right answer ", Text(repr(gold))]
-        answer += (
-            [" " if answer else ": ", result if len(result) < MAX_RESULT else Text(result)] if result else []
-        )
-        yield [*_reading(spec, columns, prompt), *answer]
     if others:
-        yield ["not for this row: ", Text(", ".join(others))]
+        yield f"not for this row: {', '.join(others)}"
 
 
-def _reading(spec: RewardSpec, columns: Mapping[str, Any], prompt: Prompt | None = None) -> list[str]:
-    """Return what a reward takes of a row, and what a built-in makes of it; of boxes if there is a `prompt`."""
+def _pixels(spec: RewardSpec, prompt: Prompt) -> Iterator[str]:
+    """Yield the boxes around a row's first gold shapes, in pixels of the image as the model sees it."""
+    for shape in gold_overlays([spec], prompt)[0][:2]:
+        xs, ys = zip(*shape.points, strict=True)
+        yield f"[{min(xs):.4g}, {min(ys):.4g}, {max(xs):.4g}, {max(ys):.4g}]"
+
+
+def _reading(spec: RewardSpec, columns: Mapping[str, Any]) -> str:
+    """Return what a reward takes of a row, and what texts a built-in makes of `answer`."""
     names, answer = read_columns(spec, columns), columns.get("answer")
     if not names:
-        return [f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"]
-    parts = [f"{spec.name} reads "]
-    for name in names:
-        parts += [", " if len(parts) > 1 else "", _short(name), " = ", Text(brief(columns[name]))]
+        return f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"
+    line = (
+        f"{spec.name} reads {', '.join(f'{_short(name)} = {_value(brief(columns[name]))}' for name in names)}"
+    )
     with suppress(TypeError):  # the reward refuses it
         golds = gold_texts(answer) if "answer" in names and builtin_name(spec) else [answer]
-        parts += [] if golds in (answer, [answer]) else [", which is ", Text(brief(golds))]
-    for shape in gold_overlays([spec], prompt)[0][:2] if prompt is not None else ():
-        xs, ys = zip(*shape.points, strict=True)
-        box = ", ".join(f"{number:.4g}" for number in (min(xs), min(ys), max(xs), max(ys)))
-        parts.append(f", seen at pixels [{box}]")
-    return parts
+        line += "" if golds in (answer, [answer]) else f", which is {_value(brief(golds))}"
+    return line
 
 
 def _takes_all(spec: RewardSpec) -> bool:
