@@ -19,23 +19,21 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from rich.cells import cell_len
 
-from mm_grpo.data.base import TASK
+from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import brief
-from mm_grpo.data.rows import ALIAS
+from mm_grpo.data.rows import ALIAS, Fields
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.rewards.builtins.answers import gold_texts
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.data.rows import Fields
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.preflight.gold_answers import RewardCheck
     from mm_grpo.processors.base import Processor
-    from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.types import Prompt
 
@@ -67,7 +65,7 @@ def understood(
         if len(messages) > 3:
             messages[1:-2] = [f"... {len(messages) - 3} more messages ..."]
         used, unused = _column_uses(source, fields, rewards.specs, uses)
-        lines, golds, columns = _wrap(messages), _wrap(_golds(rewards, prompt)), _wrap([used])
+        lines, golds, columns = [*_wrap(messages)], [*_wrap(_golds(rewards, prompt))], [*_wrap([used])]
         columns += [f"not used: {unused}"] if unused else []
         room = LINES - 1 - len(lines) - len(columns)
         if len(golds) > room:
@@ -98,9 +96,6 @@ def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[
     crops = twin is not None and twin.view == "crop"
     uses = dict.fromkeys(by_reset, "reset") | ({"box": "algorithm.twin_view"} if crops else {})
     return uses | ({TASK: "metrics"} if rows.by_task else {})
-
-
-# lines ---------------------------------------------------------------------------------------
 
 
 def shorten_middle(text: str, width: int) -> str:
@@ -136,25 +131,19 @@ def fit(parts: Iterable[str], width: int = WIDTH) -> str:
     return shorten_middle(line, width)
 
 
-def _wrap(texts: Iterable[str]) -> list[str]:
-    """Return each text as one line or two, which end between words."""
-    lines = (shorten_middle(text, 2 * (WIDTH - 4)) for text in texts)
-    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ")]
+def _wrap(texts: Iterable[str]) -> Iterator[str]:
+    """Yield each text as one line or two; the first ends between words."""
+    for text in texts:
+        first, *others = textwrap.wrap(shorten_middle(text, 2 * (WIDTH - 4)), WIDTH) or [""]
+        yield from (first, "  " + " ".join(others)) if others else (first,)
 
 
-def _short(name: Any) -> str:
-    return shorten_middle(str(name), MAX_NAME)
-
-
-def _value(value: str) -> str:
-    return shorten_middle(value, MAX_VALUE)
+def _short(value: Any, width: int = MAX_NAME) -> str:
+    return shorten_middle(str(value), width)
 
 
 def _title(source: Rows, index: int) -> str:
     return f"{_short(source.name)}: {_short(source.row_name(index).rpartition('/')[2])}"
-
-
-# prompts -------------------------------------------------------------------------------------
 
 
 def _picture_name(source: Any) -> str:
@@ -170,17 +159,17 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
     from mm_grpo.processors.hf_processor import HFProcessor
 
-    images, marks, is_hf = prompt.engine_prompt.images, list[list[str]](), isinstance(processor, HFProcessor)
+    images, marks = prompt.engine_prompt.images, list[list[str]]()
     names = chain(map(_picture_name, fields.images), repeat("image"))
     for name, original, image in zip(names, prompt.sample.images, images, strict=False):
         details = "→".join(dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size)))
         if len(images) == 1:
             details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
-        elif is_hf:
+        elif isinstance(processor, HFProcessor):
             details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
         marks.append(["‹", Text(name), f" {details}›"])
     remaining = iter(marks)
-    if not is_hf:
+    if not isinstance(processor, HFProcessor):
         yield from (_unrendered(message, remaining) for message in prompt.sample.messages)
         return
     tokenizer, ids, place = processor.tokenizer, prompt.engine_prompt.token_ids, processor.placeholder()
@@ -202,16 +191,17 @@ def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[
     return [f"{message['role']}: ", *chain.from_iterable(texts), " "]
 
 
-# golds and columns ---------------------------------------------------------------------------
-
-
 def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
     """Yield a line for each reward that applies to a row, and one that names the others."""
     others, columns = list[str](), prompt.sample.columns
     for spec, (gold, result) in zip(rewards.specs, rewards.preview(prompt), strict=True):
         if spec.applies_to(columns):
-            boxes = "".join(f", seen at pixels {box}" for box in _pixels(spec, prompt))
-            answer = "" if gold is None else f"right answer {_value(repr(gold))} "
+            shapes = [[*zip(*shape.points, strict=True)] for shape in gold_overlays([spec], prompt)[0][:2]]
+            corners = ((min(xs), min(ys), max(xs), max(ys)) for xs, ys in shapes)
+            boxes = "".join(
+                ", seen at pixels [{:.4g}, {:.4g}, {:.4g}, {:.4g}]".format(*box) for box in corners
+            )
+            answer = "" if gold is None else f"right answer {_short(repr(gold), MAX_VALUE)} "
             yield f"{_reading(spec, columns)}{boxes}{': ' if answer or result else ''}{answer}{result}"
         else:
             others.append(spec.name)
@@ -219,24 +209,16 @@ def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
         yield f"not for this row: {', '.join(others)}"
 
 
-def _pixels(spec: RewardSpec, prompt: Prompt) -> Iterator[str]:
-    """Yield the boxes around a row's first gold shapes, in pixels of the image as the model sees it."""
-    for shape in gold_overlays([spec], prompt)[0][:2]:
-        xs, ys = zip(*shape.points, strict=True)
-        yield f"[{min(xs):.4g}, {min(ys):.4g}, {max(xs):.4g}, {max(ys):.4g}]"
-
-
 def _reading(spec: RewardSpec, columns: Mapping[str, Any]) -> str:
     """Return what a reward takes of a row, and what texts a built-in makes of `answer`."""
     names, answer = read_columns(spec, columns), columns.get("answer")
     if not names:
         return f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"
-    line = (
-        f"{spec.name} reads {', '.join(f'{_short(name)} = {_value(brief(columns[name]))}' for name in names)}"
-    )
+    values = (f"{_short(name)} = {_short(brief(columns[name]), MAX_VALUE)}" for name in names)
+    line = f"{spec.name} reads {', '.join(values)}"
     with suppress(TypeError):  # the reward refuses it
         golds = gold_texts(answer) if "answer" in names and builtin_name(spec) else [answer]
-        line += "" if golds in (answer, [answer]) else f", which is {_value(brief(golds))}"
+        line += "" if golds in (answer, [answer]) else f", which is {_short(brief(golds), MAX_VALUE)}"
     return line
 
 
@@ -255,17 +237,19 @@ def _column_uses(
     parents = {theirs.partition(".")[0] for name, theirs in names.items() if theirs != name}
     users: dict[str, dict[str, None]] = defaultdict(dict)
     unused: dict[str, None] = {}
-    for name, purpose in fields.used.items():
-        if purpose != ALIAS and name in names:
-            users[f"{purpose} <- "][_short(names[name])] = None
     for name, theirs in names.items():
-        shown = _short(theirs) + ("" if theirs == name else f" as {_short(name)}")
+        shown, purpose = (
+            _short(theirs) + ("" if theirs == name else f" as {_short(name)}"),
+            fields.used.get(name),
+        )
+        if purpose not in (None, ALIAS):
+            users[f"{purpose} <- "][_short(theirs)] = None
         readers = [spec.name for spec in here if read_columns(spec, {name: None})]
         readers += ["when"] if any(name in spec.options.when for spec in specs) else []
         readers += [uses[name]] if name in uses else []
         if readers:
             users[f"{shown} -> "] = dict.fromkeys(readers)
-        elif name not in fields.used and name not in parents:
+        elif purpose is None and name not in parents:
             unused[shown] = None
     takers = [spec.name for spec in here if _takes_all(spec)]
     if unused and takers:

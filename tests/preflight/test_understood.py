@@ -130,13 +130,17 @@ def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOCo
     nested = {"prompt": "?", "image": "other.png", "objects": {"bbox": [1, 1, 9, 9]}, "meta": {"a": 1}}
     lines = lines_of(config(nested, columns={"box": "objects.bbox"}), "iou")
     assert lines[-2:] == [
-        "  prompt <- prompt, images <- image, objects.bbox as box -> iou",
+        "  objects.bbox as box -> iou, prompt <- prompt, images <- image",
         "  not used: meta",
     ]
     verl = {"prompt": [{"role": "user", "content": "?"}], "images": ["scene.png"], "id": 1}
     graded = lines_of(config({**verl, "reward_model": {"ground_truth": "3"}}), "exact_match")
     assert "answer <- reward_model, answer -> exact_match" in " ".join(" ".join(graded).split())
     assert graded[-1] == "  not used: id"
+    mapped = {"prompt": "?", "image": "scene.png", "bbox": [1, 1, 9, 9]}
+    assert lines_of(config(mapped, columns={"box": "bbox"}), "iou")[-1] == (
+        "  bbox as box -> iou, prompt <- prompt, images <- image"
+    )
     filled = lines_of(config({"image": "scene.png", "kind": "cat"}, prompt_template="A {kind}?"), "length")
     assert "prompt template <- kind" in filled[-1] and "A cat?" in filled[1]
 
