@@ -86,9 +86,7 @@ def _is_other_option(gold: Gold) -> bool:
         return False  # most rows, in little time
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
-    listed = text_list(column) if isinstance(column, str) else column
-    shown = lettered.values() if shows_letters else listed if isinstance(listed, list | tuple) else ()
-    names = [normalise(str(name)) for name in shown]
+    names = [normalise(name) for name in (lettered.values() if shows_letters else gold_texts(column))]
     if len(names) < 2:
         return False
     if all(text.isdecimal() and len(text) < 3 for text in golds):
