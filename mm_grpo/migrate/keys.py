@@ -133,7 +133,7 @@ REASONS: Mapping[str, str] = {
     "write its text into data.system_prompt": "system",
     "write it into the path: folder:split, or owner/name:config:split of the hub":
         "dataset_config dataset_train_split dataset_test_split source.split source.name",
-    "write data.eval: rows of their own, or another split": "split_dataset_ratio val_split_ratio test_split_size eval_dataset",
+    "write data.eval: other rows, or another split": "split_dataset_ratio val_split_ratio test_split_size eval_dataset",
     "write the first rows that are wanted into a file of their own": "train_max_samples val_max_samples",
     "write its text into data.prompt_template, with {prompt} in the place of {{ content }}": "format_prompt",
     "a step samples rollout.prompts_per_step prompts an attempt": "gen_batch_size mini_rollout_batch_size",
