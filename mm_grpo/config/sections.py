@@ -104,8 +104,8 @@ class DataConfig(Section):
     """Prompt made of columns, as in Where is the {category}?, in place of the row's own, which {prompt} is; names in
     braces are columns, dots reach into mappings and lists; {{ is a brace; null is the row's own. Default: null."""
     text_only: bool = False
-    """Use rows without images; false refuses a set that has none, and images in columns that are not read, and warns of
-    rows without images among others. Default: false."""
+    """Use rows without images; false refuses a set without images, and images in columns that are not read, and warns
+    of single rows. Default: false."""
     image_dir: Annotated[PathText | None, RelativeToFile(), Essential()] = None
     """Folder that relative image paths start from; null is the dataset file's own folder. Default: null."""
     min_pixels: int | None = Field(default=None, ge=1)
@@ -569,8 +569,7 @@ class RunConfig(Section):
     allow_changed_code: bool = False
     """Resume although the source of a reward, a tool or an environment is not what it was. Default: false."""
     allow_changed_rows: bool = False
-    """Resume although rows changed in their places, as repaired ones do; all others keep their seeds and slots. Rows
-    that were added, removed or moved stay refused. Default: false."""
+    """Resume although rows changed in their places, as repaired ones do (docs/data.md). Default: false."""
     process_timeout: Number = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others before the run stops, > 0. Default: 1800.0."""
     overwrite: bool = False

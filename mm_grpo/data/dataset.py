@@ -172,9 +172,10 @@ class Dataset(Rows):
 
         def open_sample() -> Sample:
             images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
+            prompt_columns = frozenset(fields.columns) - fields.other_columns.keys()
             return Sample(
                 self.uid(index), fields.messages, images, (), fields.columns,
-                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=fields.prompt_columns,
+                chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
         return open_sample
@@ -293,7 +294,10 @@ class Dataset(Rows):
             pixel_limits=self._pixel_limits,
             text_only=self._settings.text_only,
         )
-        return replace(fields, columns={**fields.columns, **self._added}) if self._added else fields
+        if not self._added:
+            return fields
+        used = {name: purpose for name, purpose in fields.used.items() if name not in self._added}
+        return replace(fields, columns={**fields.columns, **self._added}, used=used)
 
     def dataset_column(self, name: str) -> str:
         return rename(self._rows.column_names, self._settings.columns).get(name, name)

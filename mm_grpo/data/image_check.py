@@ -62,8 +62,7 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
         remarks |= {name: _READ_MESSAGES for name, value in unused.items() if holds_question(name, value)}
         for name, remark in remarks.items():
             warned.add(name)
-            column = dataset.dataset_column(name)
-            log.warning("%s: %s", row_name, remark.format(column=column))
+            log.warning("%s: %s", row_name, remark.format(column=dataset.dataset_column(name)))
         if fields.images:
             with_image += 1
             continue

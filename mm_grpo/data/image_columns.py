@@ -19,7 +19,10 @@ from mm_grpo.errors import DataError
 IMAGE_TAG = "<image>"
 IMAGE_PLACE = re.compile(rf"{IMAGE_TAG}|(?i:<\|?im(?:age|g)[ _-]?(\d{{1,4}})\|?>)")
 """Tags that are read: of the next image, and of an image by its number."""
-_MARKUP = r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G(?:_\w+)?|AGE)\]"
+_MARKUP = (
+    r"<(?:img|IMG|video|VIDEO|audio|AUDIO)\s*/?>|<image\s*/>"
+    r"|(?<![A-Za-z])<(?:Image|Video|Audio)>|\[IM(?:G(?:_\w+)?|AGE)\]"
+)
 """Placeholders that may be text if a row has no image. `List<Image>` and `<img src="a.png">` are text in all rows."""
 _PLACEHOLDERS = (
     r"<(im(?:age|g))>(?:<image>|<img_placeholder>|[^<\n]*)</\1>",  # Qwen-VL, InternLM, MiniCPM, around a path

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, cycle
 from typing import Any
@@ -52,7 +52,7 @@ class RowConversation:
     """Our name of the prompt's column."""
     prompt: Any
     """A string or a list of messages."""
-    used: Mapping[str, str]
+    used: dict[str, str]
     """Columns that prompt and answer were made of, and for what: "prompt", "system" or "answer"."""
     answers: Mapping[str, Any]
     """The column `answer`, if the row has it in another place; else empty."""
@@ -80,7 +80,7 @@ def read_conversation(
             f"{column} or data.columns.prompt={rivals[0]}"
         )
     prompt, dataset_name, used = values[column], mapped or column, {column: "prompt"}
-    prompt = _from_json(prompt, f"{row_name}: {column!r}")
+    prompt = from_json(prompt, f"{row_name}: {column!r}", {"role", "content"}, {"from", "value"})
     conversational, answer = not isinstance(prompt, str), None
     if isinstance(values.get("objects"), Mapping) and (tag := _OBJECT_TAG.search(str(prompt))):
         raise DataError(
@@ -117,12 +117,13 @@ def _missing(
     if column is not None:
         return DataError(f"{row_name}: {(mapped or column)!r} is null; write a prompt or leave the row out")
     common = ("question", "query", "instruction", "conversation", *PROMPT_COLUMNS, "text")
-    likely = next((name for name in common if name in values), "COLUMN")
+    texts = (name for name, value in values.items() if isinstance(value, str) and " " in value.strip())
+    likely = next(chain((name for name in common if name in values), texts), "COLUMN")
     expected = " or ".join(map(repr, [mapped] if mapped else candidates))
     return MissingPrompt(
         f"{row_name}: no column {expected} (data.columns.prompt); it has: {quoted(names)}. Name the one that holds the "
-        f"prompt, as in data.columns.prompt={likely} (of one source: {{path: ..., columns: {{prompt: {likely}}}}}), or "
-        "make it of columns with data.prompt_template"
+        f"prompt: write the source as {{path: ..., columns: {{prompt: {likely}}}}}, or for all sources "
+        f"data.columns.prompt={likely}; or make it of columns with data.prompt_template"
     )
 
 
@@ -148,19 +149,22 @@ def _as_messages(turns: Any, column: str, row_name: str) -> list[Any]:
     return messages
 
 
-def _from_json(value: Any, where: str) -> Any:
-    """Return messages for a text that holds them as JSON, else the value. DataError for what only looks like them."""
+def from_json(value: Any, where: str, *kinds: Set[str]) -> Any:
+    """Return the list for a text that holds one as JSON, of mappings that all have the keys of one of `kinds`.
+
+    Any other value is returned. DataError for a text that only looks like such a list.
+    """
     head = _LIST.match(value) if isinstance(value, str) and value.rstrip().endswith("]") else None
     if head is None:
         return value
     try:
-        content, kinds = json.loads(value), ({"role", "content"}, {"from", "value"})
+        content = json.loads(value)
         hits = max(sum(isinstance(m, dict) and m.keys() >= kind for m in content) for kind in kinds)
     except (ValueError, RecursionError):
-        content, hits = [], head[1] in ("role", "content", "from", "value")
+        content, hits = [], head[1] in set().union(*kinds)
     if hits and hits != len(content):
         raise DataError(
-            f"{where} is {brief(value)}, which looks like messages and is no JSON list of messages"
+            f"{where} is {brief(value)}, which looks like a list of messages or parts and is no JSON list of them"
         )
     return content if hits else value
 

@@ -20,8 +20,8 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mm_grpo.data.columns import (
@@ -43,13 +43,15 @@ from mm_grpo.data.image_columns import (
     numbered_images,
     unread_tag,
 )
-from mm_grpo.data.layouts import RowConversation, read_conversation
+from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
 from mm_grpo.errors import DataError, half_character
 from mm_grpo.types import PIXEL_LIMITS, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "system")
+ALIAS = "alias"
+"""Purpose of a column under the dataset's name, if it is there under our name too."""
 _OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
 _IMAGE_KEYS = (*_OWN_IMAGE_KEYS, *PIXEL_LIMITS)
 _PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
@@ -68,24 +70,19 @@ class Fields:
     """Sources of the image parts of the conversation, in order."""
     columns: dict[str, Any]
     """All fields of the row under our names, and `answer` if the row has it in another place. A column that
-    `data.columns` maps to the prompt or to images has its own name too."""
+    `data.columns` maps has its own name too, because rewards may ask for it by either."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template for this row."""
     used: Mapping[str, str] = field(default_factory=dict)
-    """Columns that were read, and for what: PROMPT_PURPOSES, "prompt template", "chat template", "answer"."""
+    """Columns and their purposes: PROMPT_PURPOSES, ALIAS, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
 
     @property
-    def prompt_columns(self) -> frozenset[str]:
-        """Names of the columns that the model is shown."""
-        return frozenset(name for name, purpose in self.used.items() if purpose in PROMPT_PURPOSES)
-
-    @property
     def other_columns(self) -> dict[str, Any]:
-        """The columns that the model is not shown."""
-        hidden = self.prompt_columns
-        return {name: value for name, value in self.columns.items() if name not in hidden}
+        """The columns that the model is not shown, each by one name."""
+        hidden = (*PROMPT_PURPOSES, ALIAS)
+        return {name: value for name, value in self.columns.items() if self.used.get(name) not in hidden}
 
 
 def read_row(
@@ -109,46 +106,53 @@ def read_row(
             answer, videos, or a count of images other than the count of places for them.
     """
     columns = columns or {}
-    row_columns = values = renamed(row, row_name, columns)
+    values = renamed(row, row_name, columns)
+    aliases = {theirs: ours for ours, theirs in columns.items() if theirs in row and theirs not in values}
+    row_columns = values
     used = {name: "prompt" if name == "prompt" else "images" for name in PROMPT_FIELDS if name in values}
     if prompt_template is not None:
         named = (locate(name, values) for name in template_names(prompt_template))
         used = {column: "prompt template" for column, _ in filter(None, named)} | used
-        values = {**values, "prompt": fill_template(prompt_template, values, row_name)}
+        # a template says where the texts of `system` and `history` stand
+        texts = {n: v for n, v in values.items() if n not in ("system", "history") or n not in used}
+        values = {**texts, "prompt": fill_template(prompt_template, values, row_name)}
         columns = {"prompt": "prompt", **columns}
-    # a template says where these texts stand
-    hidden = {name for name in ("system", "history") if used.get(name) == "prompt template"}
-    shown = {name: value for name, value in values.items() if name not in hidden}
-    conversation = read_conversation(shown, row_name, columns, names=row)
-    messages = _messages(conversation.prompt, conversation.column, row_name)
-    listed, numbered = _listed_images(values, row_name), {}
-    has_images = any("image" in part for part in _image_parts(messages))
-    if not (listed or has_images or {"image", "images"} & columns.keys()):
+    conversation = read_conversation(values, row_name, columns, names=row)
+    # a text of the column `system` stands before the messages of the row
+    first = -1 if "system" in conversation.used and conversation.conversational else 0
+    messages = _messages(conversation.prompt, conversation.column, row_name, first)
+    listed, template_kwargs, limits = _listed_images(values, row_name), dict[str, Any](), [pixel_limits]
+    used |= conversation.used
+    if "prompt" not in row_columns:  # a template's prompt is no column
+        used.pop("prompt", None)
+    has_images = bool(listed) or any("image" in part for part in _image_parts(messages))
+    if not has_images and columns.keys().isdisjoint(("image", "images")):
         numbered = numbered_images(values, row_name)
         listed = [image for image in numbered.values() if image is not None]
-    template_kwargs, row_limits = read_template_kwargs(values.get(TEMPLATE_COLUMN), row_name)
-    used = used | conversation.used | dict.fromkeys(numbered, "images")
-    for name, column in columns.items():
-        if used.get(name) in PROMPT_PURPOSES and column in row and column not in values:
-            row_columns, used[column] = {**row_columns, column: row[column]}, used[name]
+        used |= dict.fromkeys(numbered, "images")
     if values.get(TEMPLATE_COLUMN) is not None:
         used[TEMPLATE_COLUMN] = "chat template"
-    fields = Fields(
-        tuple(messages),
-        tuple(listed),
-        {**row_columns, **conversation.answers},
-        template_kwargs,
-        {name: purpose for name, purpose in used.items() if name in row_columns},
-        conversational=conversation.conversational,
-    )
-    unread = None if has_images or listed else [*image_columns(fields.other_columns)]
+        template_kwargs, row_limits = read_template_kwargs(values[TEMPLATE_COLUMN], row_name)
+        limits = [row_limits, pixel_limits]
+    unread = None
+    if not (has_images or listed):
+        unread = [
+            *image_columns({n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES})
+        ]
     _check_texts(conversation, messages, unread, row_name, text_only)
-    messages, images = _place(messages, listed, row_name)
-    for limits in filter(None, (row_limits, pixel_limits)):
-        messages = with_limits(messages, limits)
+    messages, images = _place(messages, listed, row_name, unread)
+    for bounds in filter(None, limits):
+        messages = with_limits(messages, bounds)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    return replace(fields, messages=tuple(messages), images=tuple(images))
+    return Fields(
+        tuple(messages),
+        tuple(images),
+        {**row_columns, **{theirs: row[theirs] for theirs in aliases}, **conversation.answers},
+        template_kwargs,
+        used | {theirs: used.get(ours, ALIAS) for theirs, ours in aliases.items()},
+        conversational=conversation.conversational,
+    )
 
 
 def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
     return images
 
 
-def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
+def _messages(prompt: Any, column: str, row_name: str, first: int) -> list[Message]:
     """Copy the conversation to new dicts with a role, a content, and all other keys that are not null."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -190,7 +194,9 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
             f"{row_name}: {column!r} is a {type(prompt).__name__}; legal is a string, or a list of messages "
             'such as {"role": "user", "content": "..."}'
         )
-    messages = [_message(message, f"{row_name}: {column}[{at}]") for at, message in enumerate(prompt)]
+    messages = [
+        _message(message, f"{row_name}: {column}[{at}]") for at, message in enumerate(prompt, start=first)
+    ]
     if all(message["role"] != "user" for message in messages):
         raise DataError(f"{row_name}: {column!r} has no message of role 'user'; add one")
     if messages[-1]["role"] == "assistant":
@@ -203,7 +209,7 @@ def _messages(prompt: Any, column: str, row_name: str) -> list[Message]:
 
 
 def _message(message: Mapping[str, Any], where: str) -> Message:
-    role, content = message.get("role"), message.get("content")
+    role, content = message.get("role"), from_json(message.get("content"), f"{where}.content", {"type"})
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{where}: the role is {brief(role)}; legal is one of {', '.join(ROLES)}")
     if isinstance(content, list | tuple):
@@ -268,8 +274,7 @@ def _check_texts(
             place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
             why = f"which would stay text. Write {place} where an image stands"
             if unread is not None:
-                looks = "".join(f" (the column {name!r} looks like images)" for name in unread)
-                why = f"and the row has no image{looks}. {HOW_TO_READ}; give the row its image"
+                why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image"
             raise DataError(f"{row_name}: the prompt holds {tag!r}, {why}, remove it, or put a space into it")
         has_question = bool(IMAGE_PLACE.sub("", text).strip())
         has_image = conversation.conversational and unread is None
@@ -290,7 +295,13 @@ def _texts(message: Message) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
-def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[list[Message], list[Any]]:
+def _looks(unread: Iterable[str] | None) -> str:
+    return "".join(f" (the column {n!r} looks like images: data.columns.images={n})" for n in unread or ())
+
+
+def _place(
+    messages: list[Message], listed: list[Any], row_name: str, unread: Iterable[str] | None
+) -> tuple[list[Message], list[Any]]:
     """Return messages with one image part per place of an image, and the images in the order of the parts."""
     kind, parts = "image parts", _image_parts(messages)
     if not parts and any(IMAGE_PLACE.search(m["content"]) for m in messages if isinstance(m["content"], str)):
@@ -298,6 +309,8 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
         parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
     elif not parts:
         messages, placed = _add_image_parts(messages, len(listed))
+        if placed == len(listed):
+            return messages, listed
         parts = [{"type": "image"}] * placed
     places = [part.get("index") for part in parts if "image" not in part]
     indices: list[Any] = list(range(len(places))) if {*places} == {None} else places
@@ -306,8 +319,8 @@ def _place(messages: list[Message], listed: list[Any], row_name: str) -> tuple[l
     if {*indices} != {*range(len(listed))}:
         numbers = f" (numbers {', '.join(map(str, places))})" if any(places) else ""
         raise DataError(
-            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}. Write one "
-            f"for each image. {HOW_TO_READ}"
+            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}"
+            f"{_looks(unread)}. Write one for each image. {HOW_TO_READ}"
         )
     remaining = (listed[int(index)] for index in indices)
     images = [part["image"] if "image" in part else next(remaining) for part in parts]

@@ -35,7 +35,7 @@ from mm_grpo.data.image_check import check_images
 from mm_grpo.data.mixture import MixedDataset, Mixture, mixture_of
 from mm_grpo.data.paths import LEGAL, check_shards, find
 from mm_grpo.data.readers import JoinedRows, read
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import ConfigError, DataError, UserError
 from mm_grpo.import_path import load_named
 
 if TYPE_CHECKING:
@@ -192,7 +192,11 @@ def _load_checked(
         elif verify:
             dataset.verify()
     if needs is not None:
-        needs(rows.columns, rows.columns_of_rows, trained)
+        try:
+            needs(rows.columns, rows.columns_of_rows, trained)
+        except UserError as error:
+            rows.fields(0)  # rows that cannot be read have no columns: their fault comes first
+            raise error if trained else type(error)(f"{name}: {error}") from None
     return rows
 
 

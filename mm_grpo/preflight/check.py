@@ -27,7 +27,7 @@ from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import DataError, UserError, by_cause
+from mm_grpo.errors import BadImage, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
@@ -101,8 +101,7 @@ def _check(  # noqa: PLR0915
 ) -> tuple[int, int]:
     """Print the report; return the numbers of problems and of warnings in it.
 
-    `rows` limits the rows of each set that are checked; `page` is the path of the page of `--page`. In a `smoke` run
-    the tokens of right answers are not counted, because the tokenizer is a stand-in.
+    `rows` limits the rows of each set; `page` is the path of the page of `--page`; `smoke` if the tokenizer stands in.
     """
     console = Console()
     if not console.is_terminal:
@@ -259,6 +258,8 @@ def _check_rows(
             message = find_fault(prompt)
         except UserError as error:
             message, key = str(error), prompt_builder.dropped_by(error)
+            if isinstance(error, BadImage) and key is None:
+                message += "; data.on_bad_image=drop leaves out a tenth of the rows at most"
         if message:
             # An error about a sample begins with its uid, which counts rows from 0; a user looks for the file's line.
             message = message.removeprefix(f"{uid}: ")

@@ -14,6 +14,7 @@ from typing import Any
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.builtins.boxes import Frame, gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
+from mm_grpo.rewards.builtins.maths import readings
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
@@ -106,14 +107,22 @@ def _spaces(options: Options) -> tuple[str, str]:
     return options.get("gold_space", "original"), options.get("space", "pixel")
 
 
+def _text(prompt: Prompt, options: Options) -> str | None:
+    return next(iter(gold_texts(options["answer"])), None)
+
+
+def _formula(prompt: Prompt, options: Options) -> str | None:
+    """Write the gold in a box: math-verify finds no bare (2, -3) in a text."""
+    gold = _text(prompt, options)
+    return gold and next(iter(readings(gold, whole=True)), gold)
+
+
 GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     **dict.fromkeys(("iou", "giou"), lambda prompt, options: _box(options["box"], prompt, options)),
     "box_match": _boxes,
     "clicking": _click,
     "contains": lambda prompt, options: "\n".join(gold_texts(options["answer"])),
-    **dict.fromkeys(
-        ("exact_match", "anls", "numeric", "count", "chart_relaxed", "math"),
-        lambda prompt, options: next(iter(gold_texts(options["answer"])), None),
-    ),
+    "math": _formula,
+    **dict.fromkeys(("exact_match", "anls", "numeric", "count", "chart_relaxed"), _text),
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

@@ -2,7 +2,7 @@
 
 Any gold scores 1 against itself, also one that no model would write: a mapping kept as text, a chain of thought, a box
 in shares of the image that counts as pixels. `KINDS` lists what the golds of built-ins may be; how a user's own reward
-reads its column is not known. To add a kind: a line there, and a condition in `_text_kinds` or `_box_kinds`.
+reads its column is not known. To add a kind: a line there.
 """
 
 from __future__ import annotations
@@ -10,17 +10,16 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
 from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
-from mm_grpo.rewards.builtins.boxes import Frame
+from mm_grpo.rewards.builtins.boxes import Box, Frame
 from mm_grpo.rewards.builtins.clicking import bounds
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
@@ -28,72 +27,128 @@ from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
 log = logging.getLogger(__name__)
 MAX_WORDS = 40  # of a short answer
 MAX_ROWS = 20_000  # of a source, looked at before a run: a second
-CLASSES = ("yes", "no", "true", "false")  # most golds of an honest set may be one of these
-_COMPARED = ("exact_match", "contains", "anls", "chart_relaxed")
-_READ_BOXED = ("exact_match", "numeric", "count", "math")
-_SHORT = (*_READ_BOXED, "choice", "chart_relaxed", "anls")
-_WRITTEN = ("exact_match", "contains", "anls", "edit_similarity", "math")  # a shorter text is not as right
-_REWARDS = {*_SHORT, *_WRITTEN, *GOLD_COLUMNS}
 
-_LISTS = (
-    "are lists kept as text, any element of which is right, but some rows have none or the prompt asks for a list: let "
-    "the column hold lists; one with such a text in it asks for that text"
-)
-_STRUCTURES = (
-    "are a list, a mapping or messages, which no completion equals: let the column hold the answer, or a list of right "
-    "answers; for boxes there are iou, box_match and clicking"
-)
-_REASONING = (
-    f"hold reasoning, its tags or more than {MAX_WORDS} words: let the column hold the final answer alone"
-)
-_SMALL = "are smaller than 4 pixels: if they are shares of the image's sides, set gold_space: normalized"
-_OPTIONS = (
-    "are the number, letter or text of an option, and the prompt asks for another of these: let them agree; the reward "
-    "choice reads letters"
-)
-_TOKENS = "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it"
-KINDS = {
-    "lists": (0.0, 0.999999, _LISTS),
-    "lists asked for": (0.5, 1.0, _LISTS),
-    "structures": (0.0, 1.0, _STRUCTURES),
-    "numbers": (0.5, 1.0, _STRUCTURES),
-    "reasoning": (0.0, 1.0, _REASONING),
-    "long": (0.1, 1.0, _REASONING),
-    "shares": (0.0, 1.0, _SMALL),
-    "small": (1.0, 1.0, _SMALL),
-    "options": (0.5, 1.0, _OPTIONS),
-    "tokens": (0.0, 1.0, _TOKENS),
-}
-"""Kind -> least and largest share of a source's golds to warn of it, and what to say."""
-
-_ASKS = re.compile(
-    r"\b(?:json|python|code|programs?|prints?|lists?|arrays?|tuples?|dict\w*|vector|matrix)\b|\[|\{ ?[\"']",
-    re.I,
+_LIST_WORDS = re.compile(
+    r"(?i)\b(json|python|code|programs?|prints?|lists?|arrays?|tuples?|dict\w*|vector|matrix)\b|\[|\{ ?[\"']"
 )
 _STRUCTURE = re.compile(
-    r"""\{\s*["'][^"']{1,80}["']\s*:.*\}|\[\s*\{.*\}\s*\]|\[\s*\]|\[[\[(\s]*["'].*\]""", re.DOTALL
+    r"""(?s)\{\s*["'][^"']{1,80}["']\s*:.*\}|\[\s*\{.*\}\s*\]|\[\s*\]|\[[\[(\s]*["'].*\]"""
 )
 _MESSAGE = re.compile(r"""["'](?:role|from)["']\s*:""")
 _NUMBERS = re.compile(r"\[[-+\d.,\s\[\]eE]*\d[\s\]]*\]")
-_TAGS = re.compile(
-    r"</?(?:think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer)>"
-    r"|<\|(?:begin|end)_of_\w{1,20}\|>|\\boxed\{|(?:^|\s)####\s",
-    re.I,
-)
+_TAG = "think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer"
+_TAGS = re.compile(rf"(?i)</?(?:{_TAG})>|<\|(?:begin|end)_of_\w{{1,20}}\|>|\\boxed\{{|(?:^|\s)####\s")
 _WORD = re.compile(r"[\u3040-\u9fff]{2}|(?<!\\)\b[^\W\d_]{2,}")  # of a script without spaces two characters
+_MARK = r"[.):\]]"  # behind the letter of an option
 _OPTION = re.compile(
-    r"(?:^|[\s(\[])([A-Z])[.):\]]\s{0,4}(\S[^\n]{0,300}?)(?=\s{1,4}[(\[]?[A-Z][.):\]]|\s{0,4}$)", re.M
+    rf"(?m)(?:^|[\s(\[])([A-Z]){_MARK}\s{{0,4}}(\S.{{0,300}}?)(?=\s{{1,4}}[(\[]?[A-Z]{_MARK}|\s{{0,4}}$)"
 )
 
 
-@dataclass
-class _Tally:
-    """Golds of one reward in one source."""
+class Gold(NamedTuple):
+    """A row's gold under a built-in."""
 
-    values: Counter[str] = field(default_factory=Counter)
-    kinds: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-    """Kind -> first row and its gold."""
+    builtin: str
+    value: Any
+    text: str
+    """The column's text; "" if it holds something else."""
+    parts: Sequence[str]
+    """What the built-in reads of the right answers, one at least."""
+    options: Mapping[str, Any]
+    """The row's columns, and the arguments that the config sets."""
+    prompt: str
+
+
+def _asks(gold: Gold) -> bool:
+    return _LIST_WORDS.search(gold.prompt) is not None
+
+
+def _is_structure(gold: Gold) -> bool:
+    if _STRUCTURE.fullmatch(gold.text) and not text_list(gold.text):
+        return _MESSAGE.search(gold.text) is not None or not _asks(gold)
+    items = gold.value if isinstance(gold.value, list | tuple) else [gold.value]
+    return any(isinstance(item, Mapping) for item in items)
+
+
+def _is_long(gold: Gold) -> bool:
+    return all(len(part) > MAX_WORDS and len(_WORD.findall(part)) > MAX_WORDS for part in gold.parts)
+
+
+def _is_boolean(gold: Gold) -> bool:
+    return isinstance(gold.value, bool) and not re.search(r"(?i)\b(true|false)\b", gold.prompt)
+
+
+def _is_other_option(gold: Gold) -> bool:
+    """Return True if the prompt shows options, and the gold names one in another way than it asks for."""
+    prompt, golds = gold.prompt, [normalise(part) for part in gold.parts]
+    asks_letter = re.search(r"\bletters?\b", prompt, re.I) is not None
+    if max(map(len, golds)) > 4 and not asks_letter:
+        return False  # most rows, in little time
+    lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
+    shows_letters = {"A", "B"} <= lettered.keys()
+    names = [normalise(name) for name in (lettered.values() if shows_letters else gold_texts(column))]
+    if len(names) < 2:
+        return False
+    if all(text.isdecimal() and len(text) < 3 for text in golds):
+        marked = any(re.search(rf"(?<![\w.]){text}\s?{_MARK}", prompt) for text in golds)
+        return not marked and not re.search(r"\d", " ".join(names)) and max(map(int, golds)) <= len(names)
+    if all(re.fullmatch(r"\W?[a-z]\W?", text) for text in golds):
+        marked = re.search(r"(?<![^\W_])B(?![^\W_])", prompt) is not None
+        return not marked and all(len(name) > 1 and name in normalise(prompt) for name in names)
+    return shows_letters and asks_letter and set(golds) <= set(names)
+
+
+def _boxes(gold: Gold) -> list[Box]:
+    """Return the gold boxes that count as pixels; [] if the reward cannot read them, and then raises."""
+    with suppress(ValueError, TypeError, OverflowError):
+        if gold.options.get("gold_space") != "normalized":
+            return [bounds(shape) for shape in gold_polygons(gold.builtin, gold.options, Frame())]
+    return []
+
+
+def _is_share(gold: Gold) -> bool:
+    numbers = [number for box in _boxes(gold) for number in box]
+    return max(map(abs, numbers), default=2) <= 1 and any(number % 1 for number in numbers)
+
+
+def _is_small(gold: Gold) -> bool:
+    sizes = [(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in _boxes(gold)]
+    return max(sizes, default=4) < 4 and gold.options.get("reach") is None
+
+
+TEXTS = {
+    "lists": "are lists kept as text, any element of which is right, but some rows have none or the prompt asks for a "
+    "list: let the column hold lists of right answers; one that is itself the answer is written [text]",
+    "structures": "are a mapping, messages or a list, which no completion equals: let the column hold the answer alone "
+    "or a list of right answers; iou, box_match and clicking read boxes",
+    "reasoning": f"hold reasoning, its tags or over {MAX_WORDS} words: let the column hold the final answer alone",
+    "missing": "are nan, <NA> or NaT, which pandas writes for a missing value: make them null",
+    "booleans": 'are booleans, which only "True" and "False" equal: ask for these, or let the column hold texts',
+    "options": "are the number, letter or text of an option, and the prompt asks for another of these: let them agree",
+    "small": "are smaller than 4 pixels: if they are shares of the image's sides, set gold_space: normalized",
+    "tokens": "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it",
+    "alike": "to say it always would be right there: add other rows, or leave out rows whose gold is missing",
+}
+_COMPARED = ("exact_match", "contains", "anls", "chart_relaxed")
+_LISTED = (*_COMPARED, "math")
+_READ_BOXED = ("exact_match", "numeric", "count", "math")
+_SHORT = (*_READ_BOXED, "choice", "chart_relaxed")
+_WRITTEN = (*_LISTED[:3], "edit_similarity", "math")  # a shorter text is not as right
+KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
+    ("lists", _LISTED, 0, 0.999999, lambda gold: bool(text_list(gold.text))),
+    ("lists", _LISTED, 0.5, 1, lambda gold: bool(text_list(gold.text)) and _asks(gold)),
+    ("structures", _LISTED, 0, 1, _is_structure),
+    ("structures", _COMPARED, 0.5, 1, lambda gold: bool(_NUMBERS.fullmatch(gold.text)) and not _asks(gold)),
+    ("reasoning", _COMPARED, 0, 1, lambda gold: all(map(_TAGS.search, gold.parts))),
+    ("reasoning", _SHORT, 0, 1, _is_long),
+    ("reasoning", ("anls",), 0.1, 1, _is_long),
+    ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
+    ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
+    ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
+    ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
+    ("small", tuple(GOLD_COLUMNS), 1, 1, _is_small),
+]
+"""Name in `TEXTS`, built-ins, least and largest share of a source's golds to warn of it, and the test of a gold."""
 
 
 class GoldWarnings:
@@ -105,9 +160,14 @@ class GoldWarnings:
     def __init__(
         self, specs: Iterable[RewardSpec], template: str | None = None, tokenizer: Any = None, limit: int = 0
     ) -> None:
-        self._rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in _REWARDS]
         self._template, self._tokenizer, self._limit = template or "{gold}", tokenizer, limit
-        self._tallies: dict[tuple[str, str, str], _Tally] = defaultdict(_Tally)
+        self._kinds = [*KINDS, ("tokens", _WRITTEN, 0, 1, self._is_too_long)]
+        names = {name for _, rewards, *_ in self._kinds for name in rewards}
+        self._rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in names]
+        self._values: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        """Golds by source and reward."""
+        self._counts: dict[tuple[tuple[str, str], int], tuple[int, str]] = {}
+        """Number of golds of a kind, and the first one with its row."""
 
     def add(
         self, source: str, row: str, messages: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]
@@ -115,109 +175,46 @@ class GoldWarnings:
         """Add the golds of one row; `row` is its name."""
         prompt = "\n".join(content_text(message["content"]) for message in messages)
         for spec, builtin in self._rewards:
-            column, options = spec.needs[0], {**columns, **spec.bound}
-            if column in spec.bound or not spec.applies_to(columns):
+            value, key = columns.get(spec.needs[0]), (source, spec.name)
+            if spec.needs[0] in spec.bound or not spec.applies_to(columns):
                 continue
-            value, kinds = columns[column], _box_kinds if builtin in GOLD_COLUMNS else self._text_kinds
-            if not str(value).strip() or (str(value) == "[]" and not isinstance(value, str)):
+            parts = [final_part(text).strip() for text in gold_texts(value)]
+            if not parts:
                 continue
-            tally = self._tallies[source, spec.name, builtin]
-            tally.values[str(value)[:200]] += 1
-            for kind in kinds(builtin, value, options, prompt):
-                tally.kinds[kind] += 1
-                tally.first.setdefault(kind, f"{row}: {brief(value)}")
+            if builtin in _READ_BOXED:
+                parts = [boxed(part) or part for part in parts]
+            text = value.strip() if isinstance(value, str) else ""
+            gold = Gold(builtin, value, text, parts, {**columns, **spec.bound}, prompt)
+            self._values[key][str(value)[:200]] += 1
+            for number, (_, rewards, *_, predicate) in enumerate(self._kinds):
+                if builtin in rewards and predicate(gold):
+                    count, first = self._counts.get((key, number), (0, f"{row}: {brief(value)}"))
+                    self._counts[key, number] = count + 1, first
 
     def sentences(self, *, alike: bool = True) -> list[str]:
         """Return a sentence for each kind, reward and source; with `alike` also about golds that are mostly equal."""
-        sentences: dict[tuple[str, ...], str] = {}
-        for (source, reward, builtin), tally in self._tallies.items():
-            rows, start = tally.values.total(), f"{source}, golds of the reward {reward!r}"
-            for kind, count in tally.kinds.items():
-                least, most, text = KINDS[kind]
-                if least * rows <= count <= most * rows:
-                    key = source, reward, text
-                    sentences[key] = f"{start}: {count} of {rows}, the first {tally.first[kind]}, {text}"
-            (value, count), *others = tally.values.most_common()
+        sentences: dict[tuple[tuple[str, str], str], str] = {}
+        for (key, number), (count, first) in self._counts.items():
+            rows, (kind, _, least, most, _) = self._values[key].total(), self._kinds[number]
+            if least * rows <= count <= most * rows:
+                sentences[key, kind] = f"{count} of {rows}, the first {first}, {TEXTS[kind]}"
+        for key, values in self._values.items() if alike else ():
+            rows, (value, count), distinct = values.total(), values.most_common(1)[0], len(values)
             # one source of a mixture may be one class
-            constant = not others and rows >= 8 and "/" not in source
-            skewed = len(others) > 3 and rows >= 20 and 2 * count > rows and value.lower() not in CLASSES
-            if alike and (constant or (skewed and builtin != "count")):
-                text = "to say it always would be right there: leave out rows whose gold is missing"
-                sentences[source, reward] = f"{start}: {count} of {rows} are {brief(value)}, and {text}"
-        return list(sentences.values())
+            constant = distinct == 1 and rows >= 8 and "/" not in key[0]
+            if constant or (distinct > 1 and rows >= 20 and count > rows * (0.75 if distinct == 2 else 0.5)):
+                sentences[key, "alike"] = f"{count} of {rows} are {brief(value)}, and {TEXTS['alike']}"
+        return [
+            f"{source}, golds of the reward {name!r}: {s}" for ((source, name), _), s in sentences.items()
+        ]
 
-    def _text_kinds(self, builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
-        is_text, items = isinstance(value, str), value if isinstance(value, list | tuple) else (value,)
-        text = str(value).strip() if is_text or any(isinstance(item, Mapping) for item in items) else ""
-        if text[:1] in ("[", "{", "(") and builtin in (*_COMPARED, "math"):
-            asks = _ASKS.search(prompt) is not None
-            if is_text and text_list(text):
-                yield from ("lists", "lists asked for") if asks else ("lists",)
-            elif _STRUCTURE.fullmatch(text) and not (asks and is_text and not _MESSAGE.search(text)):
-                yield "structures"
-                return
-            elif _NUMBERS.fullmatch(text) and builtin != "math" and not asks:
-                yield "numbers"
-        texts = [str(value)] if builtin in ("choice", "edit_similarity") else gold_texts(value)
-        parts = [final_part(text).strip() for text in texts]
-        if builtin in _READ_BOXED:
-            parts = [boxed(part) or part for part in parts]
-        if not parts:
-            return
-        if builtin in _COMPARED and all(map(_TAGS.search, parts)):
-            yield "reasoning"
-        elif builtin in _SHORT and all(map(_is_long, parts)):
-            yield "long" if builtin == "anls" else "reasoning"
-        if builtin in ("exact_match", "anls", "choice") and _names_other_option(parts, options, prompt):
-            yield "options"
-        if self._tokenizer is not None and builtin in _WRITTEN and not any(map(self._fits, parts)):
-            yield "tokens"
-
-    def _fits(self, text: str) -> bool:
-        text = self._template.replace("{gold}", text)
-        if len(text.encode()) <= self._limit:  # a token holds a byte at least
-            return True
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"]) <= self._limit
-
-
-def _is_long(text: str) -> bool:
-    return len(text) > MAX_WORDS and len(_WORD.findall(text)) > MAX_WORDS
-
-
-def _names_other_option(texts: Sequence[str], options: Mapping[str, Any], prompt: str) -> bool:
-    """Return True if the prompt shows options, and all texts name one in another way than it asks for."""
-    if max(map(len, texts), default=0) > 4 and "letter" not in prompt.lower():
-        return False  # most rows, in little time
-    golds = [normalise(text) for text in texts]
-    is_number = all(gold.isdecimal() and len(gold) < 3 for gold in golds)
-    is_letter = all(re.fullmatch(r"\W?[a-z]\W?", gold) for gold in golds)
-    lettered = dict(_OPTION.findall(prompt))
-    column = options.get("choices", options.get("options"))
-    listed = text_list(column) if isinstance(column, str) else column
-    shows_letters = {"A", "B"} <= lettered.keys()
-    shown = lettered.values() if shows_letters else listed if isinstance(listed, list | tuple) else ()
-    names = [normalise(str(name)) for name in shown]
-    if len(names) < 2:
-        return False
-    if is_number:
-        marked = any(re.search(rf"(?<![\w.]){gold}\s?[.):\]]", prompt) for gold in golds)
-        return not marked and not re.search(r"\d", " ".join(names)) and max(map(int, golds)) <= len(names)
-    if is_letter:
-        marked = re.search(r"(?<![^\W_])B(?![^\W_])", prompt) is not None
-        return not marked and all(len(name) > 1 and name in normalise(prompt) for name in names)
-    return shows_letters and re.search(r"\bletters?\b", prompt, re.I) is not None and set(golds) <= set(names)
-
-
-def _box_kinds(builtin: str, value: Any, options: Mapping[str, Any], prompt: str) -> Iterator[str]:
-    boxes = []
-    with suppress(ValueError, TypeError, OverflowError):  # the reward raises them
-        if options.get("gold_space") != "normalized":
-            boxes = [bounds(shape) for shape in gold_polygons(builtin, options, Frame())]
-    numbers = [number for box in boxes for number in box]
-    if boxes and max(map(abs, numbers)) <= 1 and any(number % 1 for number in numbers):
-        yield "shares"
-    if boxes and all((x1 - x0) * (y1 - y0) < 4 for x0, y0, x1, y1 in boxes) and options.get("reach") is None:
-        yield "small"
+    def _is_too_long(self, gold: Gold) -> bool:
+        texts = [self._template.replace("{gold}", part) for part in gold.parts]
+        if self._tokenizer is None or any(len(text.encode()) <= self._limit for text in texts):
+            return False  # a token holds a byte at least
+        return all(
+            len(ids) > self._limit for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        )
 
 
 def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:

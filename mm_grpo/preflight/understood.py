@@ -10,43 +10,38 @@ from __future__ import annotations
 import os
 import re
 import textwrap
-from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from rich.cells import cell_len
 
-from mm_grpo.data.base import TASK
+from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import brief
+from mm_grpo.data.rows import ALIAS, Fields
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.rewards.builtins.answers import gold_texts
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.data.rows import Fields
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.preflight.gold_answers import RewardCheck
     from mm_grpo.processors.base import Processor
-    from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.rollout.prompts import PromptBuilder
     from mm_grpo.types import Prompt
 
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
-MAX_MESSAGES = 4
-MIN_TEXT = 4  # characters that are left of a text
+MAX_NAME, MAX_VALUE, MIN_TEXT = 20, 60, 4
+"""Columns of a name and of a value, and columns of a text that are left in any case."""
 FIRST_ROWS = 8  # rows among which one is looked for that can be used
-MAX_DETAILED = 3  # pictures of a row whose sizes are said
-MAX_NAME = 24  # characters of a column's name
-MAX_RESULT = 60  # characters of a result that are never cut
-MAX_TEXT = 400  # characters of a text that are looked at
 
 
 class Text(str):
@@ -63,18 +58,16 @@ def understood(
                 fields, prompt = source.fields(index), builder.process(source.sample(index))
                 break
         else:
-            yield fit([Text(source.name), f": none of the first {index + 1} row(s) can be used"])
+            yield f"{_short(source.name)}: none of the first {index + 1} row(s) can be used"
             continue
-        name = [Text(source.name), ": ", Text(source.row_name(index).rpartition("/")[2])]
-        yield fit([*name, f" as the model gets it, {len(prompt.token_ids)} tokens"])
-        messages = list(_messages(builder.processor, fields, prompt))
-        if len(messages) > MAX_MESSAGES:
-            messages[1 : 2 - MAX_MESSAGES] = [[f"... {len(messages) - MAX_MESSAGES + 1} more messages ..."]]
-        width = WIDTH if len(messages) == MAX_MESSAGES else 2 * (WIDTH - 4)
-        lines = [line for parts in messages for line in _wrap(fit(parts, width))]
+        yield f"{_title(source, index)} as the model gets it, {len(prompt.token_ids)} tokens"
+        messages = [fit(parts, 2 * (WIDTH - 4)) for parts in _messages(builder.processor, fields, prompt)]
+        if len(messages) > 3:
+            messages[1:-2] = [f"... {len(messages) - 3} more messages ..."]
         used, unused = _column_uses(source, fields, rewards.specs, uses)
-        columns = [*_wrap(", ".join(used)), *([f"not used: {', '.join(unused)}"] if unused else [])]
-        golds, room = list(_golds(rewards, prompt)), LINES - 1 - len(lines) - len(columns)
+        lines, golds, columns = [*_wrap(messages)], [*_wrap(_golds(rewards, prompt))], [*_wrap([used])]
+        columns += [f"not used: {unused}"] if unused else []
+        room = LINES - 1 - len(lines) - len(columns)
         if len(golds) > room:
             golds[room - 1 :] = [f"... {len(golds) - room + 1} more lines about rewards"]
         yield from ("  " + shorten_middle(line, WIDTH) for line in (*lines, *golds, *columns))
@@ -90,12 +83,11 @@ def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Mapping[str, str]
     marks = iter([["‹", Text(_picture_name(image)), "›"] for image in fields.images])
     messages = [part for message in fields.messages for part in _unrendered(message, marks)]
     readings = [_reading(spec, fields.columns) for spec in specs if spec.applies_to(fields.columns)]
-    reading = max(readings, key=len, default=["no reward applies to it"])  # the one that reads most
+    reading = max(readings, key=len, default="no reward applies to it")  # the one that reads most
     more = f" ({len(readings) - 1} more reward(s))" if len(readings) > 1 else ""
     used, unused = _column_uses(source, fields, specs, uses)
-    columns = [Text(", ".join(used)), "; not used: ", Text(", ".join(unused) or "none")]
-    title = [Text(source.name), ": ", Text(source.row_name(0).rpartition("/")[2]), ": "]
-    return [fit([*title, *messages]), fit([*reading, more]), fit(columns)]
+    columns = [Text(used), "; not used: ", Text(unused or "none")]
+    return [fit([f"{_title(source, 0)}: ", *messages]), fit([Text(reading), more]), fit(columns)]
 
 
 def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[str, str]:
@@ -106,24 +98,22 @@ def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[
     return uses | ({TASK: "metrics"} if rows.by_task else {})
 
 
-# lines ---------------------------------------------------------------------------------------
-
-
 def shorten_middle(text: str, width: int) -> str:
     """Return a text as a printable line of at most `width` characters and columns.
 
     >>> shorten_middle("a long name", 8), shorten_middle("a" + chr(10) + "b", 8)
     ('a lo…ame', 'a↵b')
     """
-    if len(text) > MAX_TEXT:
-        text = text[: MAX_TEXT // 2] + "…" + text[-MAX_TEXT // 2 :]
+    text = text[:width] + text[width:][-width:]  # what is left out is cut in any case
     line = printable(text.replace("\n", "↵"), lines=False)
-    cut = _prefix(line, width // 2) + "…" + _prefix(line[::-1], (width - 1) // 2)[::-1]
-    return line if _prefix(line, width) == line else cut
-
-
-def _prefix(text: str, width: int) -> str:
-    return text[: bisect_right(list(accumulate(map(_columns, text[:width]))), width)]
+    if _columns(line) <= width:
+        return line
+    head, tail = line[: width // 2], line[-(width // 2) :]
+    while _columns(head) > width // 2:
+        head = head[:-1]
+    while _columns(tail) > (width - 1) // 2:
+        tail = tail[1:]
+    return f"{head}…{tail}"
 
 
 def _columns(text: str) -> int:
@@ -133,24 +123,27 @@ def _columns(text: str) -> int:
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:
     """Join parts to a line, and shorten all `Text` in it to one length, the largest that fits."""
-    parts = [Text(shorten_middle(part, width)) if isinstance(part, Text) else part for part in parts]
-
-    def line(limit: int) -> str:
-        return "".join(shorten_middle(p, limit) if isinstance(p, Text) else p for p in parts)
-
-    limit = bisect_right(range(width + 1), width, lo=MIN_TEXT, key=lambda limit: _columns(line(limit))) - 1
-    return shorten_middle(line(max(limit, MIN_TEXT)), width)
-
-
-def _wrap(line: str) -> list[str]:
-    return textwrap.wrap(line, WIDTH, subsequent_indent="  ", max_lines=2, placeholder=" ...")
+    parts, line = [*parts], ""
+    for limit in range(width, MIN_TEXT - 1, -1):
+        line = "".join(shorten_middle(part, limit) if isinstance(part, Text) else part for part in parts)
+        if _columns(line) <= width:
+            break
+    return shorten_middle(line, width)
 
 
-def _short(name: Any) -> str:
-    return shorten_middle(str(name), MAX_NAME)
+def _wrap(texts: Iterable[str]) -> Iterator[str]:
+    """Yield each text as one line or two; the first ends between words."""
+    for text in texts:
+        first, *others = textwrap.wrap(shorten_middle(text, 2 * (WIDTH - 4)), WIDTH) or [""]
+        yield from (first, "  " + " ".join(others)) if others else (first,)
 
 
-# prompts -------------------------------------------------------------------------------------
+def _short(value: Any, width: int = MAX_NAME) -> str:
+    return shorten_middle(str(value), width)
+
+
+def _title(source: Rows, index: int) -> str:
+    return f"{_short(source.name)}: {_short(source.row_name(index).rpartition('/')[2])}"
 
 
 def _picture_name(source: Any) -> str:
@@ -166,17 +159,16 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
     from mm_grpo.processors.hf_processor import HFProcessor
 
-    images, originals = prompt.engine_prompt.images, prompt.sample.images
-    names, marks = chain(map(_picture_name, fields.images), repeat("image")), list[list[str]]()
-    for name, image, original in zip(names, images, originals, strict=False):
-        sizes = dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size))
-        details = f" {'→'.join([*sizes][1 - len(images) :])}"
+    images, marks = prompt.engine_prompt.images, list[list[str]]()
+    names = chain(map(_picture_name, fields.images), repeat("image"))
+    for name, original, image in zip(names, prompt.sample.images, images, strict=False):
+        details = "→".join(dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size)))
         if len(images) == 1:
             details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
         elif isinstance(processor, HFProcessor):
             details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
-        marks.append(["‹", Text(name), details if len(marks) < MAX_DETAILED else "", "›"])
-    remaining = chain(marks, repeat(["‹image›"]))
+        marks.append(["‹", Text(name), f" {details}›"])
+    remaining = iter(marks)
     if not isinstance(processor, HFProcessor):
         yield from (_unrendered(message, remaining) for message in prompt.sample.messages)
         return
@@ -189,55 +181,45 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for message in re.split(ends or "(?!)", text):  # a row's own text holds no special token
         first, *texts = re.sub(others, "", message).lstrip("\n").split(place)
-        yield [Text(first), *(part for text in texts for part in (*next(remaining), Text(text)))]
+        yield [Text(first), *(part for text in texts for part in (*next(remaining, ["‹image›"]), Text(text)))]
 
 
 def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[str]:
     content = message["content"]
     parts = [{"text": content}] if isinstance(content, str) else content
-    texts = ([Text(part["text"])] if "text" in part else next(marks) for part in parts)
-    return [f"{message['role']}: ", *(text for group in texts for text in group), " "]
-
-
-# golds and columns ---------------------------------------------------------------------------
+    texts = ([Text(part["text"])] if "text" in part else next(marks, ["‹image›"]) for part in parts)
+    return [f"{message['role']}: ", *chain.from_iterable(texts), " "]
 
 
 def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
-    """Yield a line or two for each reward that applies to a row, and one that names the others."""
-    others = []
+    """Yield a line for each reward that applies to a row, and one that names the others."""
+    others, columns = list[str](), prompt.sample.columns
     for spec, (gold, result) in zip(rewards.specs, rewards.preview(prompt), strict=True):
-        if not spec.applies_to(prompt.sample.columns):
+        if spec.applies_to(columns):
+            shapes = [[*zip(*shape.points, strict=True)] for shape in gold_overlays([spec], prompt)[0][:2]]
+            corners = ((min(xs), min(ys), max(xs), max(ys)) for xs, ys in shapes)
+            boxes = "".join(
+                ", seen at pixels [{:.4g}, {:.4g}, {:.4g}, {:.4g}]".format(*box) for box in corners
+            )
+            answer = "" if gold is None else f"right answer {_short(repr(gold), MAX_VALUE)} "
+            yield f"{_reading(spec, columns)}{boxes}{': ' if answer or result else ''}{answer}{result}"
+        else:
             others.append(spec.name)
-            continue
-        reading = _reading(spec, prompt.sample.columns, prompt)
-        answer = [] if gold is None else ["right answer ", Text(repr(gold)), " "]
-        answer += [result if len(result) < MAX_RESULT else Text(result)] if result else []
-        line = fit([*reading, ": " if answer else "", *answer])
-        yield from [fit([*reading, ":"]), "  " + fit(answer, WIDTH - 2)] if "…" in line and answer else [line]
     if others:
-        yield fit(["not for this row: ", Text(", ".join(others))])
+        yield f"not for this row: {', '.join(others)}"
 
 
-def _reading(spec: RewardSpec, columns: Mapping[str, Any], prompt: Prompt | None = None) -> list[str]:
-    """Return what a reward takes of a row, and what a built-in makes of it; of boxes if there is a `prompt`."""
+def _reading(spec: RewardSpec, columns: Mapping[str, Any]) -> str:
+    """Return what a reward takes of a row, and what texts a built-in makes of `answer`."""
     names, answer = read_columns(spec, columns), columns.get("answer")
     if not names:
-        return [f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"]
-    parts = [f"{spec.name} reads "]
-    for name in names:
-        parts += [", " if len(parts) > 1 else "", _short(name), " = ", Text(brief(columns[name]))]
+        return f"{spec.name} {'is offered all columns' if _takes_all(spec) else 'reads no column'}"
+    values = (f"{_short(name)} = {_short(brief(columns[name]), MAX_VALUE)}" for name in names)
+    line = f"{spec.name} reads {', '.join(values)}"
     with suppress(TypeError):  # the reward refuses it
-        if (
-            "answer" in names
-            and builtin_name(spec)
-            and (golds := gold_texts(answer)) not in (answer, [answer])
-        ):
-            parts += [", which is ", Text(brief(golds))]
-    for shape in gold_overlays([spec], prompt)[0][:2] if prompt is not None else ():
-        xs, ys = zip(*shape.points, strict=True)
-        box = ", ".join(f"{number:.4g}" for number in (min(xs), min(ys), max(xs), max(ys)))
-        parts.append(f", seen at pixels [{box}]")
-    return parts
+        golds = gold_texts(answer) if "answer" in names and builtin_name(spec) else [answer]
+        line += "" if golds in (answer, [answer]) else f", which is {_short(brief(golds), MAX_VALUE)}"
+    return line
 
 
 def _takes_all(spec: RewardSpec) -> bool:
@@ -247,25 +229,29 @@ def _takes_all(spec: RewardSpec) -> bool:
 
 def _column_uses(
     source: Rows, fields: Fields, specs: Sequence[RewardSpec], uses: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
+) -> tuple[str, str]:
     """Return what columns are used for, and the names of the others."""
     names = {name: source.dataset_column(name) for name in dict.fromkeys([*fields.columns, *source.columns])}
     here = [spec for spec in specs if spec.options.is_for(fields.columns)]
     # the column of {box: objects.bbox} is used in part
     parents = {theirs.partition(".")[0] for name, theirs in names.items() if theirs != name}
-    users: dict[str, dict[str, None]] = {}
+    users: dict[str, dict[str, None]] = defaultdict(dict)
     unused: dict[str, None] = {}
-    for name, purpose in fields.used.items():
-        users.setdefault(f"{purpose} <- ", {})[_short(names[name])] = None
     for name, theirs in names.items():
-        shown = _short(theirs) + ("" if theirs == name else f" as {_short(name)}")
+        shown, purpose = (
+            _short(theirs) + ("" if theirs == name else f" as {_short(name)}"),
+            fields.used.get(name),
+        )
+        if purpose not in (None, ALIAS):
+            users[f"{purpose} <- "][_short(theirs)] = None
         readers = [spec.name for spec in here if read_columns(spec, {name: None})]
         readers += ["when"] if any(name in spec.options.when for spec in specs) else []
         readers += [uses[name]] if name in uses else []
         if readers:
             users[f"{shown} -> "] = dict.fromkeys(readers)
-        elif name not in fields.used and name not in parents:
+        elif purpose is None and name not in parents:
             unused[shown] = None
-    if unused and (takers := [spec.name for spec in here if _takes_all(spec)]):
+    takers = [spec.name for spec in here if _takes_all(spec)]
+    if unused and takers:
         users[f"offered to {', '.join(takers)}: "], unused = unused, {}
-    return [title + " and ".join(items) for title, items in users.items()], [*unused]
+    return ", ".join(title + " and ".join(items) for title, items in users.items()), ", ".join(unused)

@@ -136,7 +136,7 @@ class Family(ABC):
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)
-        if "past_key_values" in inputs and _takes_cache(type(backbone)):
+        if "past_key_values" in inputs and _takes_cache(backbone.__class__):
             # transformers 5.24 warns of the old name, and 5.40 no longer has it
             inputs["cache"] = inputs.pop("past_key_values")
         states: Tensor = backbone(**inputs).last_hidden_state

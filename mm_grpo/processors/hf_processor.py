@@ -149,8 +149,8 @@ class HFProcessor(ABC):
     def image_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize an image to, which the model's own rule under the run's limits maps to itself.
 
-        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's; if it cannot have both, the largest
-        one counts. NoFixedPoint if there is no size.
+        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's; `max_pixels` counts if no size has
+        both. NoFixedPoint if there is no size.
         """
         current = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
         low, high = limits.get("min_pixels", self.min_pixels), limits.get("max_pixels", self.max_pixels)
@@ -159,13 +159,13 @@ class HFProcessor(ABC):
         if fits or not limits:
             return result
         low, high = (min(max(limit, self.min_pixels), self.max_pixels) for limit in (low, high))
-        most = high
+        bound = high
         for _ in range(MAX_WALK):
-            current = self.limited_size(current, low, most)
+            current = self.limited_size(current, low, bound)
             # the engine applies the run's rule to it, which may choose a size above `high`
             if math.prod(result := self.fixed_size(current)) <= high:
                 return result
-            low, most = self.min_pixels, min(most, math.prod(current)) - 1
+            low, bound = self.min_pixels, min(bound, math.prod(current)) - 1
         raise NoFixedPoint(f"{size[1]}x{size[0]} pixels: the model's own processor would enlarge it")
 
     def refusal(self, size: Size, limits: Iterable[tuple[str, int]]) -> str:
@@ -174,8 +174,8 @@ class HFProcessor(ABC):
         try:
             self.image_size(size, row_limits)
         except NoFixedPoint as error:
-            own = f", and the row's or its source's {row_limits}" if row_limits else ""
-            legal = f"legal are {self.stable}{own}; crop the image or widen them"
+            extra = f", and the row's or its source's {row_limits}" if row_limits else ""
+            legal = f"legal are {self.stable}{extra}; crop the image or widen them"
             return f"cannot be brought to a stable size: {error}; {legal}"
         return ""
 

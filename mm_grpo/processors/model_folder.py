@@ -106,12 +106,13 @@ def _refuse_unreachable(path: str) -> None:
 
     if path in _REACHED or os.path.exists(path):
         return
+    download = f"; `hf download {path} --local-dir FOLDER` makes one on a machine that reaches the hub"
     try:
         cached = isinstance(try_to_load_from_cache(path, "config.json"), str)
         offline = constants.HF_HUB_OFFLINE
         fault = "HF_HUB_OFFLINE is set, and the model is not in the cache" if offline else hub_fault(path)
     except HFValidationError:
-        cached, offline, fault = False, False, "that is no name of a model there"
+        cached, offline, fault, download = False, False, "that is no name of a model there", ""
     if fault and cached and not offline:
         constants.HF_HUB_OFFLINE = True  # else each file that is not in the cache is asked for over minutes
         logger.warning("model.path = '%s': %s; the files in the cache are used", path, fault)
@@ -123,6 +124,5 @@ def _refuse_unreachable(path: str) -> None:
     near = [str(entry) for entry in folder.iterdir() if entry.is_dir()] if folder.is_dir() else []
     raise ConfigError(
         f"model.path = '{path}': there is no folder of that name beside the config or in '{Path.cwd()}', and no such "
-        f"model can be got from the hub: {fault}. {did_you_mean(path, near)}Give a model's folder; `hf download {path} "
-        "--local-dir FOLDER` makes one on a machine that reaches the hub"
+        f"model can be got from the hub: {fault}. {did_you_mean(path, near)}Give a model's folder" + download
     )

@@ -33,13 +33,10 @@ NOT_COPIED = frozenset(
 
 
 def copied_arguments(batch: Batch, spec: RewardSpec, rows: Sequence[int]) -> dict[str, Any]:
-    """Return `arguments_of` with encoded images opened, and copies of what the function could change."""
-    from mm_grpo.user_code.lazy_image import with_pil_images  # imports PIL
-
+    """Return `arguments_of` with copies of everything that the function could change for later calls."""
     arguments = arguments_of(batch, spec, rows)
     for name in arguments.keys() - NOT_COPIED - spec.shared_settings:
-        # images are opened after the copy, which would decode them
-        arguments[name] = with_pil_images(own_copy(arguments[name]))
+        arguments[name] = own_copy(arguments[name])
     return arguments
 
 

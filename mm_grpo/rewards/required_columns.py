@@ -66,8 +66,8 @@ def column_faults(spec: RewardSpec, columns: Sequence[str]) -> Iterator[str]:
         if argument not in spec.supplied and argument not in spec.bound and argument not in columns:
             yield (
                 f"reward {name!r} asks for {argument!r}, which has no default and which no column supplies; the "
-                f"dataset's columns: {listed}. Map one in data.columns ({{{argument}: its_name}}), or set it in the "
-                "entry"
+                f"dataset's columns: {listed}. Map one in data.columns, or in the columns of its source "
+                f"({{{argument}: its_name}}), or set it in the entry"
             )
     for column in spec.needs:
         if column not in {*spec.required, *spec.bound, *columns}:

@@ -140,8 +140,8 @@ class Collector:
         """Make the prompts of places again, except of rows that changed since or are dropped now."""
         places = [place for place in places if self._row(*place) not in self.changed_rows]
         rows = {number: self._row(*place) for number, place in enumerate(places)}
-        made = self.runner.prompt_builder.prompts(self.dataset, rows)
-        return {places[number]: prompt for number, prompt in zip(made.slots, made.prompts, strict=True)}
+        prompts = self.runner.prompt_builder.prompts(self.dataset, rows)
+        return {places[number]: prompt for number, prompt in zip(prompts.slots, prompts.prompts, strict=True)}
 
     def observe(self, rollout: Rollout, ranks: Ranks) -> None:
         """Show each sampled row's share of successes to an order that uses it. Collective over `ranks`."""

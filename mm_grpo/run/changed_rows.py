@@ -25,9 +25,9 @@ Fingerprint = Mapping[str, Any]
 
 
 def left_out_before(checkpoints: Path) -> dict[str, list[int]] | None:
-    """Return the rows that a run left out of each source at its start; None without a checkpoint that says it."""
+    """Return the rows that a run left out of each source at its start; None without a checkpoint."""
     for path in reversed(checkpoints_in(checkpoints).values()):
-        with suppress(ConfigError, KeyError):  # damaged, or of an older version
+        with suppress(ConfigError):  # it is damaged
             sets = read_checkpoint(path, files=False).extra["rows"].values()
             return {source["name"]: source["left_out"] for rows in sets for source in _sources(rows)}
     return None
@@ -60,7 +60,7 @@ def check_rows(
         note = "; evaluations before and after will not compare"
         if field == "train":
             train_rows, drawn = changed, order.drawn(step)
-            note = f"; {len(drawn.intersection(changed))} of these were drawn in steps 1 to {step}"
+            note = f"; drawn in steps 1 to {step}: {len(drawn.intersection(changed))}"
         text += f": {len(changed)} of {len(rows)} changed, the first {rows.row_name(changed[0])}{note}"
         if not allowed:
             raise ConfigError(f"{text}. Put them back, or go on with run.allow_changed_rows=true")
@@ -75,10 +75,10 @@ def _changed(old: Fingerprint, new: Fingerprint, rows: Rows) -> list[int] | None
     if len(old_sources) != len(sources):
         return None
     for a, b, source in zip(old_sources, sources, rows.sources, strict=True):
-        if any(a.get(key, b.get(key)) != b.get(key) for key in ("name", "weight", "rows", "left_out")):
+        if any(a.get(key) != b.get(key) for key in ("name", "weight", "rows", "left_out")):
             return None
         then, now = _digests(a), _digests(b)
-        if len(then) != len(now):  # of an older version, or read in another way: any may have changed
+        if len(then) != len(now):  # rows in memory, and not any more: any may have changed
             then = [b""] * len(now)
         places = zip(rows_to_look_at(source), then, now, strict=True)
         changed += [(first + index, x, y) for index, x, y in places if x != y]

@@ -19,7 +19,7 @@ from mm_grpo.files import LARGEST_JSON, parse_json, read_regular_file
 from mm_grpo.learner.state import has_mark
 from mm_grpo.run.paths import STEP_NAME
 
-FORMAT = 4
+FORMAT = 5
 MANIFEST = "manifest.json"
 DIGEST = "xxh3_128"
 """Last key of a manifest: the digest of all other keys."""

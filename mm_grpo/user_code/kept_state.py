@@ -24,13 +24,17 @@ def own_copy(value: Any) -> Any:
     """Copy rows, messages, lists, images and arrays, all the way down. Return other values as they are.
 
     Numbers, texts and bytes cannot be changed; objects of other classes are the user's. An image is copied when it is
-    first written to.
+    first written to, and an encoded one opened.
     """
     if isinstance(value, str | int | float | bytes | None):
         return value
     if type(value) is tuple and {int, float}.issuperset(map(type, value)):  # tokens, in thousands
         return value
     if isinstance(value, Mapping):
+        if value.keys() == {"bytes", "path"}:
+            from mm_grpo.user_code.lazy_image import with_pil_images
+
+            return with_pil_images(value)
         return {key: own_copy(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
         copied = [own_copy(inner) for inner in value]

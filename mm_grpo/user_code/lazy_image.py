@@ -7,7 +7,8 @@ step. `LazyImage` knows its size, and draws in whatever reads it, which is mostl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from contextlib import suppress
+from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -61,24 +62,17 @@ def with_pil_images(value: Any) -> Any:
     """
     if isinstance(value, list):
         return [with_pil_images(inner) for inner in value]
-    if not (isinstance(value, Mapping) and value.keys() == {"bytes", "path"}):
-        return value
-    try:
-        data = Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
-        size, mode = _size_and_mode(data)
-    except (OSError, TypeError):
-        return value
-    return LazyImage(size, partial(_decoded, data), mode)
+    if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
+        with suppress(OSError, TypeError):
+            data = Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
+            size, mode = _size_and_mode(data)
+            return LazyImage(size, lambda: ImageOps.exif_transpose(Image.open(BytesIO(data))), mode)
+    return value
 
 
 @lru_cache(maxsize=8)  # the completions of a prompt ask for the same, and a WebP's header takes milliseconds
 def _size_and_mode(data: bytes) -> tuple[tuple[int, int], str]:
     image = Image.open(BytesIO(data))
     # a PNG without "exif" would be decoded to look for its orientation; from 5 on it lies on its side
-    if (image.format != "PNG" or "exif" in image.info) and image.getexif().get(0x0112, 1) > 4:
-        return image.size[::-1], image.mode
-    return image.size, image.mode
-
-
-def _decoded(data: bytes) -> Image.Image:
-    return ImageOps.exif_transpose(Image.open(BytesIO(data)))
+    on_its_side = (image.format != "PNG" or "exif" in image.info) and image.getexif().get(0x0112, 1) > 4
+    return image.size[::-1] if on_its_side else image.size, image.mode

@@ -95,7 +95,7 @@ def test_a_list_is_checked_whole_and_other_datasets_by_their_first_row() -> None
 def test_columns_are_those_of_all_rows_under_our_names() -> None:
     mixed = [{"problem": "?", "a": 1}, {"problem": "?", "photo": picture("red"), "b": 2}]
     made = dataset(mixed, columns={"prompt": "problem", "image": "photo", "gold": "b"})
-    assert made.columns == ("prompt", "image", "gold", "a", "problem", "photo")
+    assert made.columns == ("prompt", "image", "gold", "a", "problem", "photo", "b")
     assert [made.sample(i).other_columns for i in (0, 1)] == [{"a": 1}, {"gold": 2}]
     with pytest.raises(DataError, match=r"data.columns.prompt is 'problen', .*did you mean 'problem'"):
         dataset(mixed, columns={"prompt": "problen"})

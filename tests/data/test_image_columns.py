@@ -156,7 +156,7 @@ def test_a_misspelt_key_of_columns_is_refused(key: str) -> None:
     assert message.startswith(f"data.columns.{key} = 'picture': nothing reads {key!r}; did you mean ")
     for other in ("image_id", "prompt_id", "solution", "videos_seen", "image_size"):  # for rewards
         rows = [{"prompt": "?", "image": PICTURE, "x": 1}]
-        assert load_train(config(columns={other: "x"}), rows).columns == (other, "prompt", "image")
+        assert load_train(config(columns={other: "x"}), rows).columns == (other, "prompt", "image", "x")
 
 
 @pytest.mark.parametrize("tag", ["<img>", "<|image_pad|>", "<image 1>"])

@@ -54,7 +54,7 @@ def test_each_source_is_read_with_its_own_settings(files: Path) -> None:
     mixed = load_train(config(two()))
     assert [part.name for part in mixed.sources] == ["train/rows", "train/rows-2"]
     shown = {"prompt", "images", "image", "messages", "problem", "question", "picture"}
-    assert list(mixed.weights) == [3, 1] and {*mixed.columns} - shown == {"box", "task", "answer"}
+    assert list(mixed.weights) == [3, 1] and {*mixed.columns} - shown == {"box", "task", "answer", "label"}
     samples = [mixed.sample(i) for i in range(5)]
     names = ["train/rows:0", "train/rows:1", "train/rows:2", "train/rows-2:0", "train/rows-2:1"]
     assert [s.uid for s in samples] == uids(mixed) == names

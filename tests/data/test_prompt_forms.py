@@ -33,7 +33,7 @@ def refusal(row: dict[str, Any], **options: Any) -> str:
 
 
 TAGS = (
-    *("<ImageHere>", "<Image>", "<img>", "<img/>", "[IMG]", "[IMG_BREAK]", "<image_placeholder>"),
+    *("<ImageHere>", "<Image>", "<img>", "<img/>", "<image/>", "[IMG]", "[IMG_BREAK]", "<image_placeholder>"),
     *("<image-placeholder>", "<start_of_image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|media_pad|>"),
     *("<IMG_CONTEXT>", "<image_soft_token>", "<img><img_placeholder></img>", "<img>a/b c.png</img>"),
     *("<image>./</image>", "<im_patch>", "<video>", "<|video_pad|>", "<video_placeholder>", "<audio>", "<|AUDIO|>"),
@@ -183,6 +183,19 @@ def test_messages_kept_as_json_text_are_messages(row: Any, roles: list[str], ans
     fields = read(row)
     assert [message["role"] for message in fields.messages] == roles and fields.conversational
     assert fields.messages[-1]["content"] == "What?" and fields.columns.get("answer") == answer
+
+
+def test_parts_kept_as_json_text_are_parts() -> None:
+    content = json.dumps([IMAGE, text("What?")])
+    assert read({"messages": [{"role": "user", "content": content}], "image": "a.png"}).messages == (
+        {"role": "user", "content": [IMAGE, text("What?")]},
+    )
+
+
+def test_a_wrong_message_keeps_its_number_behind_a_system_text() -> None:
+    assert "messages[0]" in refusal(
+        {"system": "Be short.", "messages": [{"human": "What?"}], "image": "a.png"}
+    )
 
 
 @pytest.mark.parametrize(

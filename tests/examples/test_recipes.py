@@ -115,7 +115,8 @@ def test_prepare_writes_what_the_config_reads(
     config = GRPOConfig.from_yaml(EXAMPLES / recipe / "config.yaml")
     train = load(config.data.train, config.data)
     drawn = load(str(EXAMPLES / recipe / "fixture" / "train.jsonl"), config.data)
-    assert train.sample(0).columns in [drawn.sample(index).columns for index in range(len(drawn))]
+    drawn_columns = [drawn.sample(index).other_columns for index in range(len(drawn))]
+    assert train.sample(0).other_columns in drawn_columns
     counts = {name: len(load(source, config.data)) for name, source in config.data.eval_sets().items()}
     assert (len(train), counts) == {
         "clevr_count": (22, {"eval": 2}),  # 24 rows, a tenth held out

@@ -239,10 +239,24 @@ data/pass_rate_order.py < data/test_pass_rate_order.py
     * late pass | self.factor, self.lag = factor, 2 + staleness ==> self.factor, self.lag = factor, 1 + staleness
 data/mixture_order.py < data/test_mixture_order.py
     skipped check | if lag >= self.total: ==> if lag >= 0:
-data/images.py < data/test_images.py
+data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_settings.py
+    skipped check | if {*indices} != {*range(len(listed))}: ==> if len(indices) != len(listed):
+    wrong number | indices = [index - 1 for index in indices] ==> indices = list(range(len(indices)))
+    skipped check | if not (is_index or is_default or key in _PART_KEYS[kind]): ==> if False:
+    dropped limits | return {"type": "image", **own, **read_limits(values, where)} ==> return {"type": "image", **own}
+    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
+data/image_columns.py < data/test_prompt_forms.py data/test_image_columns.py
+    skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
+data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
+    skipped check | if hits and hits != len(content): ==> if False:
+types.py < data/test_row_settings.py processors/test_image_limits.py
+    wrong bound | min(max(part[key], low), high) for key ==> min(part[key], high) for key
+data/images.py < data/test_images.py data/test_image_files.py
+    dropped marker | - {0xC4, 0xC8, 0xCC} ==> - {0xC8, 0xCC}
+    skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images, fields.columns] ==> json.dumps([fields.messages, images]
+    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
@@ -254,6 +268,9 @@ run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py !
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != old_sets: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
+run/changed_rows.py < run/test_changed_rows.py
+    skipped check | 2 * len(moved) > len(changed) ==> len(changed) < 0
+    wrong row | changed += [(first + index, x, y) ==> changed += [(index, x, y)
 run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
     wrong key | if step not in (0, best, self.step): ==> if step not in (0, self.step):
 run/json_records.py < run/test_json_records.py rollout/test_pipeline.py

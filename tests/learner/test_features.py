@@ -70,7 +70,10 @@ def test_features_resume_with_the_same_code(models: dict[str, Path], tmp_path: P
         ("x", "must be path/to"),
     ],
 )
-def test_a_wrong_address_is_refused_before_a_model_loads(address: str, why: str, tmp_path: Path) -> None:
-    config = run_config("no model here", tmp_path / "r", algorithm={"features": [address]})
+def test_a_wrong_address_is_refused_before_a_model_loads(
+    address: str, why: str, tmp_path: Path, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(models["qwen2_vl"], tmp_path / "r", algorithm={"features": [address]})
+    monkeypatch.setattr("mm_grpo.build._load_model", lambda *args, **options: pytest.fail("loaded"))
     with pytest.raises(ConfigError, match=rf"algorithm\.features = .*{why}"):
         GRPOTrainer(config, train=ROWS, rewards=[vowels])

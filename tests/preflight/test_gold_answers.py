@@ -81,7 +81,8 @@ def test_selected_rows_are_written_as_prompts_images_and_other_columns() -> None
     content = [{"type": "image"}, {"type": "text", "text": "What?"}]
     (image,) = row.pop("images")
     assert image.size == (8, 6)
-    assert row == {"prompt": [{"role": "user", "content": content}], "system": "x", "answer": "red"}
+    system = {"role": "system", "content": "x"}
+    assert row == {"prompt": [system, {"role": "user", "content": content}], "answer": "red"}
 
 
 def says_number(completion: str, answer: int) -> float:
@@ -202,6 +203,11 @@ def test_an_answer_in_several_turns_is_a_conversation_of_one() -> None:
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
+        ({"name": "math"}, {"answer": "(2, -3)"}, r"\boxed{(2, -3)}"),
+        ({"name": "math"}, {"answer": r"$(0, \infty)$"}, r"$(0, \infty)$"),
+        ({"name": "math"}, {"answer": r"So \boxed{\frac{1}{2}}"}, r"\boxed{\frac{1}{2}}"),
+        ({"name": "math"}, {"answer": "16 - 13 = 3\n#### 3"}, "16 - 13 = 3\n#### 3"),
+        ({"name": "math"}, {"answer": "45°"}, r"\boxed{45°}"),
     ],
 )  # fmt: skip
 def test_built_ins_give_their_written_right_answers_1(

@@ -11,7 +11,7 @@ import pytest
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
-from mm_grpo.preflight.gold_warnings import KINDS, GoldWarnings, warn_of_golds
+from mm_grpo.preflight.gold_warnings import TEXTS, GoldWarnings, warn_of_golds
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.rewards.resolve import resolve_entries
 
@@ -28,12 +28,12 @@ SHARES = [[0.1, 0.2, 0.18, 0.3], [0, 0.5, 1, 1]]
 class Letters:
     """A tokenizer of letters."""
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [*map(ord, text)]}
+    def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[*map(ord, text)] for text in texts]}
 
 
 def kinds(entry: Any, golds: list[Any], prompt: str = "?", source: str = "train", **extra: Any) -> set[str]:
-    """The first kind of each warning's text, "alike" for equal golds."""
+    """The kind of each warning."""
     spec, options = resolve_entry(entry), {k: extra.pop(k) for k in ("template", "limit") if k in extra}
     warnings = GoldWarnings([spec], tokenizer=Letters() if options else None, **options)
     for number, gold in enumerate(golds, start=1):
@@ -42,8 +42,7 @@ def kinds(entry: Any, golds: list[Any], prompt: str = "?", source: str = "train"
     sentences = warnings.sentences()
     for sentence in sentences:
         assert sentence.startswith(f"{source}, ") and repr(spec.name) in sentence
-    texts = [next((k for k, (_, _, text) in KINDS.items() if text in s), "alike") for s in sentences]
-    return set(texts)
+    return {kind for kind, text in TEXTS.items() for sentence in sentences if text in sentence}
 
 
 NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
@@ -70,12 +69,12 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("reasoning", "anls", [LONG, "bus"], {}),
     ("reasoning", "exact_match", ["因为图中有三个圆形" * 10], {}),
     # boxes
-    *(("shares", name, SHARES, {}) for name in ("iou", "giou", "clicking")),
-    ("shares", "box_match", [[box] for box in SHARES], {}),
-    ("shares", {"name": "iou", "gold_space": "0-1000"}, SHARES, {}),
-    ("shares", {"name": "iou", "gold_layout": "xywh"}, ["[0.1, 0.1, 0.2, 0.2]"], {}),
-    ("shares", "clicking", [[[0.1, 0.1], [0.3, 0.1], [0.2, 0.4]]], {}),
-    ("shares", "iou", [[0, 0, 1, 1], [1, 1, 2, 2]], {}),
+    *(("small", name, SHARES, {}) for name in ("iou", "giou", "clicking")),
+    ("small", "box_match", [[box] for box in SHARES], {}),
+    ("small", {"name": "iou", "gold_space": "0-1000"}, SHARES, {}),
+    ("small", {"name": "iou", "gold_layout": "xywh"}, ["[0.1, 0.1, 0.2, 0.2]"], {}),
+    ("small", "clicking", [[[0.1, 0.1], [0.3, 0.1], [0.2, 0.4]]], {}),
+    ("small", "iou", [[0, 0, 1, 1], [1, 1, 2, 2]], {}),
     # options
     ("options", "exact_match", [0, 2, 1], {"prompt": LETTERED}),
     ("options", "exact_match", ["1", "0"], {"choices": "['tram', 'cow']"}),
@@ -87,10 +86,19 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("tokens", "exact_match", ["red"], {"limit": 5, "template": "<{gold}>."}),
     ("tokens", "edit_similarity", ["a page"], {"limit": 5}),
     ("tokens", "anls", [["orange", "yellow"]], {"limit": 5}),
+    # values of pandas and JSON
+    *(("missing", "exact_match", ["tram", text], {}) for text in ("nan", "<NA>", " NaT", ["nan"])),
+    ("missing", "edit_similarity", ["nan"], {}),
+    *(
+        ("booleans", name, [True, False], {"prompt": "Yes or no?"})
+        for name in ("exact_match", "contains", "anls")
+    ),
     # equal golds
     ("alike", "exact_match", ["tram"] * 8, {}),
     ("alike", "numeric", [0] * 11 + [3, 4, 5, 6, 7, 8, 9, 1, 2], {}),
     ("alike", "exact_match", ["unknown"] * 13 + WORDS[:12], {}),
+    ("alike", "exact_match", ["yes"] * 16 + ["no"] * 4, {}),
+    ("alike", "count", [1] * 11 + [2] * 5 + [3] * 4, {}),
     ("alike", "iou", [[0, 0, 9, 9]] * 8, {}),
 ]
 HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
@@ -100,7 +108,7 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ("exact_match", ["[1, 2, 3]", "{'a': 1}", "['a', ['b']]"], {"prompt": "What does this code print?"}),
     ("exact_match", ["[12]", "tram", "bus"], {}),  # a text in a picture
     ("exact_match", ["<b>tram</b>", "a < b", "(a) or (b)", "{x}"], {}),
-    ("exact_match", [{"name": "x"}["name"], None, " ", 3.0, True], {}),
+    ("exact_match", [{"name": "x"}["name"], None, " ", 3.0], {}),
     ("math", ["[0, 1)", "[2, 3]", "{1, 2}", "[[1, 2], [3, 4]]", "(1, 2)", r"\frac{1}{2}"], {}),
     ("json_schema", ['{"a": 1}'], {}),
     ("edit_similarity", ['{"total": 3}', LONG], {}),
@@ -129,10 +137,12 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ("exact_match", [["yellow", "red"]], {"limit": 5}),
     ("exact_match", ["<think>long enough</think>red"], {"limit": 3}),
     ("contains", ["red"], {"limit": 5, "template": "<{gold}>"}),
-    ("exact_match", ["yes"] * 14 + ["no"] * 6, {}),
-    ("exact_match", ["Yes"] * 14 + WORDS[:6], {}),
-    ("count", [1] * 14 + [2, 3, 4, 5, 6, 7], {}),
-    ("exact_match", ["red"] * 14 + ["blue"] * 6, {}),
+    ("exact_match", ["yes"] * 15 + ["no"] * 5, {}),
+    ("exact_match", ["A", "B"] * 5 + ["A"] * 5 + ["C"] * 5, {}),
+    ("exact_match", ["yes"] * 18 + ["no"], {}),
+    ("exact_match", ["none", "null", "nan bread", ["nan", "naan"]], {}),
+    ("exact_match", [True, False], {"prompt": "True or false?"}),
+    ("count", ["3", True], {"prompt": "Say True."}),
     ("exact_match", ["tram"] * 7, {}),
     ("exact_match", [[None], [" "], []] * 9, {"limit": 1}),
     ("exact_match", ["tram"] * 9, {"source": "train/trams"}),
@@ -190,7 +200,7 @@ def test_rows_of_synthetic_tasks_give_no_warning(task: str, size: int, caplog: A
     specs = resolve_entries(entries)
     started = time.process_time()
     warn_of_golds([rows], specs)
-    assert caplog.messages == [] and time.process_time() - started < 2 + size / 5_000
+    assert caplog.messages == [] and time.process_time() - started < 10 + size / 1_000
 
 
 def test_many_rows_are_quick() -> None:
@@ -201,4 +211,4 @@ def test_many_rows_are_quick() -> None:
         warnings.add(
             "train", f"row {number}", [{"role": "user", "content": LETTER * 3}], {"answer": next(golds)}
         )
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 6

@@ -28,6 +28,7 @@ def processors(models: dict[str, Path]) -> dict[str, Any]:
         ("qwen2_vl", (56, 56), {"min_pixels": 10_000}, (112, 112)),  # 100 x 100, rounded up
         ("qwen2_vl", (480, 640), {"resized_height": 100, "resized_width": 60}, (112, 56)),
         ("qwen2_vl", (480, 640), {"min_pixels": 28_000, "max_pixels": 28_000}, (140, 168)),  # 5.18 and 6.90 sides
+        ("qwen2_vl", (56, 56), {"min_pixels": 28_000, "max_pixels": 28_000}, (140, 140)),  # 168 x 168 is 28,224
         ("qwen2_vl", (56, 56), {"min_pixels": 2_000_000}, (224, 224)),  # clipped
         ("qwen2_vl", (480, 640), {"max_pixels": 1}, (28, 28)),  # clipped
         ("qwen2_vl", (480, 640), {"resized_height": 9000, "resized_width": 9000}, (224, 224)),
@@ -36,6 +37,7 @@ def processors(models: dict[str, Path]) -> dict[str, Any]:
         ("internvl", (100, 300), {}, (112, 336)),
         ("internvl", (100, 300), {"max_pixels": 6 * AREA}, (56, 168)),
         ("internvl", (300, 300), {"max_pixels": 9 * AREA}, (112, 112)),  # the engine makes 3 x 3 tiles 4 x 4
+        ("internvl", (300, 300), {"min_pixels": 9 * AREA, "max_pixels": 9 * AREA}, (112, 112)),
         ("internvl", (50, 50), {"resized_height": 200, "resized_width": 100}, (224, 112)),
         ("internvl", (50, 50), {"max_pixels": 1}, (56, 56)),
         ("llava_onevision", (100, 90), {"max_pixels": AREA}, (56, 51)),

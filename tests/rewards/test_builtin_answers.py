@@ -29,6 +29,10 @@ FOUND = {
         '["caf\\u00e9", "\\ud83d\\ude00", 3, null]\n': ("café", "\U0001f600", "3"),  # JSON
         "[\"it's\", 'a \"b\"', 'c\\'d', '\\\\frac{1}{2}']": ("it's", 'a "b"', "c'd", "\\frac{1}{2}"),
         "('a', 'b')": ("a", "b"),
+        "array(['a)', 'b'], dtype=object)": ("a)", "b"),
+        "np.array(['a' 'b'],\n      dtype='<U3')": ("a", "b"),
+        "array([1, 2])": (),
+        "array('a')": (),
         "{'a', '[1]'}": ("a", "[1]"),
         "('a')": (),  # parentheses alone
         "[0, 1]": (),
@@ -97,9 +101,9 @@ def test_all_texts_of_a_list_kept_as_text_must_occur(completion: str, score: flo
 
 
 @pytest.mark.parametrize(
-    "text", ["['a'" * 3000 + "]", "[" + " " * 15000 + "x]", "['" + "\\" * 19000 + "]", "[" * 9999 + "]"]
+    "text", ["['a'" * 3000 + "]", "[" + " " * 15000 + "x]", "['" + "\\" * 19000 + "]", "[" * 9999 + "]", "array(" + ", " * 9000 + ")"]
 )
 def test_a_long_text_is_no_list_and_takes_no_time(text: str) -> None:
     started = time.process_time()
     assert text_list(text) == ()
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 1

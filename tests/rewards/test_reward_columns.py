@@ -10,15 +10,13 @@ from typing import Any
 
 import datasets
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.registry import make_spec
 from mm_grpo.types import Completion, EnginePrompt, Prompt
-from mm_grpo.user_code import lazy_image
-from mm_grpo.user_code.lazy_image import _decoded as upright
 from mm_grpo.user_code.lazy_image import with_pil_images
 
 SEEN: dict[str, Any] = {}
@@ -115,7 +113,8 @@ def test_images_that_no_reward_reads_are_not_decoded(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, decoded = batch_of(dataset.head(3), 16), []
-    monkeypatch.setattr(lazy_image, "_decoded", lambda data: decoded.append(data) or upright(data))
+    upright = ImageOps.exif_transpose
+    monkeypatch.setattr(ImageOps, "exif_transpose", lambda image: decoded.append(image) or upright(image))
     Scorer([{"name": as_trl, "as": "r"}], conversational=False).score(*batch, step=1)
     assert decoded == [] and len(SEEN["image"]) == 48
     first, second = SEEN["image"][:2]

@@ -30,6 +30,7 @@ _ITEM = re.compile(f"({_QUOTED})|({_NUMBER})|None|null|nan", re.DOTALL)
 _LIST = re.compile(
     rf"[\[({{]\s*+(?:(?:{_QUOTED}|{_NUMBER}|None|null|nan)(?:\s*+,\s*+|\s++|(?=.\Z)))++.", re.DOTALL
 )
+_ARRAY = re.compile(r"(?:np\.|numpy\.)?array\((.*?)(?:,\s*dtype=[^,()]{1,20})?\)", re.DOTALL)
 _MAX_LIST = 20_000  # characters of a text that is read as a list
 _PAIRS = {'"': '"', "'": "'", "`": "`", "*": "*", "“": "”", "‘": "’", "«": "»"}
 
@@ -124,6 +125,8 @@ def text_list(text: str) -> tuple[str, ...]:
     (('a', '3'), ('a', 'b'), (), ())
     """
     text = text.strip()
+    if len(text) <= _MAX_LIST and (array := _ARRAY.fullmatch(text)):
+        text = array[1].strip()
     if text[:1] + text[-1:] not in ("[]", "()", "{}") or len(text) > _MAX_LIST or not _LIST.fullmatch(text):
         return ()
     items = _ITEM.findall(text)

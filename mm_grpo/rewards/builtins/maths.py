@@ -47,7 +47,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     if not golds:
         return None
     gold_expressions = [_gold(gold) for gold in golds]
-    prediction = _parse(*_candidates(completion))
+    prediction = _parse(*readings(completion))
     verify = library("math").verify
     return float(
         bool(prediction)
@@ -61,7 +61,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _gold(text: str) -> list[Any]:
-    parsed = _parse(*_candidates(text, whole=True))
+    parsed = _parse(*readings(text, whole=True))
     if not parsed:
         raise ValueError(
             f"the gold answer {text[:80]!r} is no mathematics; see the rewards exact_match and choice"
@@ -69,12 +69,13 @@ def _gold(text: str) -> list[Any]:
     return parsed
 
 
-def _candidates(text: str, whole: bool = False) -> tuple[str, ...]:
-    """Return the readings of a text, the best first. If `whole`, all of it is the answer."""
+def readings(text: str, whole: bool = False) -> tuple[str, ...]:
+    """Return what `math` may read of a text, the best first. If `whole`, all of it is the answer."""
     part = final_part(text)
     inner = boxed(part)
     if inner is not None:
-        return (f"\\boxed{{{inner}}}",) if len(inner) <= MAX_LENGTH else ()
+        # the inside alone too: math-verify does not read 45° in a box
+        return (f"\\boxed{{{inner}}}", inner) if len(inner) <= MAX_LENGTH else ()
     tail = part[-2 * MAX_LENGTH :].strip()
     marked = any(sign in tail for sign in ("$", "\\(", "\\["))
     bare = whole or len(part) < len(text) or ("\\" in tail and not _WORDS.search(tail))
