@@ -86,7 +86,8 @@ def _is_other_option(gold: Gold) -> bool:
         return False  # most rows, in little time
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
-    names = [normalise(name) for name in (lettered.values() if shows_letters else gold_texts(column))]
+    listed = gold_texts(column) if isinstance(column, str | list | tuple) else ()
+    names = [normalise(name) for name in (lettered.values() if shows_letters else listed)]
     if len(names) < 2:
         return False
     if all(text.isdecimal() and len(text) < 3 for text in golds):
@@ -178,7 +179,9 @@ class GoldWarnings:
             value, key = columns.get(spec.needs[0]), (source, spec.name)
             if spec.needs[0] in spec.bound or not spec.applies_to(columns):
                 continue
-            parts = [final_part(text).strip() for text in gold_texts(value)]
+            parts = []
+            with suppress(TypeError):  # the reward refuses it
+                parts = [final_part(text).strip() for text in gold_texts(value)]
             if not parts:
                 continue
             if builtin in _READ_BOXED:

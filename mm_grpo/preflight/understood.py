@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
-MAX_NAME, MAX_VALUE, MIN_TEXT = 20, 60, 4
+MAX_NAME, MAX_VALUE, MIN_TEXT = 20, 48, 4
 """Columns of a name and of a value, and columns of a text that are left in any case."""
 FIRST_ROWS = 8  # rows among which one is looked for that can be used
 
@@ -65,7 +65,7 @@ def understood(
         if len(messages) > 3:
             messages[1:-2] = [f"... {len(messages) - 3} more messages ..."]
         used, unused = _column_uses(source, fields, rewards.specs, uses)
-        lines, golds, columns = [*_wrap(messages)], [*_wrap(_golds(rewards, prompt))], [*_wrap([used])]
+        lines, golds, columns = [*_wrap(messages)], [*_golds(rewards, prompt)], [*_wrap([used])]
         columns += [f"not used: {unused}"] if unused else []
         room = LINES - 1 - len(lines) - len(columns)
         if len(golds) > room:
@@ -192,7 +192,7 @@ def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[
 
 
 def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
-    """Yield a line for each reward that applies to a row, and one that names the others."""
+    """Yield a line or two for each reward that applies to a row, and one that names the others."""
     others, columns = list[str](), prompt.sample.columns
     for spec, (gold, result) in zip(rewards.specs, rewards.preview(prompt), strict=True):
         if spec.applies_to(columns):
@@ -201,8 +201,10 @@ def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
             boxes = "".join(
                 ", seen at pixels [{:.4g}, {:.4g}, {:.4g}, {:.4g}]".format(*box) for box in corners
             )
-            answer = "" if gold is None else f"right answer {_short(repr(gold), MAX_VALUE)} "
-            yield f"{_reading(spec, columns)}{boxes}{': ' if answer or result else ''}{answer}{result}"
+            reading = _reading(spec, columns) + boxes
+            answer = ("" if gold is None else f"right answer {_short(repr(gold), MAX_VALUE)} ") + result
+            line = f"{reading}: {answer}" if answer else reading
+            yield from [f"{reading}:", f"  {answer}"] if answer and len(line) > WIDTH else [line]
         else:
             others.append(spec.name)
     if others:

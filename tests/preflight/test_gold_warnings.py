@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,8 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ("iou", [[5, 5, 5, 5], "no box"], {}),  # the reward refuses them
     ("exact_match", ["A", "B"], {"prompt": LETTER}),
     ("choice", ["A", "B"], {"prompt": LETTERED, "choices": ["a cat", "a dog"]}),
+    ("exact_match", ["1", "2"], {"choices": {"A": "cat", "B": "dog"}}),
+    ("exact_match", [date(2026, 1, 2)], {}),  # the reward refuses it
     ("exact_match", ["B", "A"], {"choices": ["cat", "dog"]}),  # the picture may show them
     ("exact_match", ["a cat", "a dog"], {"prompt": LETTERED}),
     ("exact_match", ["1", "2"], {"prompt": "1. a cat 2. a dog", "choices": ["a cat", "a dog"]}),
