@@ -101,7 +101,14 @@ def test_all_texts_of_a_list_kept_as_text_must_occur(completion: str, score: flo
 
 
 @pytest.mark.parametrize(
-    "text", ["['a'" * 3000 + "]", "[" + " " * 15000 + "x]", "['" + "\\" * 19000 + "]", "[" * 9999 + "]", "array(" + ", " * 9000 + ")"]
+    "text",
+    [
+        "['a'" * 3000 + "]",
+        "[" + " " * 15000 + "x]",
+        "['" + "\\" * 19000 + "]",
+        "[" * 9999 + "]",
+        "array(" + ", " * 9000 + ")",
+    ],
 )
 def test_a_long_text_is_no_list_and_takes_no_time(text: str) -> None:
     started = time.process_time()
