@@ -240,11 +240,11 @@ def _column_uses(
     users: dict[str, dict[str, None]] = defaultdict(dict)
     unused: dict[str, None] = {}
     for name, theirs in names.items():
-        shown, purpose = (
-            _short(theirs) + ("" if theirs == name else f" as {_short(name)}"),
-            fields.used.get(name),
-        )
-        if purpose not in (None, ALIAS):
+        shown = _short(theirs) + ("" if theirs == name else f" as {_short(name)}")
+        purpose = fields.used.get(name)
+        if purpose == theirs:
+            users[purpose] = {}
+        elif purpose not in (None, ALIAS):
             users[f"{purpose} <- "][_short(theirs)] = None
         readers = [spec.name for spec in here if read_columns(spec, {name: None})]
         readers += ["when"] if any(name in spec.options.when for spec in specs) else []

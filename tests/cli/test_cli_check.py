@@ -55,7 +55,7 @@ def test_a_sound_config_passes_with_a_table_of_scores(command: Any, config_path:
 
 
 def test_check_and_train_show_the_first_row_before_they_load(command: Any, config_path: Path) -> None:
-    shown = ["exact_match reads answer = 'red'", "prompt <- prompt, images <- image, answer -> exact_match"]
+    shown = ["exact_match reads answer = 'red'", "prompt, images <- image, answer -> exact_match"]
     first, _, _ = command("check", config_path, "--rows", 1).out.partition("┏")
     assert all(f"  {line}" in first for line in shown) and "‹0.png " in first
     _, _, out = command("train", config_path, "run.max_steps=1").out.partition("reading the rows\n")

@@ -130,7 +130,7 @@ def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOCo
     nested = {"prompt": "?", "image": "other.png", "objects": {"bbox": [1, 1, 9, 9]}, "meta": {"a": 1}}
     lines = lines_of(config(nested, columns={"box": "objects.bbox"}), "iou")
     assert lines[-2:] == [
-        "  objects.bbox as box -> iou, prompt <- prompt, images <- image",
+        "  objects.bbox as box -> iou, prompt, images <- image",
         "  not used: meta",
     ]
     verl = {"prompt": [{"role": "user", "content": "?"}], "images": ["scene.png"], "id": 1}
@@ -139,7 +139,7 @@ def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOCo
     assert graded[-1] == "  not used: id"
     mapped = {"prompt": "?", "image": "scene.png", "bbox": [1, 1, 9, 9]}
     assert lines_of(config(mapped, columns={"box": "bbox"}), "iou")[-1] == (
-        "  bbox as box -> iou, prompt <- prompt, images <- image"
+        "  bbox as box -> iou, prompt, images <- image"
     )
     filled = lines_of(config({"image": "scene.png", "kind": "cat"}, prompt_template="A {kind}?"), "length")
     assert "prompt template <- kind" in filled[-1] and "A cat?" in filled[1]
@@ -259,7 +259,7 @@ def test_three_lines_without_a_call(config: Callable[..., GRPOConfig]) -> None:
     assert brief_lines(load_train(made), specs, {}) == [
         "train: rows.jsonl:1: system: Look. user: ‹scene.png›What? ",
         "broken reads answer = ['a', 'b'] (2 more reward(s))",
-        "prompt <- prompt, images <- image, answer -> broken and remote; not used: id",
+        "prompt, images <- image, answer -> broken and remote; not used: id",
     ]
 
 
