@@ -231,6 +231,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Row
     return config_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTY)
 def test_what_a_message_advises_works(name: str, write: Any, command: Any) -> None:
     config, messages = write(*FAULTY[name]), list[str]()

@@ -195,6 +195,7 @@ def test_hostile_texts_stay_on_their_lines(
         assert_fits([brief[0], *(f" {line}" for line in brief[1:])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", find_recipes())
 def test_every_source_of_a_recipe_fits(recipe: str, tmp_path: Path) -> None:
     config = load_config(recipe, [])
@@ -207,6 +208,7 @@ def test_every_source_of_a_recipe_fits(recipe: str, tmp_path: Path) -> None:
     assert len(brief_lines(rows, Scorer(config.rewards).specs, {})) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "internvl", "smolvlm", "llava_onevision"])
 def test_the_tokens_of_a_picture_and_of_the_text_are_all(
     family: str, config: Callable[..., GRPOConfig]
@@ -220,6 +222,7 @@ def test_the_tokens_of_a_picture_and_of_the_text_are_all(
     assert count > 1 and f", {count} tokens›" in "".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["internvl", "smolvlm", "llava_onevision"])
 def test_messages_and_tokens_of_other_families(family: str, config: Callable[..., GRPOConfig]) -> None:
     """Tokens of pictures are those that the prompt has; a message is a line."""
