@@ -31,6 +31,7 @@ from mm_grpo.user_code.workers import default_size
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
+    from mm_grpo.data.rows import Fields
     from mm_grpo.types import Sample
 
 log = logging.getLogger(__name__)
@@ -178,22 +179,28 @@ class Toolbox:
                 _check_opening(episode, sample)
         return episodes
 
-    def reads(self, sample: Sample) -> list[str]:
+    def reads(self, row: Fields) -> list[str]:
         """Return the columns of a row that `reset` takes."""
-        return [name for name in self._row(sample) if name in sample.columns]
+        names = self._names(row)
+        return [name for name in row.columns if name in names]
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """Return the columns of a row that `reset` takes, with `prompt` and `images` at full size."""
-        if self._example is None:
-            return {}
         from mm_grpo.user_code.lazy_image import with_pil_images
 
         columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
+        names = self._names(sample)
+        return {name: with_pil_images(value) for name, value in columns.items() if name in names}
+
+    def _names(self, row: Sample | Fields) -> set[str]:
+        """Return the names that `reset` takes, of the row's columns and others."""
+        if self._example is None:
+            return set()
         parameters = inspect.signature(self._example.reset).parameters.values()
         names = {p.name for p in parameters}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):  # what prompt and images say is sent once
-            names |= {*sample.other_columns, "prompt", "images"}
-        return {name: with_pil_images(value) for name, value in columns.items() if name in names}
+            names |= {*row.other_columns, "prompt", "images"}
+        return names
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:

@@ -92,7 +92,10 @@ def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Mapping[str, str]
 
 def other_uses(config: GRPOConfig, rows: Rows, toolbox: Toolbox | None) -> dict[str, str]:
     """Return what columns are used for besides prompts and rewards."""
-    twin, by_reset = config.algorithm.twin_view, [] if toolbox is None else toolbox.reads(rows.sample(0))
+    twin, by_reset = config.algorithm.twin_view, list[str]()
+    if toolbox is not None:
+        with suppress(UserError):  # `check` lists a wrong first row
+            by_reset = toolbox.reads(rows.fields(0))
     crops = twin is not None and twin.view == "crop"
     uses = dict.fromkeys(by_reset, "reset") | ({"box": "algorithm.twin_view"} if crops else {})
     return uses | ({TASK: "metrics"} if rows.by_task else {})

@@ -203,6 +203,18 @@ def test_lost_images_are_one_cause(command: Any, config_path: Path, monkeypatch:
     assert "(data.on_bad_image = drop): 1 of 4" in drop.out
 
 
+def test_a_bad_first_picture_of_an_environments_rows_is_listed(command: Any, config_path: Path) -> None:
+    (config_path.parent / "0.png").write_text("no picture")
+    (config_path.parent / "env.py").write_text(
+        "class Ask:\n    def reset(self, answer):\n        return answer\n"
+        '    def look(self) -> str:\n        """Look."""\n        return \'x\'\n'
+    )
+    env = ("rewards=[exact_match]", f"rollout.environment={config_path.parent}/env.py:Ask")
+    result = command("check", config_path, *env)
+    assert result.code == 2 and "rows.jsonl:1: image" in result.out and "1 problem(s)" in result.out
+    assert "answer -> exact_match and reset" in result.out  # the second row is shown
+
+
 def test_an_environment_shows_the_first_picture(command: Any, config_path: Path) -> None:
     """Rows without images need no data.text_only then."""
     (config_path.parent / "env.py").write_text(
