@@ -57,7 +57,8 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
             missing = missing or (error if isinstance(error, MissingPrompt) else None)
             continue
         row_name, readable, columns = dataset.row_name(index), readable + 1, fields.other_columns
-        unused = {name: value for name, value in columns.items() if name not in {*fields.used, *warned}}
+        used_names = warned | fields.used.keys()
+        unused = {name: value for name, value in columns.items() if name not in used_names}
         remarks = dict.fromkeys(unread_images(unused, fields.images) if fields.images else (), _SHOW_IMAGE)
         remarks |= {name: _READ_MESSAGES for name, value in unused.items() if holds_question(name, value)}
         for name, remark in remarks.items():

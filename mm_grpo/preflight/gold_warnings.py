@@ -164,7 +164,7 @@ class GoldWarnings:
         self._template, self._tokenizer, self._limit = template or "{gold}", tokenizer, limit
         self._kinds = [*KINDS, ("tokens", _WRITTEN, 0, 1, self._is_too_long)]
         names = {name for _, rewards, *_ in self._kinds for name in rewards}
-        self._rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in names]
+        self.rewards = [(spec, name) for spec in specs if (name := builtin_name(spec)) in names]
         self._values: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         """Golds by source and reward."""
         self._counts: dict[tuple[tuple[str, str], int], tuple[int, str]] = {}
@@ -175,7 +175,7 @@ class GoldWarnings:
     ) -> None:
         """Add the golds of one row; `row` is its name."""
         prompt = "\n".join(content_text(message["content"]) for message in messages)
-        for spec, builtin in self._rewards:
+        for spec, builtin in self.rewards:
             value, key = columns.get(spec.needs[0]), (source, spec.name)
             if spec.needs[0] in spec.bound or not spec.applies_to(columns):
                 continue
@@ -223,7 +223,8 @@ class GoldWarnings:
 def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:
     """Log warnings of the golds in the sets. Of a source MAX_ROWS are looked at, SAMPLED_ROWS if not in memory."""
     golds = GoldWarnings(specs)
-    for source in (source for rows in sets for source in rows.sources):
+    sources = [source for rows in sets for source in rows.sources]
+    for source in sources if golds.rewards else ():  # no row is read for nothing
         for index in source.spaced(MAX_ROWS if source.in_memory else SAMPLED_ROWS):
             with suppress(DataError):
                 fields = source.fields(index)
