@@ -1,6 +1,6 @@
 """Is GRPO worth more than more steps of a warm start? The recipe easy_vqa at equal CPU time, several arms and seeds.
 
-    python examples/easy_vqa/prepare.py --wheel WHEEL --out OUT/data --eval-rows 600
+    python examples/easy_vqa/prepare.py --wheel WHEEL --out OUT/data --train-rows 9600 --eval-rows 600
     OMP_NUM_THREADS=1 python benchmarks/studies/warm_or_rl.py OUT [--seeds 3] [--minutes 3] [--warm-steps 300]
     python benchmarks/studies/warm_or_rl.py OUT --table
 

@@ -88,12 +88,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--wheel", type=Path, help="the wheel of easy-vqa; without it, the installed package")
     parser.add_argument("--out", type=Path, default=Path("data/easy_vqa"))
     parser.add_argument(
+        "--train-rows", type=int, help="rows to train on, evenly over the train split; default: all"
+    )
+    parser.add_argument(
         "--eval-rows", type=int, default=300, help="rows to evaluate on, evenly over the test split"
     )
     parser.add_argument("--again", action="store_true", help="write files anew that are there")
     args = parser.parse_args(argv)
     read = reader(args.wheel)
-    prepare(args.out / "train.jsonl", lambda: questions(read, "train"), again=args.again)
+    prepare(args.out / "train.jsonl", lambda: questions(read, "train", args.train_rows), again=args.again)
     prepare(args.out / "heldout.jsonl", lambda: questions(read, "test", args.eval_rows), again=args.again)
 
 
