@@ -103,7 +103,7 @@ class OpenRun:
             scorer.start(conversational=self.train_set.conversational, max_steps=plan.max_steps)
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
-        self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
+        self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
@@ -281,9 +281,7 @@ class OpenRun:
             )
 
 
-def _check_folder(
-    config: GRPOConfig, inputs: Inputs, ranks: Ranks, *, resume: bool, saves: bool
-) -> RunFolder:
+def check_folder(config: GRPOConfig, inputs: Inputs, ranks: Ranks, *, resume: bool, saves: bool) -> RunFolder:
     """Return the run folder, checked but not yet written to. Collective."""
     run = config.run
     with ranks.fail_together("looking at run.dir"):

@@ -40,7 +40,7 @@ def warm(
         arguments = ["-m", "mm_grpo.cli", "warm", config, *(overrides or []), *options]
         raise typer.Exit(launch(processes, arguments))
     with heavy_imports():
-        from mm_grpo.trained.warm_start import warm as warm_model
+        from mm_grpo.warm_start import warm as warm_model
 
     result = warm_model(loaded, answer=answer, steps=steps, lists=lists, resume=resume)
     first, last = result["nll"]

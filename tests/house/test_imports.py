@@ -36,7 +36,7 @@ LAYERS = tuple(
         "build testing",
         "preflight trained",
         "open_run",
-        "exports",
+        "exports warm_start",
         "trainer",
         "cli",
     )
