@@ -29,7 +29,7 @@ from mm_grpo.data.image_files import readable
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import Source, load_train
 from mm_grpo.distributed.ranks import start
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.health.checks import finite_loss, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.learner import Learner
@@ -65,7 +65,7 @@ def warm_config(config: GRPOConfig) -> GRPOConfig:
     rollout = config.rollout.model_copy(update={"engine": "transformers", "max_staleness": 0})
     optim = config.optim.model_copy(update={"updates_per_step": 1})
     changed = config.model_copy(update={"algorithm": algorithm, "rollout": rollout, "optim": optim})
-    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM, "run.eval_blind": None})
+    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM})
 
 
 def warm(
@@ -174,8 +174,8 @@ class _WarmStart:
             if ranks.first:
                 # steps of which every row was dropped have no loss
                 losses = [row["loss"] for row in iter_metrics(paths.metrics) if row["learner/updates"]]
-                message = None if losses else f"the warm start made no update in {steps} steps"
-                self.guards.apply("no_update", message, steps)
+                if not losses:
+                    raise GuardStop(f"the warm start made no update in {steps} steps: every row was dropped")
                 result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
                 save = partial(self._save, base, steps, result["nll"][1])
                 result["model"] = str(self.folder.replace_folder("model", save))

@@ -30,10 +30,9 @@ class GoldAnswers:
 
     def __init__(self, config: GRPOConfig, column: str, lists: Lists | None) -> None:
         self.column, self.lists, self.template = column, lists, config.data.gold_template or "{gold}"
-        specs = [
-            s for s in resolve_entries(config.rewards) if s.needs[:1] == (column,) and column not in s.bound
-        ]
-        self.spec = next((s for s in specs if builtin_name(s) in GOLD), None)
+        specs = resolve_entries(config.rewards) if config.rewards else []
+        readers = [s for s in specs if s.needs[:1] == (column,) and column not in s.bound]
+        self.spec = next((s for s in readers if builtin_name(s) in GOLD), None)
         self.is_whole = self.spec is not None and builtin_name(self.spec) in WHOLE
 
     def identity(self, rows: Rows) -> dict[str, Any]:
