@@ -11,7 +11,7 @@ import torch
 from helpers import processes
 from helpers.patience import until
 from helpers.run_folders import metrics_of
-from helpers.small_runs import ROWS, config_for, rollouts_of
+from helpers.small_runs import ROWS, config_for, rollouts_of, vowels
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
@@ -57,7 +57,7 @@ def test_a_warm_start_makes_the_answers_likely_and_its_model_trains_and_exports(
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     run = {"max_steps": 1, "save_every": 0, "report": False, "save_model": False}
     trained = GRPOTrainer(
-        config_of(Path(result["model"]), tmp_path / "grpo", run=run), train=ROWS, rewards=["exact_match"]
+        config_of(Path(result["model"]), tmp_path / "grpo", run=run), train=ROWS, rewards=[vowels]
     )
     assert trained.train()["steps"] == 1
 
