@@ -6,6 +6,7 @@ algorithm alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -58,7 +59,10 @@ from mm_grpo.run.same_run import identity_of, rewards_of
 from mm_grpo.run.stop_signals import StopSignals
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
+from mm_grpo.trained.warm_mark import changes_of_form, read_mark
 from mm_grpo.types import Group, Prompt
+
+logger = logging.getLogger("mm_grpo")
 
 
 class OpenRun:
@@ -88,6 +92,10 @@ class OpenRun:
             run_dir = dated(config.run.dir, newest=resume) if ranks.first else ""
         config = config.with_values({"run.dir": ranks.broadcast(run_dir, "run.dir")})
         self.callbacks = Callbacks(callbacks, quiet=not ranks.first)
+        with ranks.fail_together("reading the mark of a warm start"):
+            mark = read_mark(config.model.path) if model is None and ranks.first else None
+        for sentence in changes_of_form(config, mark):
+            logger.warning("%s", sentence)
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
         self.phase("reading the rows")

@@ -70,16 +70,20 @@ class RowReport:
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
 
 
-def check_config(config: GRPOConfig, *, strict: bool = False, **options: Any) -> bool:
+def check_config(
+    config: GRPOConfig, *, strict: bool = False, known: Sequence[str] = (), **options: Any
+) -> bool:
     """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
-    With `strict` a warning is a problem; the options are those of `_check`. Raises UserError if the config itself, the
-    sources or the rewards' arguments are wrong.
+    With `strict` a warning is a problem, also a `known` one, which is logged first. The options are those of `_check`.
+    Raises UserError if the config itself, the sources or the rewards' arguments are wrong.
     """
     logged, logger = BufferingHandler(10**9), logging.getLogger("mm_grpo")
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
     try:
+        for sentence in known:
+            logger.warning("%s", sentence)
         problems, printed = _check(config, **options)
     finally:
         logger.removeHandler(logged)

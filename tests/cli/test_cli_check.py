@@ -19,6 +19,7 @@ from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.check import check_config
+from mm_grpo.trained.warm_mark import write_mark
 
 
 @pytest.fixture
@@ -83,6 +84,18 @@ def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_
     assert result.code == 0 and re.search(sentence, result.out) and re.search(sentence, page.read_text())
     heldout.write_text("\n".join(lines[2:]))
     assert "rows of train" not in command("check", config_path, f"data.eval={heldout}").out
+
+
+def test_another_form_than_that_of_the_warm_start_is_a_warning(
+    command: Any, config_path: Path, models: dict[str, Path]
+) -> None:
+    model = shutil.copytree(models["qwen2_5_vl"], config_path.parent / "warm")
+    config = GRPOConfig.from_yaml(config_path)
+    write_mark(model, config, base="b", answer="answer", steps=1, nll=0.1)
+    same = command("check", config_path, f"model.path={model}", "--strict")
+    assert same.code == 0, same.out
+    other = command("check", config_path, f"model.path={model}", "data.system_prompt=Look.", "--strict")
+    assert other.code == 2 and "1 warning(s)" in other.out
 
 
 @pytest.mark.slow
