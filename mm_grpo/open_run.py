@@ -47,7 +47,7 @@ from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.changed_rows import left_out_before
 from mm_grpo.run.checkpoint import steps_between
-from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
@@ -96,6 +96,7 @@ class OpenRun:
             mark = read_mark(config.model.path) if model is None and ranks.first else None
         for sentence in changes_of_form(config, mark):
             logger.warning("%s", sentence)
+        warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
         self.phase("reading the rows")
@@ -104,7 +105,12 @@ class OpenRun:
         self.plan = plan = plan_run(config, self.train_set, several_turns=several_turns)
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         eval_every = steps_between(config.run.eval_every, plan.max_steps, None) if eval_sets else 0
-        self.config = config = config.with_values({"run.eval_every": eval_every})
+        blind = config.run.eval_blind or (default_control(eval_sets) if warmed else None)
+        if blind != config.run.eval_blind:
+            self.phase(
+                f"model.path was warmed: the first set is also answered with images {blind} (run.eval_blind)"
+            )
+        self.config = config = config.with_values({"run.eval_every": eval_every, "run.eval_blind": blind})
         self.evaluations = Evaluations(config, eval_sets, headline, several_turns=several_turns)
         if ranks.first:
             # its worker processes import the rewards while the model loads
