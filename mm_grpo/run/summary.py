@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from mm_grpo.run.evaluations import Evaluations
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
+SMALL_GAP = 0.02
+"""Largest gap of a blind control without an interval that counts as none."""
 
 
 def summary_of(
@@ -60,6 +62,17 @@ def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
     return {name: {"times": len(numbers), "first": min(numbers)} for name, numbers in steps.items()}
 
 
+def learned_blind(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Return True if the score of the first set rose beyond chance, and the gap of its blind control may be 0.
+
+    Both by 95 % intervals; without the gap's, a gap up to SMALL_GAP may be 0.
+    """
+    gap, gap_interval = after["blind"]["gap"], after["blind"]["gap_interval"]
+    least = after["interval"][0] if after["interval"] else after["score"]
+    may_be_zero = gap is not None and (gap_interval[0] <= 0 if gap_interval else gap <= SMALL_GAP)
+    return bool(may_be_zero and least > before["score"])
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return a line for each set, the first with interval, best score and blind control, and for each warned guard."""
     lines = []
@@ -77,6 +90,7 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         old, new = (evaluation and evaluation["blind"] for evaluation in (before, after))
         if old and new and old["score"] is not None and new["score"] is not None:
             gap = "" if new["gap"] is None else f", the images add {new['gap']:.3f}"
+            gap += ": it learned the questions, not the pictures" if learned_blind(before, after) else ""
             lines.append(
                 f"{name}, images {new['kind']}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
             )
