@@ -62,8 +62,6 @@ from mm_grpo.terminal import print_phase
 from mm_grpo.trained.warm_mark import changes_of_form, read_mark
 from mm_grpo.types import Group, Prompt
 
-logger = logging.getLogger("mm_grpo")
-
 
 class OpenRun:
     """Parts of a run, ready for its first step. The arguments are those of `GRPOTrainer`.
@@ -95,7 +93,7 @@ class OpenRun:
         with ranks.fail_together("reading the mark of a warm start"):
             mark = read_mark(config.model.path) if model is None and ranks.first else None
         for sentence in changes_of_form(config, mark):
-            logger.warning("%s", sentence)
+            logging.getLogger("mm_grpo").warning("%s", sentence)
         warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
@@ -107,9 +105,7 @@ class OpenRun:
         eval_every = steps_between(config.run.eval_every, plan.max_steps, None) if eval_sets else 0
         blind = config.run.eval_blind or (default_control(eval_sets) if warmed else None)
         if blind != config.run.eval_blind:
-            self.phase(
-                f"model.path was warmed: the first set is also answered with images {blind} (run.eval_blind)"
-            )
+            self.phase(f"model.path was warmed: the blind control is measured (run.eval_blind: {blind})")
         self.config = config = config.with_values({"run.eval_every": eval_every, "run.eval_blind": blind})
         self.evaluations = Evaluations(config, eval_sets, headline, several_turns=several_turns)
         if ranks.first:

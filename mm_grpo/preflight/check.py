@@ -70,20 +70,16 @@ class RowReport:
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
 
 
-def check_config(
-    config: GRPOConfig, *, strict: bool = False, known: Sequence[str] = (), **options: Any
-) -> bool:
+def check_config(config: GRPOConfig, *, strict: bool = False, **options: Any) -> bool:
     """Print what a run would load; return True if every row is usable and every reward tells right from wrong.
 
-    With `strict` a warning is a problem, also a `known` one, which is logged first. The options are those of `_check`.
-    Raises UserError if the config itself, the sources or the rewards' arguments are wrong.
+    With `strict` a warning is a problem; the options are those of `_check`. Raises UserError if the config itself, the
+    sources or the rewards' arguments are wrong.
     """
     logged, logger = BufferingHandler(10**9), logging.getLogger("mm_grpo")
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
     try:
-        for sentence in known:
-            logger.warning("%s", sentence)
         problems, printed = _check(config, **options)
     finally:
         logger.removeHandler(logged)
@@ -102,8 +98,9 @@ def _check(  # noqa: PLR0915
     rows: int | None = None,
     page: str | None = None,
     smoke: bool = False,
+    known: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Print the report; return the numbers of problems and of warnings in it.
+    """Print the report, with `known` among its warnings; return the numbers of problems and of warnings in it.
 
     `rows` limits the rows of each set; `page` is the path of the page of `--page`; `smoke` if the tokenizer stands in.
     """
@@ -146,7 +143,7 @@ def _check(  # noqa: PLR0915
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes, warnings = list(plan.sentences), list[str]()
+    notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
     keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from mm_grpo.run.evaluations import Evaluations
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
-SMALL_GAP = 0.02
-"""Largest gap of a blind control without an interval that counts as none."""
 
 
 def summary_of(
@@ -63,14 +61,10 @@ def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
 
 
 def learned_blind(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return True if the score of the first set rose beyond chance, and the gap of its blind control may be 0.
-
-    Both by 95 % intervals; without the gap's, a gap up to SMALL_GAP may be 0.
-    """
-    gap, gap_interval = after["blind"]["gap"], after["blind"]["gap_interval"]
-    least = after["interval"][0] if after["interval"] else after["score"]
-    may_be_zero = gap is not None and (gap_interval[0] <= 0 if gap_interval else gap <= SMALL_GAP)
-    return bool(may_be_zero and least > before["score"])
+    """Return True if the score surely rose and the gap may be 0, by 95 % intervals; without one, up to 0.02 may be."""
+    blind, (score, *_) = after["blind"], after["interval"] or [after["score"]]
+    gap = 1 if blind["gap"] is None else (blind["gap_interval"] or [blind["gap"] - 0.02])[0]
+    return bool(score > before["score"] and gap <= 0)
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:

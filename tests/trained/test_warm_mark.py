@@ -28,7 +28,7 @@ TAUGHT: dict[str, Any] = {
         ({"system_prompt": None}, ["data.system_prompt"]),
         (
             {"chat_template_kwargs": {}, "min_pixels": 9, "max_pixels": 6000},
-            ["data.chat_template_kwargs", "data.min_pixels", "data.max_pixels"],
+            ["data.min_pixels", "data.max_pixels", "data.chat_template_kwargs"],
         ),
     ],
 )
