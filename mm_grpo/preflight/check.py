@@ -47,6 +47,7 @@ from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, print_phase, printable
+from mm_grpo.types import content_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -280,9 +281,8 @@ def _content_of(sample: Sample) -> Hashable:
     """Return a key that is equal for rows of the same texts, except white space, and the same pixels."""
     texts: list[tuple[str, ...]] = []
     for message in sample.messages:
-        content = message["content"]
-        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-        texts.append((message["role"], *(" ".join(part.split()) for part in parts)))
+        parts = content_parts(message["content"])
+        texts.append((message["role"], *(" ".join(part.get("text", "").split()) for part in parts)))
     pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
     return *texts, *pixels
 

@@ -28,6 +28,7 @@ from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
+from mm_grpo.types import content_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -188,8 +189,7 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
 
 
 def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[str]:
-    content = message["content"]
-    parts = [{"text": content}] if isinstance(content, str) else content
+    parts = content_parts(message["content"])
     texts = ([Text(part["text"])] if "text" in part else next(marks, ["‹image›"]) for part in parts)
     return [f"{message['role']}: ", *chain.from_iterable(texts), " "]
 

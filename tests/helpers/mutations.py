@@ -70,7 +70,6 @@ learner/features/twin_view.py < learner/test_twin_view.py
     skipped check | == [i.size for i in images] else twin ==> == [] else twin
     wrong axis | images[0].width * images[0].height ==> images[0].width * images[0].width
     bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
-    dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
@@ -219,6 +218,8 @@ health/checks.py < health/test_guards.py
     * bound | max(limit, MAX_GAP_PER_MOVE * move) ==> max(limit, move)
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
+processors/base.py < learner/test_twin_view.py
+    dropped argument | "min_pixels": config.data.min_pixels, ==> "min_pixels": None,
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     wrong axis | image.resize((width, height) ==> image.resize((height, width)
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:

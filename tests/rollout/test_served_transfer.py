@@ -64,14 +64,16 @@ def serve(held: ExitStack) -> Serve:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[FileTransfer]:
-    transfer = FileTransfer(str(tmp_path / "shared"), timeout=2 * PATIENCE, chunk_bytes=200)
+    transfer = FileTransfer(str(tmp_path / "shared"), timeout=2 * PATIENCE)
+    transfer.chunk_bytes = 200
     yield transfer
     transfer.close()
 
 
 @pytest.fixture
 def gloo() -> Iterator[GlooTransfer]:
-    transfer = GlooTransfer(timeout=2 * PATIENCE, chunk_bytes=200)
+    transfer = GlooTransfer(timeout=2 * PATIENCE)
+    transfer.chunk_bytes = 200
     yield transfer
     transfer.close()
 

@@ -123,11 +123,7 @@ def iou(
 @reward("giou", needs=("box",))
 @takes_box_options
 def giou(
-    completion: str,
-    box: Any,
-    images: Sequence[Image] = (),
-    sample: Sample | None = None,
-    **spaces: Any,
+    completion: str, box: Any, images: Sequence[Image] = (), sample: Sample | None = None, **spaces: Any
 ) -> float | None:
     """Generalised IoU of the completion's last box and the gold box (Rezatofighi et al., 2019).
 

@@ -54,12 +54,7 @@ _LARGE = re.compile(r"\b(?:dozen|hundred|thousand|million|billion)s?\b")
 
 
 @reward("numeric", needs=("answer",))
-def numeric(
-    completion: str,
-    answer: Answer,
-    *,
-    tolerance: float = 1e-6,
-) -> float | None:
+def numeric(completion: str, answer: Answer, *, tolerance: float = 1e-6) -> float | None:
     r"""1 when the completion's last number is the gold number.
 
     The number is read from the last `\boxed{...}` of the final part (the last `<answer>` block, else what
