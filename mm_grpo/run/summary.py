@@ -84,7 +84,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         old, new = (evaluation and evaluation["blind"] for evaluation in (before, after))
         if old and new and old["score"] is not None and new["score"] is not None:
             gap = "" if new["gap"] is None else f", the images add {new['gap']:.3f}"
-            gap += ": it learned the questions, not the pictures" if learned_blind(before, after) else ""
+            if before and after and learned_blind(before, after):
+                gap += ": it learned the questions, not the pictures"
             lines.append(
                 f"{name}, images {new['kind']}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
             )

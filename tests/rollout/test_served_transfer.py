@@ -17,7 +17,7 @@ from helpers.fake_vllm import FakeModel, FakeVLLM, fake_adapters
 from helpers.patience import PATIENCE
 from torch import Tensor
 
-from mm_grpo.errors import ConfigError, EngineError, GuardStop
+from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.rollout.served import plugin
 from mm_grpo.rollout.served import transfer as transfer_module
 from mm_grpo.rollout.served.broadcast import chunks
