@@ -123,9 +123,8 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     ]
 
     def compare() -> list[dict[str, float]]:
-        with (
-            _for_all_sizes()
-        ):  # the backward pass is compiled when it first runs, so it needs the settings too
+        # the backward pass is compiled when it first runs, so it needs the settings too
+        with _for_all_sizes():
             return [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
 
     return fault_of(compare, LIMITS[dtype])

@@ -233,9 +233,8 @@ class ServerPool:
             try:
                 answer = task.result()
             except ServerError as error:
-                if not isinstance(
-                    error, ServerUnreachable
-                ):  # the server may have restarted with another model
+                # the server may have restarted with another model
+                if not isinstance(error, ServerUnreachable):
                     self._require(server, await weights_name(server.client, self.limits.probe_timeout))
                 raise
             server.last_answer = time.monotonic()
