@@ -9,11 +9,13 @@ from typing import Any, Literal
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
+from mm_grpo.data.columns import brief
 from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.errors import DataError
 from mm_grpo.preflight.gold_text import GOLD, as_text, gold_text
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.resolve import resolve_entries
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
@@ -31,9 +33,9 @@ class GoldAnswers:
     def __init__(self, config: GRPOConfig, column: str, lists: Lists | None) -> None:
         self.column, self.lists, self.template = column, lists, config.data.gold_template or "{gold}"
         specs = resolve_entries(config.rewards) if config.rewards else []
-        readers = [s for s in specs if s.needs[:1] == (column,) and column not in s.bound]
-        self.spec = next((s for s in readers if builtin_name(s) in GOLD), None)
-        self.is_whole = self.spec is not None and builtin_name(self.spec) in WHOLE
+        self._readers = [
+            s for s in specs if s.needs[:1] == (column,) and column not in s.bound and builtin_name(s) in GOLD
+        ]
 
     def identity(self, rows: Rows) -> dict[str, Any]:
         """Return what a resumed warm start must have in common with the first, as JSON values."""
@@ -45,35 +47,44 @@ class GoldAnswers:
         """Raise DataError if a row teaches nothing. Of rows that are not in memory some are looked at."""
         for source in rows.sources:
             for index in rows_to_look_at(source):
-                self.values(source.row_name(index), source.fields(index).columns)
+                self.values(source.row_name(index), source.fields(index).other_columns)
 
     def values(self, row: str, columns: Mapping[str, Any]) -> list[Any]:
-        """Return the right answers of a row, one at least. DataError if there is none, or several without `lists`."""
+        """Return the right answers of a row, one at least, from the columns that the model is not shown.
+
+        DataError if there is none, or several without `lists`.
+        """
         value = columns.get(self.column)
-        is_text = isinstance(value, str) or (
-            isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
-        )
-        values = gold_texts(value) if is_text and not self.is_whole else [value]
-        if value is None or not values or not as_text(values[0]).strip():
-            names = ", ".join(columns) or "none"
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        has_text, reader = any(isinstance(item, str) for item in items), self._reader(columns)
+        values: list[Any] = [value]
+        if any(isinstance(item, Mapping) for item in items):
+            values = []  # messages, say
+        elif has_text and (reader is None or builtin_name(reader) not in WHOLE):
+            values = list(gold_texts(value))
+        if not values or values[0] != values[0] or values[0] in (None, []) or not as_text(values[0]).strip():
             raise DataError(
-                f"{row}: --answer {self.column}: the row has no answer there; its columns are {names}. Write an "
-                "answer, leave the row out, or name another column"
+                f"{row}: --answer {self.column}: is {brief(value)}; legal is a text, a number, or a list of these. The "
+                f"row's columns are {', '.join(columns) or 'none'}; correct the row, or name another column"
             )
         if len(values) > 1 and self.lists is None:
             raise DataError(
-                f"{row}: --answer {self.column}: {len(values)} right answers, the first {values[0]!r}; say which are "
-                "taught: --lists first, or --lists each (one a pass over the rows, in turn)"
+                f"{row}: --answer {self.column}: has {len(values)} right answers, the first {values[0]!r}; say which "
+                "are taught: --lists first, or --lists each (one a pass over the rows, in turn)"
             )
         return values if self.lists == "each" else values[:1]
 
     def text(self, prompt: Prompt, turn: int) -> str:
         """Return the text that a prompt's row teaches in pass number `turn` over the rows, from 0."""
-        columns = prompt.sample.columns
-        values = self.values(prompt.uid, columns)
+        columns = prompt.sample.other_columns
+        values, reader = self.values(prompt.uid, columns), self._reader(columns)
         value = values[turn % len(values)]
         text = as_text(value)
-        if self.spec is not None and self.spec.applies_to(columns):
-            sample = replace(prompt.sample, columns={**columns, self.column: value})
-            text = gold_text(self.spec, replace(prompt, sample=sample)) or text
+        if reader is not None:
+            sample = replace(prompt.sample, columns={**prompt.sample.columns, self.column: value})
+            text = gold_text(reader, replace(prompt, sample=sample)) or text
         return self.template.replace("{gold}", text)
+
+    def _reader(self, columns: Mapping[str, Any]) -> RewardSpec | None:
+        """Return the built-in that reads the column of a row, None if none does."""
+        return next((spec for spec in self._readers if spec.applies_to(columns)), None)
