@@ -62,7 +62,8 @@ class GoldAnswers:
             values = []  # messages, say
         elif has_text and (reader is None or builtin_name(reader) not in WHOLE):
             values = list(gold_texts(value))
-        if not values or values[0] != values[0] or values[0] in (None, []) or not as_text(values[0]).strip():
+        text = as_text(values[0]).strip() if values else ""
+        if not text or (not isinstance(values[0], str) and text in ("null", "NaN", "[]")):
             raise DataError(
                 f"{row}: --answer {self.column}: is {brief(value)}; legal is a text, a number, or a list of these. The "
                 f"row's columns are {', '.join(columns) or 'none'}; correct the row, or name another column"
