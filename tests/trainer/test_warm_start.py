@@ -104,8 +104,10 @@ def test_a_killed_warm_start_leaves_no_model_and_goes_on(model: Path, tmp_path: 
         process.end()
     assert not (folder / "model").exists()
     step = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
-    code, output = processes.finished([*command, step + 2, "--resume"], tmp_path / "resumed.txt")
-    assert code == 0, output
+    program = (*command, step + 2, "--resume")  # on two processes now
+    assert processes.launch(program, 2, [], tmp_path / "resumed") == [0, 0]
+    output = [(tmp_path / f"resumed/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert [text.count(f"done: {step + 2} steps") for text in output] == [1, 0], output
     assert [row["step"] for row in metrics_of(folder)] == [*range(1, step + 3)]
     assert (folder / "model/model.safetensors").exists()
 
