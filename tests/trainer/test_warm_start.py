@@ -126,6 +126,9 @@ def test_what_cannot_be_taught_is_refused_before_the_folder_is_made(model: Path,
     config = config_of(model, tmp_path / "run")
     for error, changes, options in (
         (ConfigError, {"rollout": {"environment": "zoom"}}, {}),
+        (ConfigError, {}, {"steps": 0}),
+        (ConfigError, {}, {"lists": "all"}),
+        (DataError, {}, {"answer": "prompt"}),
         (DataError, {}, {"answer": "nothing"}),
         (DataError, {}, {"train": [*ROWS[:2], {**ROWS[2], "answer": ""}]}),
         (DataError, {}, {"train": [{**ROWS[0], "answer": ["red", "crimson"]}]}),
