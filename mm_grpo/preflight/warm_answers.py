@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from mm_grpo.errors import DataError
 from mm_grpo.preflight.gold_text import GOLD, as_text, gold_text
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.resolve import resolve_entries
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
@@ -32,8 +34,7 @@ class GoldAnswers:
         self.column, self.lists, self.template = column, lists, config.data.gold_template or "{gold}"
         specs = resolve_entries(config.rewards) if config.rewards else []
         readers = [s for s in specs if s.needs[:1] == (column,) and column not in s.bound]
-        self.spec = next((s for s in readers if builtin_name(s) in GOLD), None)
-        self.is_whole = self.spec is not None and builtin_name(self.spec) in WHOLE
+        self.readers = [s for s in readers if builtin_name(s) in GOLD]
 
     def identity(self, rows: Rows) -> dict[str, Any]:
         """Return what a resumed warm start must have in common with the first, as JSON values."""
@@ -49,12 +50,20 @@ class GoldAnswers:
 
     def values(self, row: str, columns: Mapping[str, Any]) -> list[Any]:
         """Return the right answers of a row, one at least. DataError if there is none, or several without `lists`."""
-        value = columns.get(self.column)
+        value, reader = columns.get(self.column), self._reader(columns)
         is_text = isinstance(value, str) or (
-            isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
+            isinstance(value, list | tuple)
+            # other lists of numbers are one answer, such as a box
+            and (
+                reader is not None
+                or not value
+                or any(item is None or isinstance(item, str) for item in value)
+            )
         )
-        values = gold_texts(value) if is_text and not self.is_whole else [value]
-        if value is None or not values or not as_text(values[0]).strip():
+        is_whole = reader is not None and builtin_name(reader) in WHOLE
+        values = gold_texts(value) if is_text and not is_whole else [value]
+        is_missing = value is None or (isinstance(value, float) and math.isnan(value))  # pandas writes nan
+        if is_missing or not values or not as_text(values[0]).strip():
             names = ", ".join(columns) or "none"
             raise DataError(
                 f"{row}: --answer {self.column}: the row has no answer there; its columns are {names}. Write an "
@@ -73,7 +82,11 @@ class GoldAnswers:
         values = self.values(prompt.uid, columns)
         value = values[turn % len(values)]
         text = as_text(value)
-        if self.spec is not None and self.spec.applies_to(columns):
+        if (reader := self._reader(columns)) is not None:
             sample = replace(prompt.sample, columns={**columns, self.column: value})
-            text = gold_text(self.spec, replace(prompt, sample=sample)) or text
+            text = gold_text(reader, replace(prompt, sample=sample)) or text
         return self.template.replace("{gold}", text)
+
+    def _reader(self, columns: Mapping[str, Any]) -> RewardSpec | None:
+        """Return the built-in that reads a row's gold; None if there is none."""
+        return next((spec for spec in self.readers if spec.applies_to(columns)), None)
