@@ -60,10 +60,12 @@ class GoldAnswers:
                 or any(item is None or isinstance(item, str) for item in value)
             )
         )
-        is_whole = reader is not None and builtin_name(reader) in WHOLE
-        values = gold_texts(value) if is_text and not is_whole else [value]
+        values = gold_texts(value) if is_text else [value]
+        name = None if reader is None else builtin_name(reader)
+        if name in WHOLE and (values or name == "box_match"):  # a picture may hold no box
+            values = [value]
         is_missing = value is None or (isinstance(value, float) and math.isnan(value))  # pandas writes nan
-        if is_missing or not values or not as_text(values[0]).strip():
+        if is_missing or not values:
             names = ", ".join(columns) or "none"
             raise DataError(
                 f"{row}: --answer {self.column}: the row has no answer there; its columns are {names}. Write an "

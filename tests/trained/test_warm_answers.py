@@ -121,6 +121,8 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
     ("answer", "red", [], {"template": "<answer>{gold}</answer>"}, "<answer>red</answer>"),
     ("answer", "(2, -3)", ["math"], {}, r"\boxed{(2, -3)}"),
     ("answer", ["cat", "dog"], [{"name": "contains", "mode": "all"}], {}, "cat\ndog"),
+    ("answer", ["", "dog"], ["contains"], {}, "dog"),
+    ("boxes", [], ["box_match"], {}, "[]"),
     ("box", BOX, ["iou"], {}, "[5.6, 8.4, 33.6, 50.4]"),
     ("box", str(BOX), ["iou"], {"lists": "each", "turn": 1}, "[5.6, 8.4, 33.6, 50.4]"),
     ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
@@ -135,19 +137,22 @@ def test_texts_of_golds(
     assert text_of(column, value, *rewards, **options) == want
 
 
-@pytest.mark.parametrize("value", [None, "", " ", [], [None], [" "], "[' ']", math.nan])
-@pytest.mark.parametrize("rewards", [[], ["exact_match"]])
-def test_a_row_without_a_gold_is_refused(value: Any, rewards: list[Any]) -> None:
-    with pytest.raises(DataError, match="row:7"):
-        text_of("answer", value, *rewards, lists="first")
+MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
 
 
 @pytest.mark.parametrize(
-    ("value", "reward"), [(["a", "b"], "anls"), ("['a', 'b']", "choice"), ([3, 4], "numeric")]
+    ("column", "value", "rewards"),
+    [
+        *(("answer", value, rewards) for value in MISSING for rewards in ([], ["exact_match"], ["contains"])),
+        ("box", [], ["iou"]),
+        ("answer", ["a", "b"], ["anls"]),
+        ("answer", "['a', 'b']", ["choice"]),
+        ("answer", [3, 4], ["numeric"]),
+    ],
 )
-def test_several_golds_are_refused_unless_lists_says_which(value: Any, reward: str) -> None:
+def test_no_gold_is_refused_and_several_are(column: str, value: Any, rewards: list[Any]) -> None:
     with pytest.raises(DataError, match="row:7"):
-        text_of("answer", value, reward)
+        text_of(column, value, *rewards)
 
 
 def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(

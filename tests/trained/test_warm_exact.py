@@ -6,9 +6,8 @@ As a script it is one process of a warm start: `test_warm_exact.py MODEL FOLDER`
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -42,12 +41,10 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": [message("user", "which", 2)], "images": PICTURES[1:3], "answer": GOLDS[2]},
     {"messages": [*TALK, message("assistant", GOLDS[3])], "images": PICTURES[3:]},
 ]
-SETTINGS: Mapping[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "rollout": {"temperature": 0.7, "max_staleness": 1, "engine": "vllm_server"},
-    "algorithm": {
-        **{"loss_type": "grpo", "epsilon_high": 0.3, "importance_sampling_mode": "auto", "num_iterations": 2},
-        **{"beta": 0.3, "entropy_coef": 0.2, "top_entropy_quantile": 0.5, "credit": "pgpo"},
-    },
+    "algorithm": {"loss_type": "grpo", "beta": 0.3, "entropy_coef": 0.2, "top_entropy_quantile": 0.5}
+    | {"importance_sampling_mode": "auto", "num_iterations": 2, "credit": "pgpo"},
     "optim": {"updates_per_step": 2},
 }
 """Of the run to come, each of which would change the loss."""
@@ -56,10 +53,8 @@ LIMITS = {"qwen3_5": 4e-6}
 RATE = 1000.0
 
 
-class Step(NamedTuple):
-    loss: float
-    gradients: dict[str, Tensor]
-    """Before they are clipped, by parameter."""
+Step = tuple[float, dict[str, Tensor]]
+"""A loss, and its gradients by parameter before they are clipped."""
 
 
 def config_for(path: Path, folder: Path, **changes: Any) -> GRPOConfig:
@@ -85,7 +80,7 @@ def warm_step(config: GRPOConfig) -> Step:
         patch.setattr(Optimizer, "apply", noted)
         warm(config, answer="answer", steps=1, train=ROWS)
     ((row,), (gradients,)) = rows_of(Path(config.run.dir + "-warm")), updates
-    return Step(row["loss"], gradients)
+    return row["loss"], gradients
 
 
 def plain_step(model: Any, config: GRPOConfig) -> Step:
@@ -119,7 +114,7 @@ def plain_step(model: Any, config: GRPOConfig) -> Step:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradients[name] = gradients.get(name, 0.0) + parameter.grad.double()
-    return Step(loss, gradients)
+    return loss, gradients
 
 
 def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -128,10 +123,10 @@ def load_plain(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def assert_equal(got: Step, want: Step, *, loss: float = 1e-6, gradients: float = 1e-6) -> None:
     """The loss relative to the plain one, the gradients' difference relative to the norm of all."""
-    assert got.loss == pytest.approx(want.loss, rel=loss)
-    assert got.gradients.keys() >= want.gradients.keys()
-    assert not any(bool(got.gradients[name].any()) for name in got.gradients.keys() - want.gradients.keys())
-    pairs = [(got.gradients[name] - t, t) for name, t in want.gradients.items()]
+    assert got[0] == pytest.approx(want[0], rel=loss)
+    assert got[1].keys() >= want[1].keys()
+    assert not any(bool(got[1][name].any()) for name in got[1].keys() - want[1].keys())
+    pairs = [(got[1][name] - t, t) for name, t in want[1].items()]
     off, norm = (float(torch.stack([p[i].norm() for p in pairs]).norm()) for i in (0, 1))
     assert norm > 0 and off <= gradients * norm
 
@@ -179,7 +174,7 @@ def test_gradients_of_adapters(
     filled(plain, LoRAConfig(rank=4, vision=True), load_processor(config.model.path).family)
     got = warm_step(config)
     assert_equal(got, plain_step(plain, config))
-    assert all(".lora_" in name for name in got.gradients)
+    assert all(".lora_" in name for name in got[1])
 
 
 def sgd(parameters: Any, *_: Any, **__: Any) -> torch.optim.Optimizer:
