@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -54,16 +55,18 @@ class GoldAnswers:
 
         DataError if there is none, or several without `lists`.
         """
-        value = columns.get(self.column)
-        items = list(value) if isinstance(value, list | tuple) else [value]
-        has_text, reader = any(isinstance(item, str) for item in items), self._reader(columns)
+        value, reader = columns.get(self.column), self._reader(columns)
+        items = value if isinstance(value, list | tuple) else [value]
         values: list[Any] = [value]
-        if any(isinstance(item, Mapping) for item in items):
-            values = []  # messages, say
-        elif has_text and (reader is None or builtin_name(reader) not in WHOLE):
+        # without a reader a list of numbers is one answer, such as a box
+        if reader is not None or any(item is None or isinstance(item, str) for item in items):
             values = list(gold_texts(value))
-        text = as_text(values[0]).strip() if values else ""
-        if not text or (not isinstance(values[0], str) and text in ("null", "NaN", "[]")):
+        if reader is not None and (name := builtin_name(reader)) in WHOLE:
+            values = [value] if values or name == "box_match" else []  # a picture may hold no box
+        elif any(isinstance(item, Mapping) for item in items):
+            values = []  # messages, say
+        is_missing = isinstance(value, float) and math.isnan(value)  # pandas writes nan
+        if is_missing or not values or not as_text(values[0]).strip():
             raise DataError(
                 f"{row}: --answer {self.column}: is {brief(value)}; legal is a text, a number, or a list of these. The "
                 f"row's columns are {', '.join(columns) or 'none'}; correct the row, or name another column"
