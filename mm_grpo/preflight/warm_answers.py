@@ -59,14 +59,14 @@ class GoldAnswers:
         items = value if isinstance(value, list | tuple) else [value]
         values: list[Any] = [value]
         # without a reader a list of numbers is one answer, such as a box
-        if reader is not None or any(item is None or isinstance(item, str) for item in items):
+        if reader is not None or not items or any(item is None or isinstance(item, str) for item in items):
             values = list(gold_texts(value))
         if reader is not None and (name := builtin_name(reader)) in WHOLE:
             values = [value] if values or name == "box_match" else []  # a picture may hold no box
         elif any(isinstance(item, Mapping) for item in items):
             values = []  # messages, say
         is_missing = isinstance(value, float) and math.isnan(value)  # pandas writes nan
-        if is_missing or not values or not as_text(values[0]).strip():
+        if is_missing or not values:
             raise DataError(
                 f"{row}: --answer {self.column}: is {brief(value)}; legal is a text, a number, or a list of these. The "
                 f"row's columns are {', '.join(columns) or 'none'}; correct the row, or name another column"
