@@ -29,6 +29,8 @@ from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
     from mm_grpo.distributed.ranks import Ranks
@@ -160,40 +162,23 @@ def build_parts(
     together, `toolbox` what the model may call; `phase` is called with what begins. Raises ConfigError for what cannot
     be loaded and GuardStop when the weights did not reach the engine.
     """
-    from mm_grpo.distributed.accelerate_env import check_launcher
     from mm_grpo.learner.learner import Learner
-    from mm_grpo.learner.model import adopt_model, check_saveable, resolve_device, resolve_dtype
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.rollout.weights import WeightLedger
 
-    for name, passed in (("model", model), ("processor", processor)):
-        if isinstance(passed, str | PathLike):
-            raise ConfigError(f"{name} = {str(passed)!r}: must be a loaded one; a path is set in model.path")
     datasets = list(datasets)
     if datasets:
         check_features(config, datasets[0], several_turns=toolbox is not None)
-    device = resolve_device(config.model.device)
-    check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
-    from_path = "processor" if processor is None else None
-    if processor is None:
-        processor = loaded or processor_of(config)
-    else:
-        _check_processor(processor, config)
     # an engine's 16-bit base cannot stand in for a base in four bits, unless it runs the learner's own
     may_lend = (
         ENGINE_FACTS[config.rollout.engine].colocated
         and config.model.lora is not None
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
-    if model is None:
-        # a base that vLLM will lend stays off the device, which would hold it twice until then
-        model = _load_model(config, processor, on_host=may_lend, phase=phase)
-    else:
-        several = ranks is not None and ranks.world > 1
-        from_path = from_path if ENGINE_FACTS[config.rollout.engine].embedded else "engine"
-        model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
-        device = model.device  # with model.device: auto it is trained where it is
-    check_saveable(model, processor)
+    # a base that vLLM will lend stays off the device, which would hold it twice until then
+    model, processor, device = load_policy(
+        config, model, processor, loaded, ranks=ranks, on_host=may_lend, phase=phase
+    )
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     if not ENGINE_FACTS[config.rollout.engine].embedded:
         phase(f"starting {config.rollout.engine}")
@@ -212,6 +197,44 @@ def build_parts(
         "" if ENGINE_FACTS[config.rollout.engine].embedded else adapters_sentence(learner, lent),
     )
     return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
+
+
+def load_policy(
+    config: GRPOConfig,
+    model: Any,
+    processor: Processor | None,
+    loaded: Processor | None,
+    *,
+    ranks: Ranks | None,
+    on_host: bool = False,
+    phase: Callable[[str], None],
+) -> tuple[Any, Processor, torch.device]:
+    """Return the model to train, its processor and the device that it is trained on; arguments as of `build_parts`.
+
+    With `on_host` a model from `model.path` stays in the host's memory.
+    """
+    from mm_grpo.distributed.accelerate_env import check_launcher
+    from mm_grpo.learner.model import adopt_model, check_saveable, resolve_device, resolve_dtype
+
+    for name, passed in (("model", model), ("processor", processor)):
+        if isinstance(passed, str | PathLike):
+            raise ConfigError(f"{name} = {str(passed)!r}: must be a loaded one; a path is set in model.path")
+    device = resolve_device(config.model.device)
+    check_launcher(config, device, getattr(model, "dtype", None) or resolve_dtype(config.model.dtype, device))
+    from_path = "processor" if processor is None else None
+    if processor is None:
+        processor = loaded or processor_of(config)
+    else:
+        _check_processor(processor, config)
+    if model is None:
+        model = _load_model(config, processor, on_host=on_host, phase=phase)
+    else:
+        several = ranks is not None and ranks.world > 1
+        from_path = from_path if ENGINE_FACTS[config.rollout.engine].embedded else "engine"
+        model = adopt_model(model, config.model, processor.family, from_path=from_path, several=several)
+        device = model.device  # with model.device: auto it is trained where it is
+    check_saveable(model, processor)
+    return model, processor, device
 
 
 @contextmanager

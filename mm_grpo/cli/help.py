@@ -20,6 +20,10 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo train config.yaml --smoke",
         "mm-grpo train config.yaml --processes 8 --resume",
     ),
+    "warm": (
+        "mm-grpo warm config.yaml --answer answer",
+        "mm-grpo warm config.yaml optim.learning_rate=1e-5 --answer answers --lists first --steps 200",
+    ),
     "serve": (
         "mm-grpo serve config.yaml --servers 2",
         "mm-grpo serve config.yaml --host 10.0.0.7 --port 9000 --tensor-parallel 2",
@@ -52,7 +56,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
 GROUPS: Mapping[str, str] = {
     "Begin": "init recipes convert",
     "Before a run": "check estimate doctor",
-    "Run": "train serve view",
+    "Run": "warm train serve view",
     "The trained model": "eval ask export",
     "Look up": "config rewards env",
 }

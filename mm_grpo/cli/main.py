@@ -31,6 +31,7 @@ from mm_grpo.cli.serve import serve
 from mm_grpo.cli.train import train
 from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
+from mm_grpo.cli.warm import warm
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError, shorten
 from mm_grpo.terminal import PrintableFilter, ignore_closed_pipe, print_traceback, printable, redact
@@ -46,7 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    train, serve, check, doctor, estimate, view, export, ask, recipes, init, config, convert, env
+    train, warm, serve, check, doctor, estimate, view, export, ask, recipes, init, config, convert, env
 ):  # fmt: skip
     app.command()(command)
 app.command("eval")(evaluate)

@@ -52,7 +52,8 @@ R = TypeVar("R")
 class Learner(LearnerWeights):
     """Trainer of `model` on groups. `total_updates` is the length of the learning-rate schedule.
 
-    `ranks` are the processes that make the updates together; None is this one alone.
+    `ranks` are the processes that make the updates together; None is this one alone. Without `as_sampled` the loss is
+    over the whole vocabulary at temperature 1, and not over the distribution that training samples from.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Learner(LearnerWeights):
         config: GRPOConfig,
         total_updates: int,
         ranks: Ranks | None = None,
+        *,
+        as_sampled: bool = True,
     ) -> None:
         if not any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
@@ -73,7 +76,7 @@ class Learner(LearnerWeights):
         # each process drew its own random numbers for weights that are new (LoRA)
         self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
-        wrap = partial(wrap_model, processor=processor, config=config)
+        wrap = partial(wrap_model, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
             self.reference = wrap(load_reference_model(config, model, processor))

@@ -99,8 +99,9 @@ def _check(  # noqa: PLR0915
     rows: int | None = None,
     page: str | None = None,
     smoke: bool = False,
+    known: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Print the report; return the numbers of problems and of warnings in it.
+    """Print the report, with `known` among its warnings; return the numbers of problems and of warnings in it.
 
     `rows` limits the rows of each set; `page` is the path of the page of `--page`; `smoke` if the tokenizer stands in.
     """
@@ -143,7 +144,7 @@ def _check(  # noqa: PLR0915
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes, warnings = list(plan.sentences), list[str]()
+    notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
     keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():

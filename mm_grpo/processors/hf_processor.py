@@ -14,6 +14,7 @@ A family says which tokens are media, how it resizes and which tensors its tower
 from __future__ import annotations
 
 import math
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -228,6 +229,33 @@ class HFProcessor(ABC):
             "model that ends with a stop token; conversations of several turns need one that does (model.path)"
         )
 
+    def answer_ids(self, prompt: Prompt, text: str) -> tuple[int, ...]:
+        """Return the ids that the chat template writes for an answer to a prompt, up to and with the stop token.
+
+        DataError if the template writes another prompt before an answer, drops a part of it or ends it without a stop
+        token, or if the text holds a special token.
+        """
+        sample, start = prompt.sample, prompt.engine_prompt.token_ids
+        messages = [*sample.messages, {"role": "assistant", "content": text}]
+        ids = tuple(self.ids(replace(sample, messages=messages), add_generation_prompt=False))
+        answer = ids[len(start) :]
+        end = next((place for place, token in enumerate(answer) if token in self.stop_token_ids), None)
+        why = ""
+        if prompt.opens_thinking:  # the tag stands in the prompt
+            text = text.lstrip().removeprefix("<think>")
+        if ids[: len(start)] != start:
+            why = "writes another prompt before an answer (does it add or drop <think>?)"
+        elif end is None:
+            why = "writes no stop token behind an answer"
+        elif _letters(text) not in _letters(self.tokenizer.decode(list(answer[:end]))):
+            why = f"drops a part of the answer {text[:60]!r}"
+        if end is None or why:
+            raise DataError(
+                f"{sample.uid}: the model's chat template {why}, so this answer cannot be taught; set "
+                "data.chat_template_kwargs, or correct the template in model.path"
+            )
+        return answer[: end + 1]
+
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
 
@@ -260,14 +288,13 @@ class HFProcessor(ABC):
         return [output["input_ids"][0].tolist() for output in outputs], self.vision(outputs)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
-        """Render a conversation by the chat template, up to the beginning of the answer."""
+        """Render a conversation by the chat template, by default up to the beginning of the answer."""
         # not by the processor: some add options of videos to every call, and warn of them as unknown
         text: str = self.tokenizer.apply_chat_template(
             list(messages),
             chat_template=self.template,
             tokenize=False,
-            add_generation_prompt=True,
-            **arguments,
+            **{"add_generation_prompt": True, **arguments},
         )
         return text
 
@@ -291,10 +318,15 @@ class HFProcessor(ABC):
                 "preprocessor_config.json and chat template beside the weights"
             ) from None
 
-    def ids(self, sample: Sample, change: Callable[[str], str] = lambda text: text) -> list[int]:
-        """Return the ids of a sample's conversation, with one placeholder for each image; `change` edits its text."""
+    def ids(
+        self, sample: Sample, change: Callable[[str], str] = lambda text: text, **arguments: Any
+    ) -> list[int]:
+        """Return the ids of a sample's conversation, with one placeholder for each image; `change` edits its text.
+
+        `arguments` go to `render`, over the row's.
+        """
         where = f"{sample.uid}: chat_template_kwargs"
-        arguments = check_arguments(sample.chat_template_kwargs, self.template, where, DataError)
+        arguments = check_arguments(sample.chat_template_kwargs, self.template, where, DataError) | arguments
         messages = sample.messages
         if sample.tools and knows_tools(self.template):
             arguments["tools"] = list(sample.tools)
@@ -373,3 +405,8 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
+
+
+def _letters(text: str) -> str:
+    """Return a text without white space, which templates strip, and composed (NFC), as tokenizers read it."""
+    return "".join(unicodedata.normalize("NFC", text).split())

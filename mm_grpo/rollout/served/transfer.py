@@ -251,7 +251,7 @@ class GlooTransfer(ServedTransfer):
         call = self._threads.submit(
             client.call, "/init_weight_transfer_engine", {"init_info": info}, timeout=seconds
         )
-        with _during(call):
+        with _during(client, call):
             group = BroadcastGroup(
                 self.kind, self.host, port, rank=0, size=size, timeout=seconds, listener=listener
             )
@@ -270,10 +270,10 @@ class GlooTransfer(ServedTransfer):
         call = self._threads.submit(self._send_part, client, tensors=describe(part))
         call.add_done_callback(lambda future: group.abort() if future.exception() else None)
         try:
-            with _during(call):
+            with _during(client, call):
                 for _, tensor in part:
                     group.broadcast(as_bytes(tensor.to(group.device).contiguous()))
-        except (EngineError, ServerError):
+        except ServerError:
             self._leave(client)
             raise
 
@@ -296,14 +296,14 @@ class NcclTransfer(GlooTransfer):
 
 
 @contextmanager
-def _during(call: Future[Any]) -> Iterator[None]:
+def _during(client: ServerClient, call: Future[Any]) -> Iterator[None]:
     """Run the block while a server works on `call`, and wait for it. Raises the server's own error if there is one."""
     try:
         yield
-    except EngineError:
+    except EngineError as error:
         if call.done():
             call.result()
-        raise
+        raise ServerError(client.url, str(error)) from error
     call.result()
 
 

@@ -219,7 +219,10 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
 
 def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
+    # a process of 12 s would inspect a new model's class, to leave CUDA alone; this process imports the class anyway
+    registry._run_in_subprocess = lambda fn: fn()
     try:
         return LLM(**engine_arguments(settings), **lora)
     except (TypeError, ValueError) as error:  # an unknown argument, or a value that vLLM refuses

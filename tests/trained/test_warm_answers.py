@@ -1,0 +1,174 @@
+"""What a warm start teaches: the ids of an answer by the chat template, and the text of a row's gold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import tiny
+from helpers.configs import small_config
+from helpers.small_runs import rows_of
+
+from mm_grpo.errors import DataError
+from mm_grpo.learner.learner import Learner
+from mm_grpo.preflight.warm_answers import GoldAnswers
+from mm_grpo.processors.base import load_processor
+from mm_grpo.types import EnginePrompt, Prompt
+from mm_grpo.warm_start import warm
+
+SPECIAL = "<|box_start|>"
+OPENS, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture
+def processor(models: dict[str, Path]) -> Any:
+    return load_processor(str(models["qwen2_5_vl"]))
+
+
+def taught(processor: Any, text: str, **changes: Any) -> list[str]:
+    prompt = processor.prompt(tiny.sample("row:7", "what", (tiny.picture(1),)))
+    ids = processor.answer_ids(replace(prompt, **changes), text)
+    return list(processor.tokenizer.convert_ids_to_tokens(ids))
+
+
+def test_ids_of_an_answer_by_hand(processor: Any) -> None:
+    assert taught(processor, "red") == [
+        "re",
+        "d",
+        "<|im_end|>",
+    ]  # and no line break, which the template writes too
+    assert taught(processor, "e\u0301") == taught(processor, "\u00e9")  # a tokenizer composes letters
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": [SPECIAL]})
+    assert taught(processor, SPECIAL + "(") == [SPECIAL, "(", "<|im_end|>"]  # which rows may hold
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("assistant\n", "assistant\n" + OPENS, "red"),
+        ("<|im_end|>\n", "\n", "red"),
+        ("{{ m.content }}", "{{ m.content[1:] }}", "what"),
+        ("", "", "red<|im_end|>"),
+    ],
+    ids=["another prompt", "no stop token", "dropped text", "special token"],
+)
+def test_a_template_that_cannot_show_the_answer_is_refused(
+    processor: Any, old: str, new: str, text: str
+) -> None:
+    assert old in processor.template
+    processor.template = processor.template.replace(old, new)
+    with pytest.raises(DataError, match="row:7"):
+        taught(processor, text)
+
+
+@pytest.mark.parametrize(
+    ("opening", "text", "want"),
+    [
+        ("", "red", CLOSED + "red<|im_end|>"),  # thinking is on: no thoughts are taught
+        ("", "<think>so</think>red", "<think>\nso\n</think>\n\nred<|im_end|>"),
+        (CLOSED, "red", "red<|im_end|>"),  # off
+        (OPENS, "<think>so</think>red", "so\n</think>\n\nred<|im_end|>"),
+        (OPENS, "so</think>red", "so\n</think>\n\nred<|im_end|>"),
+        (
+            OPENS,
+            "red",
+            None,
+        ),  # the line breaks of empty thoughts are one token, and the prompt ends in one of them
+    ],
+)
+def test_templates_of_thinking_models(processor: Any, opening: str, text: str, want: str | None) -> None:
+    """As Qwen3's, which writes thoughts before the last answer; `opening` is what it writes to be gone on from."""
+    thoughts = "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '')"
+    answer = f"<think>\n{{{{ {thoughts} }}}}\n</think>\n\n{{{{ m.content.split('</think>')[-1] }}}}"
+    template = processor.template.replace("{{ m.content }}", answer)
+    processor.template = template.replace("assistant\n", "assistant\n" + opening)
+    processor.tokenizer.add_tokens(["\n\n"])
+    if want is None:
+        with pytest.raises(DataError, match="row:7"):
+            taught(processor, text, opens_thinking=True)
+    else:
+        tokens = taught(processor, text, opens_thinking=opening == OPENS)
+        assert processor.tokenizer.convert_tokens_to_string(tokens) == want
+
+
+def text_of(column: str, value: Any, *rewards: Any, template: str | None = None, **options: Any) -> str:
+    """The text that a row teaches, whose image the model sees at 0.56 and 0.42 of its size."""
+    config = small_config("m", rewards=list(rewards), data={"gold_template": template})
+    sample = tiny.sample("row:7", "?", (tiny.picture(0, 100, 200),), **{column: value, "task": "b"})
+    tensors: Any = None
+    prompt = Prompt(sample, (), EnginePrompt((), (tiny.picture(0, 56, 84),)), tensors, {})
+    return GoldAnswers(config, column, options.get("lists")).text(prompt, options.get("turn", 0))
+
+
+BOX = [10, 20, 60, 120]
+OTHER = {"name": "iou", "when": {"task": "a"}}
+CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
+    ("answer", ["red"], ["exact_match"], {}, "red"),
+    ("answer", ["red", None, " "], [], {}, "red"),
+    ("answer", 3.0, [], {}, "3"),
+    ("answer", 3.0, ["exact_match"], {}, "3"),
+    ("answer", [3.0], ["numeric"], {}, "3"),
+    ("answer", "['red']", [], {}, "red"),
+    ("answer", "[1, 2]", [], {}, "[1, 2]"),
+    ("answer", BOX, [], {}, "[10, 20, 60, 120]"),
+    ("answer", "null", [], {}, "null"),
+    ("answer", ["3", 4], [], {"lists": "first"}, "3"),
+    ("answer", ["a", "b"], ["anls"], {"lists": "first", "turn": 1}, "a"),
+    *(("answer", ["a", "b", "c"], [], {"lists": "each", "turn": n}, "abca"[n]) for n in range(4)),
+    ("answer", "red", [], {"template": "<answer>{gold}</answer>"}, "<answer>red</answer>"),
+    ("answer", "(2, -3)", ["math"], {}, r"\boxed{(2, -3)}"),
+    ("answer", ["cat", "dog"], [{"name": "contains", "mode": "all"}], {}, "cat\ndog"),
+    ("answer", ["", "dog"], ["contains"], {}, "dog"),
+    ("boxes", [], ["box_match"], {}, "[]"),
+    ("box", BOX, ["iou"], {}, "[5.6, 8.4, 33.6, 50.4]"),
+    ("box", str(BOX), ["iou"], {"lists": "each", "turn": 1}, "[5.6, 8.4, 33.6, 50.4]"),
+    ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
+    ("boxes", [BOX, BOX], ["box_match"], {}, "[5.6, 8.4, 33.6, 50.4] [5.6, 8.4, 33.6, 50.4]"),
+]
+
+
+@pytest.mark.parametrize(("column", "value", "rewards", "options", "want"), CASES)
+def test_texts_of_golds(
+    column: str, value: Any, rewards: list[Any], options: dict[str, Any], want: str
+) -> None:
+    assert text_of(column, value, *rewards, **options) == want
+
+
+MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rewards"),
+    [
+        *(("answer", value, rewards) for value in MISSING for rewards in ([], ["exact_match"], ["contains"])),
+        ("box", [], ["iou"]),
+        ("answer", ["a", "b"], ["anls"]),
+        ("answer", "['a', 'b']", ["choice"]),
+        ("answer", [3, 4], ["numeric"]),
+    ],
+)
+def test_no_gold_is_refused_and_several_are(column: str, value: Any, rewards: list[Any]) -> None:
+    with pytest.raises(DataError, match="row:7"):
+        text_of(column, value, *rewards)
+
+
+def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "x", "answer": gold} for gold in (["a", "b"], "red " * 9, "c")]
+    update, steps = Learner.update, []
+
+    def noted(self: Learner, groups: Any) -> Any:
+        steps.append([group.completions[0].text for group in groups])
+        return update(self, groups)
+
+    monkeypatch.setattr(Learner, "update", noted)
+    rollout = {"prompts_per_step": 2, "max_completion_length": 16}
+    data = {"shuffle": False, "on_overlong": "drop", "text_only": True}
+    config = small_config(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, data=data)
+    warm(config, answer="answer", lists="each", steps=3, train=rows)
+    assert steps == [["a"], ["c", "b"], ["c"]]
+    assert [row["prompts/dropped"] for row in rows_of(tmp_path / "run-warm")] == [1, 0, 1]
