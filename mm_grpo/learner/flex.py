@@ -172,11 +172,8 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
         with torch.no_grad():
             inference = run(*leaves)
         results.append([out.detach() * (weight != 0), *gradients, inference * (weight != 0)])
-    names = (
-        "output",
-        *(f"gradient of the {x}" for x in ("query", "key", "value")),
-        "output without gradients",
-    )
+    gradients_of = [f"gradient of the {x}" for x in ("query", "key", "value")]
+    names = ("output", *gradients_of, "output without gradients")
     return {
         name: float((got.float() - want.float()).norm() / want.float().norm())
         for name, got, want in zip(names, *results, strict=True)

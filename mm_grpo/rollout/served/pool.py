@@ -121,11 +121,8 @@ class ServerPool:
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
         for server in self.servers:
             if server.model is None:
-                log.warning(
-                    "rollout: going on without %s (%s); it joins when it answers",
-                    server.url,
-                    server.last_event,
-                )
+                message = "rollout: going on without %s (%s); it joins when it answers"
+                log.warning(message, server.url, server.last_event)
         self._watcher = in_background(self._watch())
 
     def submit(self, work: EngineRequest) -> Future[EngineAnswer]:

@@ -212,12 +212,8 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
     if size is None or not adapters.supports(config):
         return {}
     tower = settings.lora_vision and adapters.supports(config, tower=True)
-    arguments = {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": size,
-        "enable_tower_connector_lora": tower,
-    }
+    arguments = {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
+    arguments["enable_tower_connector_lora"] = tower
     return {name: engine_kwargs.get(name, value) for name, value in arguments.items()}
 
 
