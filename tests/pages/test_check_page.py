@@ -83,7 +83,7 @@ def test_the_page_limits_rows_and_bytes(
     page_config: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as one:
-        one.setattr("mm_grpo.preflight.check.MAX_ROWS", 1)
+        one.setattr(check_page, "MAX_ROWS", 1)
         data, _ = checked(page_config(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
