@@ -50,7 +50,6 @@ SETTINGS: dict[str, Any] = {
 """Of the run to come, each of which would change the loss."""
 LIMITS = {"qwen3_5": 4e-6}
 """Of gradients, if not 1e-6: in linear attention plain fp32 is itself 3.0e-6 from fp64, and the warm start 2.8e-6."""
-RATE = 1000.0
 
 
 Step = tuple[float, dict[str, Tensor]]
@@ -177,29 +176,24 @@ def test_gradients_of_adapters(
     assert all(".lora_" in name for name in got[1])
 
 
-def sgd(parameters: Any, *_: Any, **__: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=RATE)
-
-
 def change_of(path: Path, folder: Path) -> dict[str, Tensor]:
-    """How far the first step moves the weights: the gradient, large beside the rounding of what it is added to."""
-    optim = {"learning_rate": RATE, "max_grad_norm": 0.0}
-    warm(config_for(path, folder, optim=optim), answer="answer", steps=1, train=ROWS)
+    """How far a step of SGD moves the weights: the gradient, large beside the rounding of what it is added to."""
+    optim = {"learning_rate": 1000.0, "max_grad_norm": 0.0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "adamw", lambda parameters, *_, **__: torch.optim.SGD(parameters, lr=1.0))
+        patch.setattr(zero, "BUCKET", 30_000)  # less than the model, more and less than its tensors
+        warm(config_for(path, folder, optim=optim), answer="answer", steps=1, train=ROWS)
     before, after = (load_file(f / "model.safetensors") for f in (path, Path(f"{folder}-warm") / "model"))
     return {name: after[name] - weight for name, weight in before.items()}
 
 
 @pytest.mark.slow
-def test_two_processes_of_zero_2_make_the_update_of_one(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_of_zero_2_make_the_update_of_one(models: dict[str, Path], tmp_path: Path) -> None:
     path = models["qwen2_5_vl"]
     codes = processes.launch(Path(__file__), 2, (path, tmp_path / "two"), tmp_path / "output", deadline=200.0)
     assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)
-    monkeypatch.setattr(optimizer, "adamw", sgd)
     assert_same(torch.load(tmp_path / "two.pt"), change_of(path, tmp_path / "one"))
 
 
 if __name__ == "__main__":
-    optimizer.adamw, zero.BUCKET = sgd, 30_000  # less than the model, more and less than its tensors
     torch.save(change_of(Path(sys.argv[1]), Path(sys.argv[2])), sys.argv[2] + ".pt")
