@@ -50,7 +50,6 @@ def test_ids_of_an_answer_by_hand(models: dict[str, Path]) -> None:
         (THINKS, STOP, "", "<think>so</think>red", "<think>\nso\n</think>\n\nred"),
         (THINKS, STOP, CLOSED, "red", "red"),  # off
         (THINKS, STOP, OPENS, "<think>so</think>red", "so\n</think>\n\nred"),
-        (THINKS, STOP, OPENS, "so</think>red", "so\n</think>\n\nred"),
         (THINKS, STOP, OPENS, "red", None),  # two line breaks are one token, the prompt ends in one
     ],
 )
@@ -80,13 +79,12 @@ def text_of(column: str, value: Any, *rewards: Any, template: str | None = None,
     return GoldAnswers(config, column, options.get("lists")).text(prompt, options.get("turn", 0))
 
 
-BOX = [10, 20, 60, 120]
-OTHER = {"name": "iou", "when": {"task": "a"}}
-CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
+BOX, OTHER = [10, 20, 60, 120], {"name": "iou", "when": {"task": "a"}}
+MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
+CASES: list[tuple[str, Any, list[Any], dict[str, Any], str | None]] = [
     ("answer", ["red"], ["exact_match"], {}, "red"),
     ("answer", ["red", None, " "], [], {}, "red"),
     ("answer", 3.0, [], {}, "3"),
-    ("answer", 3.0, ["exact_match"], {}, "3"),
     ("answer", [3.0], ["numeric"], {}, "3"),
     ("answer", "['red']", [], {}, "red"),
     ("answer", "[1, 2]", [], {}, "[1, 2]"),
@@ -104,32 +102,22 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
     ("box", str(BOX), ["iou"], {"lists": "each", "turn": 1}, "[5.6, 8.4, 33.6, 50.4]"),
     ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
     ("boxes", [BOX, BOX], ["box_match"], {}, "[5.6, 8.4, 33.6, 50.4] [5.6, 8.4, 33.6, 50.4]"),
+    ("box", [], ["iou"], {}, None),
+    ("answer", ["a", "b"], ["anls"], {}, None),
+    ("answer", "['a', 'b']", ["choice"], {}, None),
+    ("answer", [3, 4], ["numeric"], {}, None),
+    *(("answer", value, [], {}, None) for value in MISSING),
+    *(("answer", value, [name], {}, None) for value in MISSING for name in ("exact_match", "contains")),
 ]
 
 
 @pytest.mark.parametrize(("column", "value", "rewards", "options", "want"), CASES)
-def test_texts_of_golds(
-    column: str, value: Any, rewards: list[Any], options: dict[str, Any], want: str
-) -> None:
-    assert text_of(column, value, *rewards, **options) == want
-
-
-MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "rewards"),
-    [
-        *(("answer", value, rewards) for value in MISSING for rewards in ([], ["exact_match"], ["contains"])),
-        ("box", [], ["iou"]),
-        ("answer", ["a", "b"], ["anls"]),
-        ("answer", "['a', 'b']", ["choice"]),
-        ("answer", [3, 4], ["numeric"]),
-    ],
-)
-def test_no_gold_is_refused_and_several_are(column: str, value: Any, rewards: list[Any]) -> None:
-    with pytest.raises(DataError, match="row:7"):
-        text_of(column, value, *rewards)
+def test_texts_of_golds(column: str, value: Any, rewards: Any, options: Any, want: str | None) -> None:
+    if want is None:
+        with pytest.raises(DataError, match="row:7"):
+            text_of(column, value, *rewards, **options)
+    else:
+        assert text_of(column, value, *rewards, **options) == want
 
 
 def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(
@@ -143,9 +131,8 @@ def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(
         return update(self, groups)
 
     monkeypatch.setattr(Learner, "update", noted)
-    rollout = {"prompts_per_step": 2, "max_completion_length": 16}
     data = {"shuffle": False, "on_overlong": "drop", "text_only": True}
-    config = small_config(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, data=data)
+    config = small_config(models["qwen2_5_vl"], tmp_path / "run", rollout={"prompts_per_step": 2}, data=data)
     warm(config, answer="answer", lists="each", steps=3, train=rows)
     assert steps == [["a"], ["c", "b"], ["c"]]
     assert [row["prompts/dropped"] for row in rows_of(tmp_path / "run-warm")] == [1, 0, 1]
