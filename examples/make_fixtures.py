@@ -214,6 +214,21 @@ def clicking() -> Iterator[dict[str, Any]]:
         }
 
 
+def easy_vqa() -> Iterator[dict[str, Any]]:
+    """Draw one shape in the middle of 64 x 64 pixels; questions are about its colour, its kind and what is there."""
+    shapes = (("ball", "circle"), ("cube", "rectangle"))
+    for index, colour in enumerate(("red", "blue", "green", "brown", "yellow", "red")):
+        shape, name = shapes[index % 2]
+        image = Image.new("RGB", (64, 64), "white")
+        _thing(image, (16, 16, 48, 48 - 8 * (index % 2)), shape, COLOURS[colour])
+        question, answer = (
+            ("what color is the shape?", colour),
+            (f"what is the {colour} shape?", name),
+            ("is there a triangle in the image?", "no"),
+        )[index % 3]
+        yield {"question": question, "answer": answer, "image": image}
+
+
 def digits() -> None:
     """Pairs of drawn digits with their sum, as the task makes them for machines without scikit-learn."""
     folder = HERE / "digits" / "fixture"
@@ -306,7 +321,16 @@ def _thing(image: Image.Image, box: Box, shape: str, colour: tuple[int, int, int
 
 
 if __name__ == "__main__":
-    for make in (clevr_count, geometry3k, refcoco_grounding, chartqa, docvqa, multi_image, clicking):
+    for make in (
+        clevr_count,
+        geometry3k,
+        refcoco_grounding,
+        chartqa,
+        docvqa,
+        multi_image,
+        clicking,
+        easy_vqa,
+    ):
         write(make.__name__, make())
     digits()
     mixture()

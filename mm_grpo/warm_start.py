@@ -92,6 +92,8 @@ def warm(
             "rollout.tools, rollout.environment: a warm start teaches one answer to a prompt, and no calls of tools; "
             "leave them out of its config"
         )
+    if (steps is not None and steps < 1) or lists not in (None, "first", "each"):
+        raise ConfigError(f"steps = {steps}, lists = {lists!r}: must be 1 or more, and first, each or None")
     base, config = config.model.path, warm_config(config)
     ranks = start(config.model.device, config.run.process_timeout)
     phase = print_phase if ranks.first else lambda text: None

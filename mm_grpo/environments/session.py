@@ -61,9 +61,8 @@ class Session:
                 return CallResult(None if opening is None else observation_of(opening))
             if operation == "call":
                 if pays := hasattr(type(self.environment), "step_reward"):  # which its methods set
-                    self.environment.step_reward = (
-                        None  # a call that sets none must not be paid for the last one
-                    )
+                    # a call that sets none must not be paid for the last one
+                    self.environment.step_reward = None
                 observation = self._call_tool(name, arguments)
                 over = bool(getattr(self.environment, "done", False))
                 try:

@@ -144,12 +144,8 @@ class Toolbox:
         parts = [*content_parts(last["content"])]
         for part in opening.parts:
             parts.append({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"})
-        return replace(
-            sample,
-            messages=[*messages, {**last, "content": parts}],
-            images=(*sample.images, *opening.images),
-            row=sample,
-        )
+        messages, images = [*messages, {**last, "content": parts}], (*sample.images, *opening.images)
+        return replace(sample, messages=messages, images=images, row=sample)
 
     def look(self, rows: Rows) -> None:
         """Prepare the first row, before a model is loaded. Raise as `prepare`; warn if nothing shows an image."""

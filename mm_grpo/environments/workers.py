@@ -53,10 +53,8 @@ class WorkerHost(Host):
     ) -> None:
         super().__init__(config, functions, factory, reward_arguments)
         self.slots = [_Slot() for _ in range(count)]
-        sources = ToolSources(
-            {name: _source_of(function) for name, function in functions.items()},
-            None if factory is None else _source_of(factory),
-        )
+        function_sources = {name: _source_of(function) for name, function in functions.items()}
+        sources = ToolSources(function_sources, None if factory is None else _source_of(factory))
         target = "mm_grpo.environments.worker:ToolWorker"
         self.workers = Workers(target, sources, "the tools of the run", _start_error)
 

@@ -120,13 +120,8 @@ class PackForward(nn.Module):
     def _hidden_states(self, pack: Pack, **states: Any) -> Tensor:
         """Return the last hidden states [B, N, D] of a pack."""
         with self._inputs(pack) as inputs:
-            return self.family.hidden_states(
-                self.model,
-                **inputs,
-                **self.masks.of_pack(pack, **states),
-                position_ids=pack.position_ids,
-                use_cache=False,
-            )
+            options = {**inputs, **self.masks.of_pack(pack, **states), "position_ids": pack.position_ids}
+            return self.family.hidden_states(self.model, **options, use_cache=False)
 
     def _prefixes(self, pack: Pack) -> Prefixes | None:
         """Return the states of the pack's prompts that run apart; None if there are none."""

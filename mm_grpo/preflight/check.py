@@ -31,7 +31,7 @@ from mm_grpo.errors import BadImage, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
-from mm_grpo.pages.check_page import MAX_ROWS, CheckPage
+from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
@@ -139,7 +139,7 @@ def _check(  # noqa: PLR0915
     prompt_builder = PromptBuilder(processor, config, context, length, preparer=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     answer = partial(gold_text, template=template)
-    check_page = CheckPage(page, processor, specs, answer=answer, rows=0 if page is None else MAX_ROWS)
+    check_page = CheckPage(page, processor, specs, answer)
 
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")

@@ -19,17 +19,9 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Turn
 
-NOT_COPIED = frozenset(
-    (
-        "completion",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        "environment",
-        "environments",
-    )
-)
+NOT_COPIED = {
+    "completion", "completion_ids", "trainer_state", "log_extra", "log_metric", "environment", "environments"
+}  # fmt: skip
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 
 

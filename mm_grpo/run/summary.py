@@ -60,7 +60,7 @@ def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
     return {name: {"times": len(numbers), "first": min(numbers)} for name, numbers in steps.items()}
 
 
-def learned_blind(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+def learned_blind(before: Any, after: Any) -> bool:
     """Return True if the score surely rose and the gap may be 0, by 95 % intervals; without one, up to 0.02 may be."""
     blind, (score, *_) = after["blind"], after["interval"] or [after["score"]]
     gap = 1 if blind["gap"] is None else (blind["gap_interval"] or [blind["gap"] - 0.02])[0]

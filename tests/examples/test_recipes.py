@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = EXAMPLES.parent / "benchmarks" / "results" / "recipes_runs.md"
 PUBLIC = ("clevr_count", "geometry3k", "refcoco_grounding", "chartqa", "docvqa", "multi_image", "clicking")
 PREPARED = (*PUBLIC, "mixture")
-RECIPES = ("shapes", "zoom", "digits", *PREPARED)
+RECIPES = ("shapes", "zoom", "digits", *PREPARED, "easy_vqa")
 
 
 def prepare(recipe: str) -> ModuleType:
@@ -63,7 +63,7 @@ def test_the_readme_names_the_published_mark_or_says_that_there_is_none(recipe: 
     assert figures <= set(re.findall(r"\d+\.\d+", mark)) and (figures or is_none)
 
 
-@pytest.mark.parametrize("recipe", PUBLIC)
+@pytest.mark.parametrize("recipe", (*PUBLIC, "easy_vqa"))
 def test_the_fixture_is_what_prepare_makes_of_published_rows(recipe: str) -> None:
     fixture = EXAMPLES / recipe / "fixture"
     mapped = runpy.run_path(str(EXAMPLES / "make_fixtures.py"), run_name="fixtures")["mapped"]
@@ -180,7 +180,7 @@ def test_what_no_published_row_shows() -> None:
 
 
 LAYERS = [layer for layer in find_layers() if layer not in ("vllm", "offload", "qlora")]
-TRAINED = {*RECIPES} - {"chartqa", "docvqa", "clicking"}
+TRAINED = {*RECIPES} - {"chartqa", "docvqa", "clicking", "easy_vqa"}
 """Those that share their reward and layout with none of the others."""
 CELLS = [(recipe, LAYERS[at % len(LAYERS)]) for at, recipe in enumerate(RECIPES)]
 """Each recipe with one layer (recipes_runs.md has all pairs)."""

@@ -34,6 +34,7 @@ def saved_control(folder: Path) -> Any:
     return yaml.safe_load((folder / "config.yaml").read_text())["run"]["eval_blind"]
 
 
+@pytest.mark.slow
 def test_a_warmed_model_has_the_blind_control_over_a_resume_too(warmed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = trainer(warmed, run).train()["first_set"]
@@ -56,10 +57,10 @@ def test_the_config_decides_where_it_does(
     assert len(made.evaluations.controls) == (0 if eval_blind is None else 1)
 
 
-@pytest.mark.parametrize("heldout", [None, [HELDOUT[0], HELDOUT[0]]], ids=["no set", "one image for all"])
-def test_a_set_whose_images_cannot_be_exchanged_has_no_control(
-    heldout: Any, warmed: Path, tmp_path: Path
+@pytest.mark.parametrize(("heldout", "kind"), [(HELDOUT, "shuffled"), (None, None), ([HELDOUT[0]] * 2, None)])
+def test_a_warmed_model_has_it_where_images_can_be_exchanged(
+    heldout: Any, kind: str | None, warmed: Path, tmp_path: Path
 ) -> None:
     made = trainer(warmed, tmp_path / "run", heldout)
     made.close()
-    assert made.config.run.eval_blind is None and made.evaluations.controls == {}
+    assert made.config.run.eval_blind == kind and len(made.evaluations.controls) == (0 if kind is None else 1)

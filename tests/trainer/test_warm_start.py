@@ -104,8 +104,10 @@ def test_a_killed_warm_start_leaves_no_model_and_goes_on(model: Path, tmp_path: 
         process.end()
     assert not (folder / "model").exists()
     step = max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
-    code, output = processes.finished([*command, step + 2, "--resume"], tmp_path / "resumed.txt")
-    assert code == 0, output
+    program = (*command, step + 2, "--resume")  # on two processes now
+    assert processes.launch(program, 2, [], tmp_path / "resumed") == [0, 0]
+    output = [(tmp_path / f"resumed/rank-{rank}.txt").read_text() for rank in (0, 1)]
+    assert [text.count(f"done: {step + 2} steps") for text in output] == [1, 0], output
     assert [row["step"] for row in metrics_of(folder)] == [*range(1, step + 3)]
     assert (folder / "model/model.safetensors").exists()
 
@@ -124,6 +126,9 @@ def test_what_cannot_be_taught_is_refused_before_the_folder_is_made(model: Path,
     config = config_of(model, tmp_path / "run")
     for error, changes, options in (
         (ConfigError, {"rollout": {"environment": "zoom"}}, {}),
+        (ConfigError, {}, {"steps": 0}),
+        (ConfigError, {}, {"lists": "all"}),
+        (DataError, {}, {"answer": "prompt"}),
         (DataError, {}, {"answer": "nothing"}),
         (DataError, {}, {"train": [*ROWS[:2], {**ROWS[2], "answer": ""}]}),
         (DataError, {}, {"train": [{**ROWS[0], "answer": ["red", "crimson"]}]}),

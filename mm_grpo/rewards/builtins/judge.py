@@ -113,16 +113,9 @@ async def judge(
     }
     text = re.sub(r"\{(question|answer|completion)\}", lambda match: fields[match[1]], template)
     pictures = await asyncio.to_thread(lambda: [_data_url(image) for image in images]) if send_images else []
-    content = [
-        *({"type": "image_url", "image_url": {"url": picture}} for picture in pictures),
-        {"type": "text", "text": text},
-    ]
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-    }
+    shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
 
     async def score() -> float:
         reply = ""

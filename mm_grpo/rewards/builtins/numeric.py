@@ -85,13 +85,8 @@ def numeric(completion: str, answer: Answer, *, tolerance: float = 1e-6) -> floa
     prediction = last_number(completion)
     if prediction is None:
         return 0.0
-    return float(
-        any(
-            abs(value - target) <= tolerance * abs(target)
-            for gold in golds
-            for value, target in _readings(prediction, gold)
-        )
-    )
+    pairs = (pair for gold in golds for pair in _readings(prediction, gold))
+    return float(any(abs(value - target) <= tolerance * abs(target) for value, target in pairs))
 
 
 def last_number(text: str) -> Number | None:

@@ -69,11 +69,7 @@ def _final(text: str, ignore_case: bool) -> str:
 
 @reward("contains", needs=("answer",))
 def contains(
-    completion: str,
-    answer: Answer,
-    *,
-    mode: Literal["any", "all"] = "any",
-    whole_words: bool = True,
+    completion: str, answer: Answer, *, mode: Literal["any", "all"] = "any", whole_words: bool = True
 ) -> float | None:
     """1 when the completion's final part contains the gold text.
 
