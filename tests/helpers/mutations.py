@@ -88,6 +88,9 @@ learner/learner.py < learner/test_learner.py ! slow
     stale cache | {**logprobs.first, **logprobs.old} ==> {**logprobs.old, **logprobs.first}
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
     skipped step | self.weights_as_sent() if as_sent ==> self.weights_as_sent() if False
+warm_start.py < trained/test_warm_exact.py
+    * bound | loss_type="cispo", epsilon_high=1.0 ==> loss_type="cispo", epsilon_high=0.2
+    * wrong distribution | as_sampled=False ==> as_sampled=True
 learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.py
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
@@ -225,6 +228,8 @@ processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
     another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
     skipped check | following == current and all(current): ==> following == current:
+processors/hf_processor.py < trained/test_warm_answers.py
+    off by one | return answer[: end + 1] ==> return answer[:end]
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
     skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:

@@ -19,79 +19,55 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.types import EnginePrompt, Prompt
 from mm_grpo.warm_start import warm
 
-SPECIAL = "<|box_start|>"
-OPENS, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
+OPENS, CLOSED, STOP = "<think>\n", "<think>\n\n</think>\n\n", "<|im_end|>"
+THOUGHTS = "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '')"
+THINKS = f"<think>\n{{{{ {THOUGHTS} }}}}\n</think>\n\n{{{{ m.content.split('</think>')[-1] }}}}"
+"""Answers as Qwen3's chat template writes them."""
 
 
-@pytest.fixture
-def processor(models: dict[str, Path]) -> Any:
-    return load_processor(str(models["qwen2_5_vl"]))
-
-
-def taught(processor: Any, text: str, **changes: Any) -> list[str]:
+def taught(processor: Any, text: str, **changes: Any) -> str:
     prompt = processor.prompt(tiny.sample("row:7", "what", (tiny.picture(1),)))
     ids = processor.answer_ids(replace(prompt, **changes), text)
-    return list(processor.tokenizer.convert_ids_to_tokens(ids))
+    return "|".join(processor.tokenizer.convert_ids_to_tokens(ids))
 
 
-def test_ids_of_an_answer_by_hand(processor: Any) -> None:
-    assert taught(processor, "red") == [
-        "re",
-        "d",
-        "<|im_end|>",
-    ]  # and no line break, which the template writes too
-    assert taught(processor, "e\u0301") == taught(processor, "\u00e9")  # a tokenizer composes letters
-    processor.tokenizer.add_special_tokens({"additional_special_tokens": [SPECIAL]})
-    assert taught(processor, SPECIAL + "(") == [SPECIAL, "(", "<|im_end|>"]  # which rows may hold
+def test_ids_of_an_answer_by_hand(models: dict[str, Path]) -> None:
+    processor: Any = load_processor(str(models["qwen2_5_vl"]))
+    assert taught(processor, "red") == "re|d|<|im_end|>"  # and not the line break of the template
+    assert taught(processor, "e\u0301") == taught(processor, "\u00e9")  # the tokenizer composes letters
+    processor.tokenizer.add_special_tokens({"additional_special_tokens": ["<|box_start|>"]})
+    assert taught(processor, "<|box_start|>(") == "<|box_start|>|(|<|im_end|>"  # special, and legal in rows
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "text"),
+    ("answer", "stop", "opening", "text", "want"),
     [
-        ("assistant\n", "assistant\n" + OPENS, "red"),
-        ("<|im_end|>\n", "\n", "red"),
-        ("{{ m.content }}", "{{ m.content[1:] }}", "what"),
-        ("", "", "red<|im_end|>"),
+        ("{{ m.content }}", STOP, OPENS, "red", None),  # another prompt before an answer
+        ("{{ m.content }}", "", "", "red", None),
+        ("{{ m.content[1:] }}", STOP, "", "what", None),
+        ("{{ m.content }}", STOP, "", "red" + STOP, None),
+        (THINKS, STOP, "", "red", CLOSED + "red"),  # thinking is on: no thoughts are taught
+        (THINKS, STOP, "", "<think>so</think>red", "<think>\nso\n</think>\n\nred"),
+        (THINKS, STOP, CLOSED, "red", "red"),  # off
+        (THINKS, STOP, OPENS, "<think>so</think>red", "so\n</think>\n\nred"),
+        (THINKS, STOP, OPENS, "red", None),  # two line breaks are one token, the prompt ends in one
     ],
-    ids=["another prompt", "no stop token", "dropped text", "special token"],
 )
-def test_a_template_that_cannot_show_the_answer_is_refused(
-    processor: Any, old: str, new: str, text: str
+def test_answers_by_chat_templates(
+    answer: str, stop: str, opening: str, text: str, want: str | None, models: dict[str, Path]
 ) -> None:
-    assert old in processor.template
-    processor.template = processor.template.replace(old, new)
-    with pytest.raises(DataError, match="row:7"):
-        taught(processor, text)
-
-
-@pytest.mark.parametrize(
-    ("opening", "text", "want"),
-    [
-        ("", "red", CLOSED + "red<|im_end|>"),  # thinking is on: no thoughts are taught
-        ("", "<think>so</think>red", "<think>\nso\n</think>\n\nred<|im_end|>"),
-        (CLOSED, "red", "red<|im_end|>"),  # off
-        (OPENS, "<think>so</think>red", "so\n</think>\n\nred<|im_end|>"),
-        (OPENS, "so</think>red", "so\n</think>\n\nred<|im_end|>"),
-        (
-            OPENS,
-            "red",
-            None,
-        ),  # the line breaks of empty thoughts are one token, and the prompt ends in one of them
-    ],
-)
-def test_templates_of_thinking_models(processor: Any, opening: str, text: str, want: str | None) -> None:
-    """As Qwen3's, which writes thoughts before the last answer; `opening` is what it writes to be gone on from."""
-    thoughts = "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '')"
-    answer = f"<think>\n{{{{ {thoughts} }}}}\n</think>\n\n{{{{ m.content.split('</think>')[-1] }}}}"
-    template = processor.template.replace("{{ m.content }}", answer)
-    processor.template = template.replace("assistant\n", "assistant\n" + opening)
+    """`opening` is what the template writes behind `assistant` if no answer follows."""
+    processor: Any = load_processor(str(models["qwen2_5_vl"]))
+    for old, new in (("{{ m.content }}", answer), (STOP, stop), ("assistant\n", "assistant\n" + opening)):
+        processor.template = processor.template.replace(old, new)
     processor.tokenizer.add_tokens(["\n\n"])
     if want is None:
         with pytest.raises(DataError, match="row:7"):
-            taught(processor, text, opens_thinking=True)
+            taught(processor, text, opens_thinking=opening == OPENS)
     else:
-        tokens = taught(processor, text, opens_thinking=opening == OPENS)
-        assert processor.tokenizer.convert_tokens_to_string(tokens) == want
+        ids = processor.tokenizer.encode(want + STOP)
+        got = taught(processor, text, opens_thinking=opening == OPENS)
+        assert got == "|".join(processor.tokenizer.convert_ids_to_tokens(ids))
 
 
 def text_of(column: str, value: Any, *rewards: Any, template: str | None = None, **options: Any) -> str:
@@ -103,13 +79,12 @@ def text_of(column: str, value: Any, *rewards: Any, template: str | None = None,
     return GoldAnswers(config, column, options.get("lists")).text(prompt, options.get("turn", 0))
 
 
-BOX = [10, 20, 60, 120]
-OTHER = {"name": "iou", "when": {"task": "a"}}
-CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
+BOX, OTHER = [10, 20, 60, 120], {"name": "iou", "when": {"task": "a"}}
+MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
+CASES: list[tuple[str, Any, list[Any], dict[str, Any], str | None]] = [
     ("answer", ["red"], ["exact_match"], {}, "red"),
     ("answer", ["red", None, " "], [], {}, "red"),
     ("answer", 3.0, [], {}, "3"),
-    ("answer", 3.0, ["exact_match"], {}, "3"),
     ("answer", [3.0], ["numeric"], {}, "3"),
     ("answer", "['red']", [], {}, "red"),
     ("answer", "[1, 2]", [], {}, "[1, 2]"),
@@ -127,32 +102,22 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str]] = [
     ("box", str(BOX), ["iou"], {"lists": "each", "turn": 1}, "[5.6, 8.4, 33.6, 50.4]"),
     ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
     ("boxes", [BOX, BOX], ["box_match"], {}, "[5.6, 8.4, 33.6, 50.4] [5.6, 8.4, 33.6, 50.4]"),
+    ("box", [], ["iou"], {}, None),
+    ("answer", ["a", "b"], ["anls"], {}, None),
+    ("answer", "['a', 'b']", ["choice"], {}, None),
+    ("answer", [3, 4], ["numeric"], {}, None),
+    *(("answer", value, [], {}, None) for value in MISSING),
+    *(("answer", value, [name], {}, None) for value in MISSING for name in ("exact_match", "contains")),
 ]
 
 
 @pytest.mark.parametrize(("column", "value", "rewards", "options", "want"), CASES)
-def test_texts_of_golds(
-    column: str, value: Any, rewards: list[Any], options: dict[str, Any], want: str
-) -> None:
-    assert text_of(column, value, *rewards, **options) == want
-
-
-MISSING: tuple[Any, ...] = (None, "", " ", [], [None], [" "], "[' ']", math.nan)
-
-
-@pytest.mark.parametrize(
-    ("column", "value", "rewards"),
-    [
-        *(("answer", value, rewards) for value in MISSING for rewards in ([], ["exact_match"], ["contains"])),
-        ("box", [], ["iou"]),
-        ("answer", ["a", "b"], ["anls"]),
-        ("answer", "['a', 'b']", ["choice"]),
-        ("answer", [3, 4], ["numeric"]),
-    ],
-)
-def test_no_gold_is_refused_and_several_are(column: str, value: Any, rewards: list[Any]) -> None:
-    with pytest.raises(DataError, match="row:7"):
-        text_of(column, value, *rewards)
+def test_texts_of_golds(column: str, value: Any, rewards: Any, options: Any, want: str | None) -> None:
+    if want is None:
+        with pytest.raises(DataError, match="row:7"):
+            text_of(column, value, *rewards, **options)
+    else:
+        assert text_of(column, value, *rewards, **options) == want
 
 
 def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(
@@ -166,9 +131,8 @@ def test_golds_take_turns_over_the_passes_and_long_ones_are_dropped(
         return update(self, groups)
 
     monkeypatch.setattr(Learner, "update", noted)
-    rollout = {"prompts_per_step": 2, "max_completion_length": 16}
     data = {"shuffle": False, "on_overlong": "drop", "text_only": True}
-    config = small_config(models["qwen2_5_vl"], tmp_path / "run", rollout=rollout, data=data)
+    config = small_config(models["qwen2_5_vl"], tmp_path / "run", rollout={"prompts_per_step": 2}, data=data)
     warm(config, answer="answer", lists="each", steps=3, train=rows)
     assert steps == [["a"], ["c", "b"], ["c"]]
     assert [row["prompts/dropped"] for row in rows_of(tmp_path / "run-warm")] == [1, 0, 1]
