@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mm_grpo.errors import DataError
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.builtins.boxes import gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
@@ -30,12 +31,18 @@ DIGITS = 9  # decimals of a coordinate: enough for the written box to overlap th
 
 
 def gold_text(
-    spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
+    spec: RewardSpec,
+    prompt: Prompt,
+    template: str | None = None,
+    *,
+    always: bool = False,
+    strict: bool = False,
 ) -> str | None:
     """Return the row's right answer for a reward; None if the row has none.
 
     It is the text of the first column that the reward reads, `solution` and `answer` before others, in place of
-    the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column.
+    the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column. A gold that a
+    built-in cannot read is its text, which the reward refuses, or with `strict` a DataError.
     """
     columns = prompt.sample.other_columns
     if not spec.applies_to(prompt.sample.columns):
@@ -45,7 +52,11 @@ def gold_text(
         options = {**columns, **spec.bound}
         try:
             gold = writer(prompt, options)
-        except (ValueError, TypeError, OverflowError, RecursionError):  # the reward says what is wrong
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            if strict:
+                raise DataError(
+                    f"{prompt.uid}: the reward {spec.name} cannot read its gold ({error})"
+                ) from None
             gold = str(options[spec.needs[0]])[:MAX_UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())

@@ -86,7 +86,7 @@ class GoldAnswers:
         text = as_text(value)
         if reader is not None:
             sample = replace(prompt.sample, columns={**prompt.sample.columns, self.column: value})
-            text = gold_text(reader, replace(prompt, sample=sample)) or text
+            text = gold_text(reader, replace(prompt, sample=sample), strict=True) or text
         return self.template.replace("{gold}", text)
 
     def _reader(self, columns: Mapping[str, Any]) -> RewardSpec | None:

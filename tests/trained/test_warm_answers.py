@@ -103,6 +103,8 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str | None]] = [
     ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
     ("boxes", [BOX, BOX], ["box_match"], {}, "[5.6, 8.4, 33.6, 50.4] [5.6, 8.4, 33.6, 50.4]"),
     ("box", [], ["iou"], {}, None),
+    ("box", [10, 20], ["iou"], {}, None),  # the reward cannot read it
+    ("answer", "red", [{"name": "exact_match", "answer": "blue"}], {}, "red"),  # the reward reads no column
     ("answer", ["a", "b"], ["anls"], {}, None),
     ("answer", "['a', 'b']", ["choice"], {}, None),
     ("answer", [3, 4], ["numeric"], {}, None),
