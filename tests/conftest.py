@@ -1,5 +1,6 @@
 """Settings for every test, set before anything is imported."""
 
+import functools
 import gc
 import os
 import signal
@@ -35,6 +36,10 @@ def pytest_collection_finish() -> None:
     if transformers := sys.modules.get("transformers"):
         # it formats each config that it reads for a log line: half the time in which a tiny run is built
         transformers.PretrainedConfig.__repr__ = object.__repr__
+    if typer := sys.modules.get("typer.main"):
+        typer.get_command = functools.cache(
+            typer.get_command
+        )  # all options of all commands anew, for each one
     gc.freeze()
     gc.enable()
 

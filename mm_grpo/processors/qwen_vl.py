@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AutoModel
+from transformers import AutoModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mm_grpo.processors.base import register
