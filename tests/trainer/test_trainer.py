@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.run_folders import metrics_of
 from helpers.small_runs import HELDOUT, ROWS, config_for, rollouts_of, rows_of, vowels
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -85,6 +86,13 @@ def test_the_saved_model_loads_without_us_and_has_moved(finished: Path, models: 
     base = AutoModelForImageTextToText.from_pretrained(models["qwen2_5_vl"])
     assert any(not torch.equal(a, b) for a, b in zip(saved.parameters(), base.parameters(), strict=True))
     assert AutoProcessor.from_pretrained(finished / "model").chat_template
+
+
+def test_the_same_run_again_is_the_same(finished: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    config = config_for(models["qwen2_5_vl"], tmp_path / "two")
+    GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels]).train()
+    assert metrics_of(finished) == metrics_of(tmp_path / "two")
+    assert rollouts_of(finished, 3) == rollouts_of(tmp_path / "two", 3)
 
 
 def test_identical_rows_are_two_groups(model: Path, tmp_path: Path) -> None:
