@@ -160,6 +160,3 @@ class PackForward(nn.Module):
         embeds: Tensor = self.model.get_input_embeddings()(input_ids)
         zero = zero_of_blank(self.model, self.family, self.blank)
         return embeds + zero.to(embeds.dtype)
-
-
-wrap_model = PackForward  # learner.py's name for it
