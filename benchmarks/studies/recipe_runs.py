@@ -20,7 +20,7 @@ from pathlib import Path
 import conftest  # noqa: F401  # the settings of tests, before anything else is imported
 
 from mm_grpo import cli
-from mm_grpo.cli.configs import find_layers, find_recipes
+from mm_grpo.config.shipped import find_layers, find_recipes
 
 PAGE = Path(__file__).parents[1] / "results" / "recipes_runs.md"
 DEADLINE = 300
