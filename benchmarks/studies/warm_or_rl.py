@@ -1,13 +1,14 @@
 """Is GRPO worth more than more steps of a warm start? The recipe easy_vqa at equal CPU time, several arms and seeds.
 
     python examples/easy_vqa/prepare.py --wheel WHEEL --out OUT/data --train-rows 9600 --eval-rows 600
-    OMP_NUM_THREADS=1 python benchmarks/studies/warm_or_rl.py OUT [--seeds 3] [--minutes 3] [--warm-steps 300]
+    OMP_NUM_THREADS=1 python benchmarks/studies/warm_or_rl.py OUT [--seeds 3] [--minutes 2.5] [--warm-steps 200]
     python benchmarks/studies/warm_or_rl.py OUT --table
 
 Every arm has `--minutes` of CPU time for its calls of `warm` and `GRPOTrainer`, with reading rows and loading models;
 evaluation and imports do not count. A seed's short warm start is made once, and counts in each arm that goes on from
-it. GRPO ends after the step in which its time is spent; steps of a longer warm start are computed from what the short
-one took. Each run is a process of its own and adds a line to OUT/runs.jsonl; runs that have one are not made again.
+it. GRPO ends after the step in which its time is spent. Warm starts have fixed numbers of steps: `--long-steps` is to
+take as long, and the table has what it took. Each run is a process of its own and adds a line to OUT/runs.jsonl; a run
+that has one is not made again.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 """Name -> how it is trained, and the fields that it changes."""
 
 
-def run(
-    out: Path, arm: str, seed: int, minutes: float, warm_steps: int, records: Sequence[dict[str, Any]]
-) -> None:
+def run(args: argparse.Namespace, arm: str, seed: int) -> None:
     """Train and evaluate one arm with one seed; add its line to OUT/runs.jsonl."""
     import torch
 
@@ -55,8 +54,9 @@ def run(
 
     torch.set_num_threads(1)
     way, changes = ARMS[arm]
+    out, minutes = args.out, args.minutes
     folder = out / f"{[*ARMS].index(arm)}-{seed}"
-    shared = next((r for r in records if r["arm"] == SHARED and r["seed"] == seed), None)
+    shared = next((r for r in read(out) if r["arm"] == SHARED and r["seed"] == seed), None)
     config = GRPOConfig.from_yaml("easy_vqa").with_values(
         {
             "data.train": str(out / "data/train.jsonl"), "data.eval": None, "run.eval_blind": None, "run.seed": seed,
@@ -66,9 +66,10 @@ def run(
     )  # fmt: skip
     began, spent, steps = time.process_time(), 0.0, 0
     if way in ("short", "long"):
-        count = warm_steps if shared is None else round(warm_steps * minutes / shared["minutes"])
-        result = warm(config.with_values({"optim.learning_rate": WARM_RATE}), answer="answer", steps=count)
-        model, steps = result["model"], count
+        steps = args.warm_steps if way == "short" else args.long_steps
+        model = warm(config.with_values({"optim.learning_rate": WARM_RATE}), answer="answer", steps=steps)[
+            "model"
+        ]
     else:
         if way == "grpo":
             assert shared is not None
@@ -137,21 +138,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=3.0, help="CPU minutes of an arm")
-    parser.add_argument("--warm-steps", type=int, default=300, help="steps of the short warm start")
+    parser.add_argument("--minutes", type=float, default=2.5, help="CPU minutes of an arm")
+    parser.add_argument("--warm-steps", type=int, default=200, help="steps of the short warm start")
+    parser.add_argument("--long-steps", type=int, default=505, help="steps of the long ones")
     parser.add_argument("--table", action="store_true", help="print the tables of the runs that were made")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.one:
-        run(args.out, args.one[0], int(args.one[1]), args.minutes, args.warm_steps, read(args.out))
+        run(args, args.one[0], int(args.one[1]))
         return
     for seed in range(0 if args.table else args.seeds):
         for arm in ARMS:
             if any((record["arm"], record["seed"]) == (arm, seed) for record in read(args.out)):
                 continue
-            options = ["--minutes", str(args.minutes), "--warm-steps", str(args.warm_steps)]
-            command = [sys.executable, __file__, str(args.out), *options, "--one", arm, str(seed)]
+            command = [sys.executable, __file__, *(arguments or sys.argv[1:]), "--one", arm, str(seed)]
             subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=DEADLINE)
     print(table(read(args.out)))
 
