@@ -26,6 +26,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 WARM_RATE = 1e-3
+GRPO = {"optim.learning_rate": 2e-4, "algorithm.entropy_coef": 0.01}
 DEADLINE = 3600
 """Seconds that a run may take on a machine that other programs use as well."""
 SHARED = "short warm start"
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> None:
         {
             "data.train": str(out / "data/train.jsonl"), "data.eval": None, "run.eval_blind": None, "run.seed": seed,
             "run.dir": str(folder), "run.overwrite": True, "run.report": False, "run.save_every": 0,
-            "run.expected_curve": None, "run.max_steps": 100_000, **changes,
+            "run.expected_curve": None, "run.max_steps": 100_000, **GRPO, **changes,
         }
     )  # fmt: skip
     began, spent, steps = time.process_time(), 0.0, 0
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=2.5, help="CPU minutes of an arm")
     parser.add_argument("--warm-steps", type=int, default=200, help="steps of the short warm start")
-    parser.add_argument("--long-steps", type=int, default=505, help="steps of the long ones")
+    parser.add_argument("--long-steps", type=int, default=430, help="steps of the long ones")
     parser.add_argument("--table", action="store_true", help="print the tables of the runs that were made")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
