@@ -68,11 +68,10 @@ class Ours:
     def __init__(
         self, model: Any, processor: Processor, prompt: Prompt, answers: Tensor, advantages: Tensor
     ) -> None:
-        self.config = GRPOConfig.from_dict({"model": {"path": str(BASE)}}).algorithm
+        config = GRPOConfig.from_dict({"model": {"path": str(BASE)}})
+        self.config = config.algorithm
         # TRL's loss masks nothing, so neither do we here
-        self.module = PackForward(
-            model, media_token_ids=frozenset(), family=processor.family, temperature=1.0
-        )
+        self.module = PackForward(model, processor, config, as_sampled=False)
         items = [Item(i, 0, prompt, tuple(row)) for i, row in enumerate(answers.tolist())]
         self.pack = layout([items], frozenset()).to(model.device)
         count = answers.numel()

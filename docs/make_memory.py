@@ -70,7 +70,7 @@ def cards() -> str:
 def cell(model: dict[str, Any], card: int, kwargs: dict[str, Any]) -> str:
     found = fit_sentence(find_remedy(config_of(model, kwargs), card * GB, processes=1), card)
     short = found.replace(f" on {card} GB", "").partition(", whatever")[0]
-    return short.replace("does not fit", "refused").replace("fits with", "refused without")
+    return short.replace("does not fit", "refused").replace("fits with", "needs")
 
 
 def config_of(model: dict[str, Any], kwargs: dict[str, Any]) -> GRPOConfig:

@@ -57,6 +57,7 @@ Annexes, which nobody has to open to change the algorithm::
     user_code    user functions in processes     migrate      keys of other trainers
     hub          is the Hugging Face hub there   background   daemon threads, and an event loop in one
     numbers      numbers a run can calculate with
+    warm_start   gold answers are taught before a run
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     )
     from mm_grpo.rewards import reward
     from mm_grpo.trainer import GRPOTrainer
+    from mm_grpo.warm_start import warm
 
 __all__ = [
     "AlgorithmConfig",
@@ -111,12 +113,14 @@ __all__ = [
     "VLLMConfig",
     "__version__",
     "reward",
+    "warm",
 ]
 
 _LOADED_ON_USE = {
     **{name: "mm_grpo.config" for name in __all__ if name.endswith("Config") or name == "EvalSampling"},
     "GRPOTrainer": "mm_grpo.trainer",
     "reward": "mm_grpo.rewards",
+    "warm": "mm_grpo.warm_start",
 }
 
 

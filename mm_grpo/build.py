@@ -22,6 +22,8 @@ from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.pass_rate_order import PassRateOrder
 from mm_grpo.errors import ConfigError
+from mm_grpo.processors.base import Processor, mm_processor_kwargs
+from mm_grpo.processors.base import processor_of as processor_of
 from mm_grpo.rollout.engine_limits import engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
 from mm_grpo.rollout.seeds import SeedPlan
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.learner.learner import Learner
     from mm_grpo.parity.sync import VerifiedSync
-    from mm_grpo.processors.base import Processor
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rollout.collect import Collector
     from mm_grpo.rollout.engine import RolloutEngine
@@ -352,20 +353,6 @@ def _prompts(
     return builder, limits.in_config(config), limits.sentence
 
 
-def processor_of(config: GRPOConfig) -> Processor:
-    """Load the processor that a config names, with its pixel limits and template arguments."""
-    from mm_grpo.processors.base import load_processor
-
-    return load_processor(
-        config.model.path,
-        processor=config.model.processor,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
-
-
 def pipeline_of(collector: Collector, engine: RolloutEngine, ranks: Ranks) -> Synchronous:
     """Return the pipeline of `rollout.max_staleness`. `ranks` are the main thread's."""
     from mm_grpo.rollout.pipeline import Lockstep, Synchronous
@@ -402,16 +389,13 @@ def vllm_settings(
 
     Limits that are null in the config are derived from `context`, the model's longest sequence in tokens.
     """
-    from mm_grpo.processors.base import mm_processor_kwargs
     from mm_grpo.rollout.vllm.launch import EngineSettings
 
     options, lora = config.rollout.vllm, config.model.lora
     kwargs = dict(options.engine_kwargs)
     if options.in_four_bits:
         del kwargs["quantization"]  # the learner's layers bring it
-    limits = engine_limits(
-        config, processor, (), context
-    )  # the limits that follow from rows are in the config
+    limits = engine_limits(config, processor, (), context)  # those that follow from rows are in the config
     return EngineSettings(
         model=config.model.path,
         dtype=dtype,

@@ -126,17 +126,12 @@ def import_failed(what: str, cause: BaseException) -> str:
     """Return the message for an import that raised: `what` was imported, the cause and its line."""
     if isinstance(cause, UserError):
         return f"{what} cannot be imported: {cause}"
-    frames = [
-        f
-        for f in traceback.extract_tb(cause.__traceback__)
-        if f.filename != __file__ and "importlib" not in f.filename
-    ]
+    trace = traceback.extract_tb(cause.__traceback__)
+    frames = [frame for frame in trace if frame.filename != __file__ and "importlib" not in frame.filename]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     if isinstance(cause, SyntaxError):
         where = f" at {cause.filename}:{cause.lineno}"
-    hint = (
-        "; install the package, or set PYTHONPATH to its folder (a file is imported without its neighbours)"
-        if isinstance(cause, ModuleNotFoundError)
-        else ""
-    )
+    hint = ""
+    if isinstance(cause, ModuleNotFoundError):
+        hint = "; install the package, or set PYTHONPATH to its folder (a file is imported without its neighbours)"
     return f"{what} cannot be imported: {type(cause).__name__}: {cause}{where}{hint}"

@@ -6,6 +6,7 @@ algorithm alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -46,7 +47,7 @@ from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
 from mm_grpo.run.changed_rows import left_out_before
 from mm_grpo.run.checkpoint import steps_between
-from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
@@ -58,6 +59,7 @@ from mm_grpo.run.same_run import identity_of, rewards_of
 from mm_grpo.run.stop_signals import StopSignals
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
+from mm_grpo.trained.warm_mark import changes_of_form, read_mark
 from mm_grpo.types import Group, Prompt
 
 
@@ -88,6 +90,11 @@ class OpenRun:
             run_dir = dated(config.run.dir, newest=resume) if ranks.first else ""
         config = config.with_values({"run.dir": ranks.broadcast(run_dir, "run.dir")})
         self.callbacks = Callbacks(callbacks, quiet=not ranks.first)
+        with ranks.fail_together("reading the mark of a warm start"):
+            mark = read_mark(config.model.path) if model is None and ranks.first else None
+        for sentence in changes_of_form(config, mark):
+            logging.getLogger("mm_grpo").warning("%s", sentence)
+        warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
         self.phase("reading the rows")
@@ -96,14 +103,17 @@ class OpenRun:
         self.plan = plan = plan_run(config, self.train_set, several_turns=several_turns)
         headline = EvalMetric.of(config, [spec.name for spec in scorer.specs])
         eval_every = steps_between(config.run.eval_every, plan.max_steps, None) if eval_sets else 0
-        self.config = config = config.with_values({"run.eval_every": eval_every})
+        blind = config.run.eval_blind or (default_control(eval_sets) if warmed else None)
+        if blind != config.run.eval_blind:
+            self.phase(f"model.path was warmed: the blind control is measured (run.eval_blind: {blind})")
+        self.config = config = config.with_values({"run.eval_every": eval_every, "run.eval_blind": blind})
         self.evaluations = Evaluations(config, eval_sets, headline, several_turns=several_turns)
         if ranks.first:
             # its worker processes import the rewards while the model loads
             scorer.start(conversational=self.train_set.conversational, max_steps=plan.max_steps)
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
-        self.folder = folder = _check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
+        self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
@@ -281,9 +291,7 @@ class OpenRun:
             )
 
 
-def _check_folder(
-    config: GRPOConfig, inputs: Inputs, ranks: Ranks, *, resume: bool, saves: bool
-) -> RunFolder:
+def check_folder(config: GRPOConfig, inputs: Inputs, ranks: Ranks, *, resume: bool, saves: bool) -> RunFolder:
     """Return the run folder, checked but not yet written to. Collective."""
     run = config.run
     with ranks.fail_together("looking at run.dir"):

@@ -149,12 +149,8 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
     """Print a traceback as Python does, but printable and redacted; for sys.excepthook."""
     import sys
 
-    print(
-        printable(redact("".join(traceback.format_exception(kind, error, trace)))),
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = printable(redact("".join(traceback.format_exception(kind, error, trace))))
+    print(text, end="", file=sys.stderr, flush=True)
 
 
 logging.getLogger("mm_grpo").addFilter(PrintableFilter())

@@ -8,7 +8,7 @@ P prompts per step, G generations per prompt, L prompt tokens, T completion toke
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -241,9 +241,20 @@ class UpdateRecord:
     """Backward passes that closed the accumulation. Anything but 1 means that gradients were dropped."""
 
 
+def content_parts(content: Any) -> Sequence[Mapping[str, Any]]:
+    """Return the parts of a message's content; a string is one text part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+
+
+def messages_text(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the texts of messages without their other parts, a line for each message."""
+    contents = (content_parts(message.get("content")) for message in messages)
+    return "\n".join("".join(part.get("text") or "" for part in parts) for parts in contents)
+
+
 def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
     """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
-    parts = [part for m in messages if not isinstance(m["content"], str) for part in m["content"]]
+    parts = [part for message in messages for part in content_parts(message["content"])]
     return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
 
 

@@ -1,5 +1,6 @@
 """Settings for every test, set before anything is imported."""
 
+import functools
 import gc
 import os
 import signal
@@ -32,6 +33,13 @@ settings.load_profile("random" if os.environ.get("RANDOM_EXAMPLES") else "same")
 
 
 def pytest_collection_finish() -> None:
+    if transformers := sys.modules.get("transformers"):
+        # it formats each config that it reads for a log line: half the time in which a tiny run is built
+        transformers.PretrainedConfig.__repr__ = object.__repr__
+    if typer := sys.modules.get("typer.main"):
+        typer.get_command = functools.cache(
+            typer.get_command
+        )  # all options of all commands anew, for each one
     gc.freeze()
     gc.enable()
 
@@ -76,10 +84,7 @@ class Models(dict[str, Path]):
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One tiny model folder per family, built once for the whole run. Tests never write into them."""
     from helpers import tiny
-    from transformers import PretrainedConfig
 
-    # transformers formats each config that it reads for a log line: half the time in which a tiny run is built
-    PretrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
     built = Models(tmp_path_factory.mktemp("models"))
     for family in tiny.FAMILIES:
         built[family]

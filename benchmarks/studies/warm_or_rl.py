@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> None:
     from mm_grpo.trained.evaluate import evaluate_config
     from mm_grpo.trained.source import model_to_evaluate
     from mm_grpo.trained.table import as_dict
-    from mm_grpo.trained.warm_start import warm
+    from mm_grpo.warm_start import warm
 
     torch.set_num_threads(1)
     way, changes = ARMS[arm]

@@ -2,6 +2,7 @@
 
 main       the application, and the exit code of each error
 train      `train`
+warm       `warm`
 serve      `serve`, and `train --serve`
 evaluate   `eval`
 preflight  `check`, `doctor`, `estimate`

@@ -44,12 +44,14 @@ def check(
     file = None if pass_rate_file is None else OutputFile("--pass-rate-file", pass_rate_file, mark=None)
     with heavy_imports():
         from mm_grpo.preflight.check import check_config
+        from mm_grpo.trained.warm_mark import changes_of_form, read_mark
 
     with temporary_folder("check") as work:
         if smoke:
             loaded = to_smoke(loaded, config, overrides or [], work, loaded.run.dir)
+        known = changes_of_form(loaded, read_mark(loaded.model.path))
         passed = check_config(
-            loaded, call_judges=call_judges, rows=rows, page=page, strict=strict, smoke=smoke
+            loaded, call_judges=call_judges, rows=rows, page=page, strict=strict, known=known, smoke=smoke
         )
         if passed and pass_rate is not None:
             from mm_grpo.preflight.pass_rates import measure

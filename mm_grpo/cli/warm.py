@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from typing import Annotated, Literal
 
 import typer
@@ -40,12 +42,14 @@ def warm(
         arguments = ["-m", "mm_grpo.cli", "warm", config, *(overrides or []), *options]
         raise typer.Exit(launch(processes, arguments))
     with heavy_imports():
-        from mm_grpo.trained.warm_start import warm as warm_model
+        from mm_grpo.warm_start import warm as warm_model
 
     result = warm_model(loaded, answer=answer, steps=steps, lists=lists, resume=resume)
+    if os.environ.get("RANK", "0") != "0":
+        return
     first, last = result["nll"]
     lines = [
         f"done: {result['steps']} steps in {result['seconds']:.0f} s, NLL {first:.3f} -> {last:.3f} nats per token",
-        f"next: mm-grpo train {config} model.path={result['model']}",
+        f"next: mm-grpo train {shlex.quote(config)} {shlex.quote('model.path=' + result['model'])}",
     ]
     typer.echo(printable("\n".join(lines)))

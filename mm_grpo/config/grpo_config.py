@@ -199,10 +199,8 @@ class GRPOConfig(Section):
     def batch_sentence(self, processes: int = 1) -> str:
         """Say the arithmetic of one step: prompts x generations -> updates."""
         prompts, generations = self.rollout.prompts_per_step, self.rollout.num_generations
-        iterations, (few, remainder) = (
-            self.algorithm.num_iterations,
-            divmod(prompts, self.optim.updates_per_step),
-        )
+        iterations = self.algorithm.num_iterations
+        few, remainder = divmod(prompts, self.optim.updates_per_step)
         share = f"{few:,} or {few + 1:,} prompts each" if remainder else f"{_counted(few, 'prompt')} each"
         share += f", {iterations:,} iterations" if iterations > 1 else ""
         several = f" on {processes:,} processes" if processes > 1 else ""
@@ -229,8 +227,10 @@ class GRPOConfig(Section):
 # Checks between sections: each a field, and why its value does not go together with others
 
 
-def _steps(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Refuse more updates in a step than it has prompts."""
+def _prompts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse pass rates when rows are taken in order, and more updates in a step than it has prompts."""
+    if config.data.pass_rate is not None and not config.data.shuffle:
+        yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
     prompts = config.rollout.prompts_per_step
     if config.optim.updates_per_step > prompts:
         yield "optim.updates_per_step", f"must be <= rollout.prompts_per_step, {prompts}"
@@ -345,14 +345,8 @@ def _multi_turn_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_in_reward", why
 
 
-def _pass_rate(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Refuse pass rates when rows are taken in order."""
-    if config.data.pass_rate is not None and not config.data.shuffle:
-        yield "data.pass_rate", "must be null with data.shuffle = false, which takes rows as they stand"
-
-
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
-    _steps, _scaling_conflicts, _turns, _loss, _kl, _frozen_part_conflicts, _multi_turn_conflicts, _pass_rate,
+    _prompts, _scaling_conflicts, _turns, _loss, _kl, _frozen_part_conflicts, _multi_turn_conflicts,
 )  # fmt: skip
 
 

@@ -547,7 +547,7 @@ class RunConfig(Section):
     score; null is the mean reward. Default: null."""
     eval_blind: Literal["shuffled", "removed"] | None = None
     """Also answer the rows of the first evaluation set without their images: shuffled (each with the images of another
-    row) or removed; null does not (docs/evaluation.md). Default: null."""
+    row) or removed; null is shuffled after `mm-grpo warm`, else none (docs/evaluation.md). Default: null."""
     sight_every: int = Field(default=10, ge=0)
     """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
     first step included, >= 0; 0 is none. Default: 10."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Any, Protocol
 
 from mm_grpo.data.images import Refusal
@@ -54,6 +55,7 @@ class Rows(Protocol):
     @property
     def conversational(self) -> bool:
         """True when the first prompt of any source is a list of messages, as rewards written for TRL want to know."""
+        return any(source.fields(0).conversational for source in self.sources)
 
     @cached_property
     def by_task(self) -> bool:
@@ -72,6 +74,11 @@ class Rows(Protocol):
     def spaced(self, count: int) -> range:
         """Return at most `count` indices, evenly spaced."""
         return range(0, len(self), -(-len(self) // count))
+
+    def spaced_first(self) -> Iterator[int]:
+        """Yield all indices, SAMPLED_ROWS evenly spaced ones first."""
+        spaced = self.spaced(SAMPLED_ROWS)
+        return chain(spaced, (index for index in range(len(self)) if index not in spaced))
 
     def fingerprint(self) -> dict[str, Any]:
         """Identify the rows in a resumed run: their number `rows`, and the indices that are `left_out` of the source.
@@ -114,6 +121,11 @@ class Rows(Protocol):
 
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the columns of every row that can be read; evenly spaced rows of all sources come first."""
+        for places in zip_longest(*(source.spaced_first() for source in self.sources)):
+            for source, index in zip(self.sources, places, strict=True):
+                with suppress(DataError):
+                    if index is not None:
+                        yield source.fields(index).columns
 
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
         """Yield a key, equal for rows with the same messages, files and bytes, and the name of each row in memory.

@@ -61,11 +61,8 @@ def image_key(source: Any, folder: object = None) -> Hashable:
 def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Return the messages without their image parts."""
     return tuple(
-        {
-            **message,
-            "content": message["content"]
-            if isinstance(message["content"], str)
-            else [part for part in message["content"] if part["type"] != "image"],
-        }
-        for message in messages
+        {**m, "content": [part for part in m["content"] if part["type"] != "image"]}
+        if not isinstance(m["content"], str)
+        else dict(m)
+        for m in messages
     )

@@ -38,12 +38,12 @@ from mm_grpo.data.columns import (
 )
 from mm_grpo.data.file_states import FileStates
 from mm_grpo.data.image_check import rows_to_look_at
-from mm_grpo.data.images import MAX_BYTES, Refusal, look_at_image, open_images, read_encoded
+from mm_grpo.data.images import Refusal, look_at_image, open_images, read_encoded
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.errors import BadImage, DataError, did_you_mean
-from mm_grpo.types import Sample, pixel_limits
+from mm_grpo.types import Sample, messages_text, pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
@@ -131,18 +131,8 @@ class Dataset(Rows):
     def sources(self) -> Sequence[Rows]:
         return (self,)
 
-    @property
-    def conversational(self) -> bool:
-        return self.fields(0).conversational
-
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> PromptOrder:
         return PromptOrder(len(self), prompts_per_step, seed, shuffle)
-
-    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
-        spaced = self.spaced(SAMPLED_ROWS)
-        for index in chain(spaced, (at for at in range(len(self)) if at not in spaced)):
-            with suppress(DataError):
-                yield self.fields(index).columns
 
     def uid(self, index: int) -> str:
         return f"{self.name}:{self._indices[index]}"
@@ -162,7 +152,7 @@ class Dataset(Rows):
             row_name = f"{row_name} (images of {self._rows.row_name(image_row)})"
             fields = replace(fields, images=self._read(self._rows[image_row], image_row).images)
         folder = self._image_folder(image_row)
-        characters = sum(map(_characters, fields.messages))
+        characters = len(messages_text(fields.messages))
         # before an image is opened: a huge row would take minutes
         for number, limit, noun in (
             (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
@@ -202,13 +192,8 @@ class Dataset(Rows):
             with suppress(DataError):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
                 if not any(isinstance(image, Image.Image) for image in fields.images):
-                    yield (
-                        (
-                            str(without_images(fields.messages)),
-                            *(image_key(image, folder) for image in fields.images),
-                        ),
-                        self.row_name(index),
-                    )
+                    pictures = (image_key(image, folder) for image in fields.images)
+                    yield (str(without_images(fields.messages)), *pictures), self.row_name(index)
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
@@ -279,7 +264,7 @@ class Dataset(Rows):
         images = list(fields.images)
         for place, source in enumerate(images):
             with suppress(BadImage):
-                images[place] = read_encoded(source, name, MAX_BYTES, folder, files=self._image_files)[0]
+                images[place] = read_encoded(source, name, folder, files=self._image_files)[0]
         columns = fields.other_columns  # of the prompt's, messages and images say all
         return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)
 
@@ -316,11 +301,6 @@ class Dataset(Rows):
                         names[path] = None
                         break
         return list(names)
-
-
-def _characters(message: Mapping[str, Any]) -> int:
-    content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _stable_text(value: Any) -> str:

@@ -133,10 +133,8 @@ class _EncodedRows:
         self._table = dataset.with_format("arrow", columns=self.column_names)
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
         names = {*self.column_names, *columns}
-        for field in (
-            *PROMPT_FIELDS,
-            *(() if {"image", "images"} & names else filter(NUMBERED.fullmatch, names)),
-        ):
+        numbered = () if {"image", "images"} & names else filter(NUMBERED.fullmatch, names)
+        for field in (*PROMPT_FIELDS, *numbered):
             _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
         self._files = FileStates(file["filename"] for file in dataset.cache_files)

@@ -95,14 +95,9 @@ def unread_images(columns: Mapping[str, Any], images: Sequence[Any]) -> Iterator
     """
     shown = [f"/{image}" for image in images if isinstance(image, str)]
     for name, value in columns.items():
-        paths = [
-            f"/{v}"
-            for v in _values(value)
-            if shown and name != "answer" and isinstance(v, str) and _is_path(v)
-        ]
-        others = (
-            p for p in paths if "://" not in p and not any(p.endswith(s) or s.endswith(p) for s in shown)
-        )
+        texts = (v for v in _values(value) if shown and name != "answer" and isinstance(v, str))
+        paths = [f"/{text}" for text in texts if _is_path(text) and "://" not in text]
+        others = (p for p in paths if not any(p.endswith(s) or s.endswith(p) for s in shown))
         if any(map(_is_image, _values(value))) or any(others):
             yield name
 

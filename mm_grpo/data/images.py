@@ -3,7 +3,7 @@
 A source is a path, bytes, the `{"bytes": ..., "path": ...}` of the datasets library, a base64 data URL
 or a PIL image. In this order:
 
-    read       at most `max_bytes`; nothing is fetched over a network
+    read       at most MAX_BYTES; nothing is fetched over a network
     identify   by the header; PNG, JPEG, WebP, GIF, BMP and TIFF, one frame
     limit      the header's pixel count, before a pixel is decoded (decompression bombs)
     decode     fully: a truncated file fails here, and no file handle stays open
@@ -83,23 +83,13 @@ def decoded_here() -> int:
     return getattr(_thread, "decoded", 0)
 
 
-def open_image(
-    source: Any,
-    *,
-    row: str,
-    max_bytes: int = MAX_BYTES,
-    max_pixels: int = MAX_PIXELS,
-    image_dir: Folder = None,
-    files: Files = None,
-) -> Image.Image:
+def open_image(source: Any, *, row: str, image_dir: Folder = None, files: Files = None) -> Image.Image:
     """Open one source as a picture that is upright, RGB, fully decoded and independent of the source.
 
     Args:
         source: a path (relative ones start at `image_dir`), bytes, a mapping with `bytes` or `path`, a
             base64 data URL, a file:// URL, or a PIL image.
         row: what messages call the row, such as "train.jsonl:12".
-        max_bytes: the most bytes the encoded image may have.
-        max_pixels: the most pixels (width × height) it may have.
         files: states of files at the first look; a file that changed since is a DataError.
 
     Raises:
@@ -110,9 +100,9 @@ def open_image(
     if is_image:
         opened, where = source, f"{row}: image (a PIL image)"
     else:
-        data, where = read_encoded(source, row, max_bytes, image_dir, files=files)
-        opened = _identify(data, where, max_pixels)
-    _limit_pixels(opened.size, where, max_pixels)
+        data, where = read_encoded(source, row, image_dir, files=files)
+        opened = _identify(data, where)
+    _limit_pixels(opened.size, where)
     with _SHARED_IMAGES if is_image else nullcontext():
         decoded = _decode(opened, where)
     _thread.decoded = decoded_here() + 1
@@ -120,12 +110,7 @@ def open_image(
 
 
 def look_at_image(
-    source: Any,
-    row: str,
-    image_dir: Folder,
-    files: Files = None,
-    refusal: Refusal | None = None,
-    limits: Limits = (),
+    source: Any, row: str, image_dir: Folder, files: Files, refusal: Refusal | None, limits: Limits
 ) -> None:
     """Raise as `open_image` for an image that is missing, too large, or no image by its header, or by `refusal`.
 
@@ -135,7 +120,7 @@ def look_at_image(
         size, where = source.size, f"{row}: image (a PIL image)"
     else:
         size, where = _header_size(source, row, image_dir, files)
-    _limit_pixels(size, where, MAX_PIXELS)
+    _limit_pixels(size, where)
     if refusal is None:
         return
     why = refusal(size[::-1], limits)
@@ -149,9 +134,9 @@ def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tupl
     """Return (width, height) of an encoded image, before it is turned, and its name in messages."""
     # an EXIF block may stand before a JPEG's size, WebP needs all bytes, and a TIFF's header may be at the end
     for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, None):
-        data, where = read_encoded(source, row, MAX_BYTES, image_dir, at_most=at_most, files=files)
+        data, where = read_encoded(source, row, image_dir, at_most=at_most, files=files)
         try:
-            return jpeg_size(data) or _identify(data, where, MAX_PIXELS).size, where
+            return jpeg_size(data) or _identify(data, where).size, where
         except BadImage as error:
             fault = error
     raise fault
@@ -181,13 +166,12 @@ def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Im
 def read_encoded(
     source: Any,
     row: str,
-    max_bytes: int,
     image_dir: Folder,
     label: str = "(bytes in the row)",
     at_most: int | None = None,
     files: Files = None,
 ) -> tuple[bytes, str]:
-    """Return the encoded bytes of a source, `max_bytes` at most, and its name in messages.
+    """Return the encoded bytes of a source, MAX_BYTES at most, and its name in messages.
 
     `label` is the name of bytes. Of a file only the first `at_most` bytes are read.
     """
@@ -197,21 +181,21 @@ def read_encoded(
             raise BadImage(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
         label = label if path is None else _label(str(path))
         inner = path if inner is None else inner
-        return read_encoded(inner, row, max_bytes, image_dir, label, at_most, files)
+        return read_encoded(inner, row, image_dir, label, at_most, files)
     if isinstance(source, bytes | bytearray | memoryview):
         data, where = bytes(source), f"{row}: image {label}"
     elif isinstance(source, str) and source[:5].lower() == "data:":
         where = f"{row}: image {brief(source)}"
-        data = _read_data_url(source, where, max_bytes)
+        data = _read_data_url(source, where)
     elif isinstance(source, str | os.PathLike):
         name = os.fsdecode(source)
         where = f"{row}: image {_label(name)}"
-        data = _read_file(name, where, max_bytes, image_dir, at_most or max_bytes + 1, files)
+        data = _read_file(name, where, image_dir, at_most or MAX_BYTES + 1, files)
     else:
         raise BadImage(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
     if not data:
         raise BadImage(f"{where} is empty (0 bytes); write the image again or leave the row out")
-    _limit_bytes(len(data), where, max_bytes)
+    _limit_bytes(len(data), where)
     return data, where
 
 
@@ -219,18 +203,18 @@ def _label(name: str) -> str:
     return repr(name) if len(name) <= 200 else brief(name)
 
 
-def _read_data_url(url: str, where: str, max_bytes: int) -> bytes:
+def _read_data_url(url: str, where: str) -> bytes:
     header, _, payload = url.partition(",")
     if not header.lower().endswith(";base64"):
         raise BadImage(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
-    _limit_bytes(len(payload) * 3 // 4 - 2, where, max_bytes)  # base64 has up to two bytes of padding
+    _limit_bytes(len(payload) * 3 // 4 - 2, where)  # base64 has up to two bytes of padding
     try:
         return base64.b64decode("".join(unquote(payload).split()), validate=True)
     except ValueError as error:
         raise BadImage(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
-def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most: int, files: Files) -> bytes:
+def _read_file(name: str, where: str, image_dir: Folder, at_most: int, files: Files) -> bytes:
     if len(name) > 64 and _BASE64.fullmatch(name):
         raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
@@ -243,7 +227,7 @@ def _read_file(name: str, where: str, max_bytes: int, image_dir: Folder, at_most
         path = os.path.join(expand_home(folder), expand_home(name))
         if files is not None:
             files.look(path, where=where)
-        _limit_bytes(os.stat(path).st_size, where, max_bytes)
+        _limit_bytes(os.stat(path).st_size, where)
         return read_regular_file(path, at_most)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
         why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
@@ -268,26 +252,26 @@ def _folders_near(here: str) -> list[str]:
     return [above, *chain.from_iterable(inside)]
 
 
-def _limit_pixels(size: Size, where: str, max_pixels: int) -> None:
+def _limit_pixels(size: Size, where: str) -> None:
     width, height = size
-    if not 0 < width * height <= max_pixels:
+    if not 0 < width * height <= MAX_PIXELS:
         raise BadImage(
-            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {max_pixels}: shrink the image"
+            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {MAX_PIXELS}: shrink the image"
         )
 
 
-def _limit_bytes(size: int, where: str, max_bytes: int) -> None:
-    if size > max_bytes:
-        raise BadImage(f"{where} has {size} bytes; {max_bytes} are allowed: shrink the image")
+def _limit_bytes(size: int, where: str) -> None:
+    if size > MAX_BYTES:
+        raise BadImage(f"{where} has {size} bytes; {MAX_BYTES} are allowed: shrink the image")
 
 
-def _identify(data: bytes, where: str, max_pixels: int) -> Image.Image:
+def _identify(data: bytes, where: str) -> Image.Image:
     """Open an image: its header is read, and no pixel decoded."""
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadImage(
-            f"{where} has too many pixels ({error}); legal are 1 to {max_pixels}: shrink the image"
+            f"{where} has too many pixels ({error}); legal are 1 to {MAX_PIXELS}: shrink the image"
         ) from None
     except MemoryError:
         raise

@@ -97,9 +97,11 @@ def read_conversation(
     if "system" in values and isinstance(prompt, str | list | tuple):
         prompt = _with_system(prompt, values["system"], row_name)
         used["system"] = "system"
-    if (turns or dataset_name == "messages") and (reply := _reply(prompt)) is not None:
+    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
+    may_reply = turns or dataset_name == "messages"
+    if may_reply and isinstance(last, Mapping) and last.get("role") == "assistant":
         prompt = list(prompt)[:-1]
-        answer = _answer_of(reply, column, values, row_name, "answer" in columns)
+        answer = _answer_of(last, column, values, row_name, "answer" in columns)
     if answer is None and values.get("answer") is None:
         source, answer = _other_answer(values, dataset_name)
         used |= {} if answer is None else {source: "answer"}
@@ -194,12 +196,6 @@ def _with_system(prompt: Any, system: Any, row_name: str) -> Any:
             "column of another meaning needs another name: data.columns.NAME=system"
         )
     return [{"role": "system", "content": system}, *messages]
-
-
-def _reply(prompt: Any) -> Mapping[str, Any] | None:
-    """Return the last turn if it is the assistant's, else None."""
-    last = prompt[-1] if isinstance(prompt, list | tuple) and prompt else None
-    return last if isinstance(last, Mapping) and last.get("role") == "assistant" else None
 
 
 def _answer_of(

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, zip_longest
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,6 @@ class MixedDataset(Rows):
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(chain.from_iterable(source.columns for source in self._sources)))
 
-    @property
-    def conversational(self) -> bool:
-        return any(source.conversational for source in self._sources)
-
     def fingerprint(self) -> dict[str, Any]:
         pairs = zip(self._sources, self.weights, strict=True)
         sources = [{"weight": weight, **source.fingerprint()} for source, weight in pairs]
@@ -160,10 +156,6 @@ class MixedDataset(Rows):
     def verify(self) -> None:
         for source in self._sources:
             source.verify()
-
-    def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
-        turns = zip_longest(*(source.columns_of_rows() for source in self._sources))
-        return (columns for turn in turns for columns in turn if columns is not None)
 
     def row_keys(self) -> Iterator[tuple[Hashable, str]]:
         return chain.from_iterable(source.row_keys() for source in self._sources)

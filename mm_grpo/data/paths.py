@@ -90,11 +90,9 @@ def check_shards(files: Sequence[str], name: str) -> None:
             sets.setdefault((stem, suffix, total), Counter())[int(shard["number"])] += 1
             first_total = totals.setdefault((stem, suffix, path.parent), total)
             if first_total != total or files.count(str(path)) > 1:
-                why = (
-                    "is named twice"
-                    if first_total == total
-                    else f"lies beside shards of a set of {first_total}"
-                )
+                why = "is named twice"
+                if first_total != total:
+                    why = f"lies beside shards of a set of {first_total}"
                 raise DataError(f"{name}: {path} {why}; remove what is too much")
     for (stem, suffix, total), counts in sets.items():
         first = int(total in counts and 0 not in counts)

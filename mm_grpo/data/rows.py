@@ -46,7 +46,7 @@ from mm_grpo.data.image_columns import (
 from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
 from mm_grpo.errors import DataError, half_character
-from mm_grpo.types import PIXEL_LIMITS, with_limits
+from mm_grpo.types import PIXEL_LIMITS, messages_text, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "system")
@@ -267,7 +267,7 @@ def _check_texts(
     """
     asks, has_parts = False, bool(_image_parts(messages))
     for message in messages:
-        text, in_parts = "".join(_texts(message)), has_parts or bool(_parts(message))
+        text, in_parts = messages_text([message]), has_parts or bool(_parts(message))
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
         if tag := unread_tag(text, reads_tags=not in_parts, reads_markup=text_only and unread == []):
@@ -288,11 +288,6 @@ def _check_texts(
 def _parts(message: Message) -> list[Message]:
     """Return the parts of a message; none if its content is a string."""
     return [] if isinstance(message["content"], str) else message["content"]
-
-
-def _texts(message: Message) -> list[str]:
-    content = message["content"]
-    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _looks(unread: Iterable[str] | None) -> str:

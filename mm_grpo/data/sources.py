@@ -54,14 +54,7 @@ BLIND = "blind"
 TASKS = {"shapes": "mm_grpo.data.shapes:shapes_rows"}
 
 
-def load(
-    source: Any,
-    settings: DataConfig,
-    name: str = "train",
-    *,
-    verify: bool = True,
-    added: Mapping[str, Any] | None = None,
-) -> Rows:
+def load(source: Any, settings: DataConfig, name: str = "train", *, verify: bool = True) -> Rows:
     """Read a source; the module's docstring lists the kinds.
 
     The other arguments are as of `Dataset`. Raises DataError if the source is unknown, missing, broken or empty, or a
@@ -73,7 +66,7 @@ def load(
         source = Mixture([source])
     if isinstance(source, Mixture):
         return _load_mixture(source, settings, name, verify)
-    return _load_dataset(source, settings, name, verify=verify, added=added)
+    return _load_dataset(source, settings, name, verify=verify)
 
 
 def _load_dataset(source: Source, settings: DataConfig, name: str, **options: Any) -> Dataset:

@@ -16,8 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.background import BackgroundThreads
-from mm_grpo.data.images import MAX_BYTES, MAX_PIXELS
-from mm_grpo.environments.observation import ImageLimits, Observation, failed
+from mm_grpo.environments.observation import Observation, failed
 from mm_grpo.environments.session import CallResult, Factory, Operation, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.kept_state import own_copy
@@ -110,7 +109,6 @@ class Host(ABC):
     ) -> None:
         self.config, self.functions, self.factory = config, functions, factory
         self.reward_arguments = reward_arguments
-        self.limits = ImageLimits(MAX_PIXELS, MAX_BYTES)
         self.policy, self.timeout = config.rollout.on_tool_error, config.rollout.tool_timeout
         self.opened: list[Episode] = []
 
@@ -278,7 +276,7 @@ class LocalHost(Host):
     def _answer(self, task: Task) -> CallResult:
         episode, late = task.episode, f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
         if episode.place is None:
-            episode.place = Session(self.functions, self.factory, self.limits)
+            episode.place = Session(self.functions, self.factory)
         self._thread = self._thread or BackgroundThreads(1, "tools")
         call = partial(episode.place.answer, task.operation, task.name, own_copy(task.arguments))
         try:

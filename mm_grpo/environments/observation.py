@@ -26,14 +26,6 @@ LONGEST_FAULT = 500
 
 
 @dataclass(frozen=True)
-class ImageLimits:
-    """Limits of an image in an answer: pixels when opened, bytes when encoded."""
-
-    max_pixels: int
-    max_bytes: int
-
-
-@dataclass(frozen=True)
 class Observation:
     """Texts and images of a tool's answer; with a `fault` the text describes a failure of that kind."""
 
@@ -59,13 +51,12 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {_encodable(str(error)[:2000])}"
 
 
-def observation_of(result: Any, limits: ImageLimits) -> Observation:
-    """Convert a tool's answer. Return a fault if it cannot be shown, or an image exceeds the limits."""
+def observation_of(result: Any) -> Observation:
+    """Convert a tool's answer. Return a fault if it cannot be shown, or an image exceeds the limits of a row's."""
     try:
         unopened = _parts(result)
         sources = [part.source for part in unopened if isinstance(part, _Image)]
-        options = {"max_bytes": limits.max_bytes, "max_pixels": limits.max_pixels}
-        images = iter(open_images(sources, row="the tool's answer", **options))
+        images = iter(open_images(sources, row="the tool's answer"))
         parts = tuple(next(images) if isinstance(part, _Image) else part for part in unopened)
     except DataError as error:
         return failed("bad_result", str(error))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mm_grpo.environments.observation import ImageLimits, Observation, describe_error, failed, observation_of
+from mm_grpo.environments.observation import Observation, describe_error, failed, observation_of
 from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
 from mm_grpo.rewards.scores import LEGAL, score_of, shown
 
@@ -44,10 +44,8 @@ class CallResult:
 class Session:
     """Environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`."""
 
-    def __init__(
-        self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None, limits: ImageLimits
-    ) -> None:
-        self.functions, self.factory, self.limits = functions, factory, limits
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None) -> None:
+        self.functions, self.factory = functions, factory
         self.environment: Any = None
         self.tools = dict(functions)
 
@@ -60,12 +58,11 @@ class Session:
                 self.environment = _call(self.factory, {})
                 self.tools = {**self.functions, **methods(self.environment)}
                 opening = _call(self.environment.reset, arguments)
-                return CallResult(None if opening is None else observation_of(opening, self.limits))
+                return CallResult(None if opening is None else observation_of(opening))
             if operation == "call":
-                if pays := pays_steps(self.environment):
-                    self.environment.step_reward = (
-                        None  # a call that sets none must not be paid for the last one
-                    )
+                if pays := hasattr(type(self.environment), "step_reward"):  # which its methods set
+                    # a call that sets none must not be paid for the last one
+                    self.environment.step_reward = None
                 observation = self._call_tool(name, arguments)
                 over = bool(getattr(self.environment, "done", False))
                 try:
@@ -75,7 +72,9 @@ class Session:
                     return CallResult(observation, raised=wrong)
                 return CallResult(observation, reward, over)
             method = getattr(self.environment, operation, None)
-            answer = None if method is None else _call(method, _parameters_of(method, arguments))
+            names = () if method is None else inspect.signature(method).parameters
+            values = {name: value for name, value in arguments.items() if name in names}
+            answer = None if method is None else _call(method, values)
             if operation == "close":
                 return CallResult()
             try:
@@ -97,12 +96,7 @@ class Session:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             return failed("bad_arguments", f"{name}: {error}")
-        return observation_of(_call(tool, arguments), self.limits)
-
-
-def pays_steps(environment: Any) -> bool:
-    """Return True if the environment's class has `step_reward`, which its methods set."""
-    return hasattr(type(environment), "step_reward")
+        return observation_of(_call(tool, arguments))
 
 
 def methods(environment: Any) -> dict[str, Callable[..., Any]]:
@@ -113,10 +107,6 @@ def methods(environment: Any) -> dict[str, Callable[..., Any]]:
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     names = (name for name, _ in functions if not name.startswith("_") and name not in NOT_TOOLS)
     return {name: getattr(environment, name) for name in names}
-
-
-def _parameters_of(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name in inspect.signature(method).parameters}
 
 
 def _call(function: Any, arguments: Mapping[str, Any]) -> Any:

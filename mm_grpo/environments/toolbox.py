@@ -26,6 +26,7 @@ from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import load_named
 from mm_grpo.rewards.spec import RewardSpec, make_spec
+from mm_grpo.types import content_parts, messages_text
 from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:
@@ -44,12 +45,7 @@ class Toolbox:
     ConfigError for a tool without a schema: it needs type hints, and a docstring with its arguments.
     """
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        tools: Sequence[Callable[..., Any]],
-        factory: Factory | None,
-    ):
+    def __init__(self, config: GRPOConfig, tools: Sequence[Callable[..., Any]], factory: Factory | None):
         for tool in tools:
             if not callable(tool) or not hasattr(tool, "__name__"):
                 raise _refused(f"{tool!r} is no function with a name; give a plain function (def)")
@@ -145,16 +141,11 @@ class Toolbox:
         if opening is None or not opening.parts:
             return replace(sample, row=sample)
         *messages, last = sample.messages
-        content = last["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        parts = [*content_parts(last["content"])]
         for part in opening.parts:
             parts.append({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"})
-        return replace(
-            sample,
-            messages=[*messages, {**last, "content": parts}],
-            images=(*sample.images, *opening.images),
-            row=sample,
-        )
+        messages, images = [*messages, {**last, "content": parts}], (*sample.images, *opening.images)
+        return replace(sample, messages=messages, images=images, row=sample)
 
     def look(self, rows: Rows) -> None:
         """Prepare the first row, before a model is loaded. Raise as `prepare`; warn if nothing shows an image."""
@@ -205,9 +196,8 @@ class Toolbox:
 
 def _check_opening(episode: Episode, sample: Sample) -> None:
     """Raise ToolError if an environment shows something else than when its row was prepared."""
-    opening, last = episode.opening or Observation(()), sample.messages[-1]["content"]
+    opening, text = episode.opening or Observation(()), messages_text(sample.messages[-1:])
     prepared = sample.images[len((sample.row or sample).images) :]
-    text = last if isinstance(last, str) else "".join(part.get("text", "") for part in last)
     same = [(i.size, i.tobytes()) for i in opening.images] == [(i.size, i.tobytes()) for i in prepared]
     if not same or opening.text not in text:
         raise ToolError(
@@ -217,9 +207,7 @@ def _check_opening(episode: Episode, sample: Sample) -> None:
 
 
 def toolbox_of(
-    config: GRPOConfig,
-    tools: Sequence[Callable[..., Any]] | None,
-    factory: Factory | None,
+    config: GRPOConfig, tools: Sequence[Callable[..., Any]] | None, factory: Factory | None
 ) -> Toolbox | None:
     """Return the toolbox of these tools and factory, else of the config's; None without any."""
     rollout = config.rollout

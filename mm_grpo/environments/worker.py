@@ -14,8 +14,9 @@ from typing import Any
 
 from PIL import Image
 
+from mm_grpo.data.images import MAX_PIXELS
 from mm_grpo.environments.factories import load_code
-from mm_grpo.environments.observation import ImageLimits, Observation, describe_error
+from mm_grpo.environments.observation import Observation, describe_error
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.worker import require_unchanged
@@ -29,7 +30,6 @@ class ToolSources:
 
     functions: Mapping[str, tuple[str, str | None]]
     factory: tuple[str, str | None] | None
-    limits: ImageLimits
 
 
 class ToolWorker:
@@ -38,7 +38,6 @@ class ToolWorker:
     def __init__(self, sources: ToolSources) -> None:
         self.functions = {name: _load(*source) for name, source in sources.functions.items()}
         self.factory = None if sources.factory is None else _load(*sources.factory)
-        self.limits = sources.limits
         self.sessions: dict[int, Session] = {}
 
     def __call__(self, body: bytes) -> bytes:
@@ -49,7 +48,7 @@ class ToolWorker:
             result = CallResult(raised=f"cannot be made in a worker process: {describe_error(error)}")
         else:
             if number not in self.sessions:
-                self.sessions[number] = Session(self.functions, self.factory, self.limits)
+                self.sessions[number] = Session(self.functions, self.factory)
             result = self.sessions[number].answer(operation, name, arguments)
             if operation == "close" or result.gone is not None:
                 del self.sessions[number]
@@ -68,7 +67,7 @@ def pack_result(result: CallResult) -> bytes:
     return b"".join([HEADER.pack(len(text)), text, *(image.tobytes() for image in images)])
 
 
-def unpack_result(body: bytes, limits: ImageLimits) -> CallResult:
+def unpack_result(body: bytes) -> CallResult:
     """Read a result of `pack_result`. Raise any exception for other bytes, which user code may have sent."""
     (size,) = HEADER.unpack_from(body)
     at = HEADER.size + size
@@ -77,7 +76,7 @@ def unpack_result(body: bytes, limits: ImageLimits) -> CallResult:
     for part in [] if observation is None else observation["parts"]:
         if not isinstance(part, str):
             width, height = map(int, part)
-            if not 0 < width * height <= limits.max_pixels:
+            if not 0 < width * height <= MAX_PIXELS:
                 raise ValueError(f"an image of {width} × {height} pixels")
             part = Image.frombytes("RGB", (width, height), body[at : at + 3 * width * height])
             at += 3 * width * height

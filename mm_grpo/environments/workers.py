@@ -19,7 +19,7 @@ from mm_grpo.environments.session import CallResult, Factory
 from mm_grpo.environments.worker import ToolSources, unpack_result
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of
-from mm_grpo.user_code.workers import LONGEST_ANSWER, Outcome, Unsendable, Worker, Workers, packed
+from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, packed
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -53,13 +53,10 @@ class WorkerHost(Host):
     ) -> None:
         super().__init__(config, functions, factory, reward_arguments)
         self.slots = [_Slot() for _ in range(count)]
-        sources = ToolSources(
-            {name: _source_of(function) for name, function in functions.items()},
-            None if factory is None else _source_of(factory),
-            self.limits,
-        )
+        function_sources = {name: _source_of(function) for name, function in functions.items()}
+        sources = ToolSources(function_sources, None if factory is None else _source_of(factory))
         target = "mm_grpo.environments.worker:ToolWorker"
-        self.workers = Workers(target, sources, "the tools of the run", _start_error, LONGEST_ANSWER)
+        self.workers = Workers(target, sources, "the tools of the run", _start_error)
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
@@ -130,7 +127,7 @@ class WorkerHost(Host):
         result = CallResult(died=outcome.died, late=outcome.late)
         if outcome.answer is not None:
             try:
-                result = unpack_result(outcome.answer, self.limits)
+                result = unpack_result(outcome.answer)
             except Exception as error:  # user code may have written it
                 result = CallResult(died=f"sent what is no answer ({error})")
         if result.died is not None:

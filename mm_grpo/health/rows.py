@@ -186,13 +186,23 @@ def zero_std(bad: int, zero: float, run: MetricsHistory) -> str:
             f"in none of {run.rewarded_steps} steps did the rewards of any group differ{mean}, so nothing is learned "
             "from them. Likely the reward is constant, never finds its answer in the completion (see rollouts/ and "
             "`mm-grpo check CONFIG`), or all prompts are too hard or too easy: mix in others, or raise "
-            "rollout.num_generations"
+            f"rollout.num_generations{warm_advice(run.high, f'{run.steps} steps')}"
         )
     return (
         f"for {bad} steps the rewards of no group have differed{mean}, though they did before. Likely all completions "
         "of a prompt have become the same, or the rows that are left are too hard. Raise algorithm.entropy_coef or "
         "rollout.temperature, lower optim.learning_rate, or replace such groups (rollout.max_attempts > 1)"
+        f"{warm_advice(run.high, f'{run.steps} steps')}"
     )
+
+
+def warm_advice(highest: float | None, completions: str) -> str:
+    """Return the end of a message, if the highest total of some completions is not above 0; else ""."""
+    advice = (
+        f"; no completion of {completions} scored above 0: the base never says such answers; `mm-grpo warm CONFIG "
+        "--answer COLUMN` teaches the form"
+    )
+    return "" if highest is None or highest > 0 else advice
 
 
 def clipped_lengths(bad: int, share: float, run: MetricsHistory) -> str:
@@ -268,7 +278,7 @@ def why_no_update(run: MetricsHistory) -> str:
     if not run.has_difference:
         return (
             "the rewards of no group differed, so there was nothing to learn from; see `mm-grpo check CONFIG` and "
-            "rollouts/"
+            f"rollouts/{warm_advice(run.high, f'{run.steps} steps')}"
         )
     return (
         "no token that enters the loss had a gradient: see completions/clipped_ratio "

@@ -67,12 +67,12 @@ def require_images(
             f"algorithm.{field}: must be left out in conversations of several turns (rollout.tools, "
             "rollout.environment), whose tools may show what the other view hides"
         )
-    few = min(ROWS, len(train))
-    pictured = [row for i in range(few) if (row := train.fields(i * len(train) // few)).images]
+    rows = [train.fields(index) for index in train.spaced(ROWS)]
+    pictured = [row for row in rows if row.images]
     if not pictured:
         raise ConfigError(
-            f"algorithm.{field}: none of {few} rows of the training set has an image, and it compares answers with "
-            "those to another image; leave it out, or train on rows with images"
+            f"algorithm.{field}: none of {len(rows)} rows of the training set has an image, and it compares answers "
+            "with those to another image; leave it out, or train on rows with images"
         )
     if column is not None and all(row.columns.get(column) is None for row in pictured):
         raise ConfigError(

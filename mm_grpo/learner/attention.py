@@ -211,17 +211,16 @@ class Masks:
         return linear | {"attention_mask": attention_mask(segments)[:, :, before:]}
 
 
-def is_tried(attn: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True when FlexAttention is asked for, or `attn` is auto on a GPU in 16 bits."""
+def _flex_works(model: Any, attn: str) -> bool:
+    """Return True if FlexAttention is tried and right for the model's shapes; ConfigError if asked for and wrong.
+
+    It is tried if it is asked for, and with `attn: auto` on a GPU in 16 bits.
+    """
+    device = torch.device(model.device)
     # in float32 the compiler (Triton 3.7, heads of 128, compute capability 9.0) leaves the kernel 32 registers and
     # 29 kB of spilled stores: plain attention is faster
-    return attn == "flex_attention" or (attn == "auto" and device.type == "cuda" and dtype != torch.float32)
-
-
-def _flex_works(model: Any, attn: str) -> bool:
-    """Return True if FlexAttention is tried and right for the model's shapes; ConfigError if asked for and wrong."""
-    device = torch.device(model.device)
-    if not is_tried(attn, device, model.dtype):
+    is_fast = device.type == "cuda" and model.dtype != torch.float32
+    if attn != "flex_attention" and not (attn == "auto" and is_fast):
         return False
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads

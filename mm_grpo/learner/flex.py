@@ -123,9 +123,8 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     ]
 
     def compare() -> list[dict[str, float]]:
-        with (
-            _for_all_sizes()
-        ):  # the backward pass is compiled when it first runs, so it needs the settings too
+        # the backward pass is compiled when it first runs, so it needs the settings too
+        with _for_all_sizes():
             return [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
 
     return fault_of(compare, LIMITS[dtype])
@@ -173,11 +172,8 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
         with torch.no_grad():
             inference = run(*leaves)
         results.append([out.detach() * (weight != 0), *gradients, inference * (weight != 0)])
-    names = (
-        "output",
-        *(f"gradient of the {x}" for x in ("query", "key", "value")),
-        "output without gradients",
-    )
+    gradients_of = [f"gradient of the {x}" for x in ("query", "key", "value")]
+    names = ("output", *gradients_of, "output without gradients")
     return {
         name: float((got.float() - want.float()).norm() / want.float().norm())
         for name, got, want in zip(names, *results, strict=True)

@@ -29,43 +29,37 @@ from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, Prom
 from mm_grpo.learner.transformers_patches import features_for_pixels
 from mm_grpo.learner.vision_attention import patch_vision_tower
 from mm_grpo.processors.base import Processor
-from mm_grpo.processors.family import Family
 from mm_grpo.types import Prompt
 
 
 class PackForward(nn.Module):
-    """Wrapper of a transformers vision-language model.
+    """Wrapper of a transformers vision-language model, whose layout the processor's family knows.
 
-    Packs have `shared` rows, of a prompt and several completions, or rows of a prompt and one completion. The banned
-    token ids are `media_token_ids`. `family` knows the model's layout.
+    Its distribution is the one that training samples from, or without `as_sampled` the one over the whole vocabulary at
+    temperature 1.
     """
 
     def __init__(
         self,
         model: Any,
+        processor: Processor,
+        config: GRPOConfig,
         *,
-        family: Family,
-        media_token_ids: frozenset[int],
-        temperature: float,
-        attn: str = "auto",
-        shared: bool = True,
-        chunk_bytes: int | None = None,
+        as_sampled: bool = True,
         blank_images: bool = True,
     ) -> None:
         super().__init__()
-        family.check(model)
-        self.model = model
-        self.family = family
-        self.media_token_ids = sorted(media_token_ids)
-        self.blank = family.blank(model)
-        self.temperature = temperature
-        self.chunk_bytes = chunk_bytes
-        self.blank_images = blank_images
+        self.model, self.family = model, processor.family
+        self.family.check(model)
+        self.media_token_ids = sorted(processor.media_token_ids) if as_sampled else []
+        self.temperature = config.rollout.temperature if as_sampled else 1.0
+        self.blank, self.blank_images = self.family.blank(model), blank_images
         self.features: ImageFeatures | None = None
         self.prompts: PromptStates | None = None
         self._step_features: ImageFeatures | None = None
-        self.masks = Masks(model, attn, family=family, shared=shared)
-        patch_vision_tower(family.tower(model))
+        shared = processor.layout == "shared_prefix"
+        self.masks = Masks(model, config.model.attn, family=self.family, shared=shared)
+        patch_vision_tower(self.family.tower(model))
 
     def keep_features(self, features: ImageFeatures | None) -> None:
         """Use these image features in all passes from now on; None for features of each pass alone."""
@@ -103,7 +97,6 @@ class PackForward(nn.Module):
             pack.targets.to(states.device),
             temperature=self.temperature,
             banned=self.media_token_ids,
-            chunk_bytes=self.chunk_bytes,
             q_hidden=q_hidden,
         )
 
@@ -127,13 +120,8 @@ class PackForward(nn.Module):
     def _hidden_states(self, pack: Pack, **states: Any) -> Tensor:
         """Return the last hidden states [B, N, D] of a pack."""
         with self._inputs(pack) as inputs:
-            return self.family.hidden_states(
-                self.model,
-                **inputs,
-                **self.masks.of_pack(pack, **states),
-                position_ids=pack.position_ids,
-                use_cache=False,
-            )
+            options = {**inputs, **self.masks.of_pack(pack, **states), "position_ids": pack.position_ids}
+            return self.family.hidden_states(self.model, **options, use_cache=False)
 
     def _prefixes(self, pack: Pack) -> Prefixes | None:
         """Return the states of the pack's prompts that run apart; None if there are none."""
@@ -172,27 +160,3 @@ class PackForward(nn.Module):
         embeds: Tensor = self.model.get_input_embeddings()(input_ids)
         zero = zero_of_blank(self.model, self.family, self.blank)
         return embeds + zero.to(embeds.dtype)
-
-
-def wrap_model(
-    model: Any,
-    processor: Processor,
-    config: GRPOConfig,
-    *,
-    as_sampled: bool = True,
-    blank_images: bool = True,
-) -> PackForward:
-    """Return the module that a learner of this config calls.
-
-    Its distribution is the one that training samples from, or without `as_sampled` the one over the whole vocabulary at
-    temperature 1.
-    """
-    return PackForward(
-        model,
-        family=processor.family,
-        media_token_ids=processor.media_token_ids if as_sampled else frozenset(),
-        temperature=config.rollout.temperature if as_sampled else 1.0,
-        attn=config.model.attn,
-        shared=processor.layout == "shared_prefix",
-        blank_images=blank_images,
-    )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.learner.forward import PackForward, wrap_model
+from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
 from mm_grpo.learner.pack import Item, Pack, by_group, layout, spread_prompts
 from mm_grpo.learner.prompt_states import PromptEnd, PromptStates
@@ -82,7 +82,7 @@ def score(
     Over the whole vocabulary at temperature 1; with `as_sampled`, over the distribution that training samples from
     (media tokens masked, at the training temperature).
     """
-    module = wrap_model(model, processor, config, as_sampled=as_sampled)
+    module = PackForward(model, processor, config, as_sampled=as_sampled)
     items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
     packs = module.masks.plan(items, config.optim.max_tokens_per_pack)
     with ForwardPass(module, packs, processor.media_token_ids, PackStatistics()) as forward_pass:

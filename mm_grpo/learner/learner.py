@@ -26,7 +26,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.alternate_prompts import AlternatePrompts
 from mm_grpo.learner.features.base import FeaturePack, LossFeature
 from mm_grpo.learner.features.table import feature_classes
-from mm_grpo.learner.forward import PackForward, wrap_model
+from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
 from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
@@ -76,7 +76,7 @@ class Learner(LearnerWeights):
         # each process drew its own random numbers for weights that are new (LoRA)
         self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
-        wrap = partial(wrap_model, processor=processor, config=config, as_sampled=as_sampled)
+        wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None
         if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
             self.reference = wrap(load_reference_model(config, model, processor))

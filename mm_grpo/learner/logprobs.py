@@ -213,10 +213,8 @@ class _Tiled(torch.autograd.Function):
         if grad_logp is None:
             grad_logp = torch.zeros_like(entropy)
         grad_p = grad_logp if grad_kl is None else grad_logp - grad_kl  # the factor of -p
-        only_tile, ctx.only_tile = (
-            ctx.only_tile,
-            None,
-        )  # changed in place below; a second backward makes a new one
+        # changed in place below; a second backward makes a new one
+        only_tile, ctx.only_tile = ctx.only_tile, None
         # sums over tiles are fp32: bf16 sums of many would lose the small ones
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if ctx.needs_input_grad[0] else None
         grad_head = torch.zeros_like(head) if ctx.needs_input_grad[1] else None

@@ -46,9 +46,7 @@ class Minibatch:
     def with_kl_states(self, states: ByCompletion) -> Minibatch:
         """Return a copy with `kl_states`, which one loss feature may set."""
         if self.kl_states:
-            raise ConfigError(
-                "algorithm.features: two features compare the policy with states; turn one of them off"
-            )
+            raise ConfigError("algorithm.features: two features compare the policy with states; turn one off")
         return replace(self, kl_states=states)
 
 

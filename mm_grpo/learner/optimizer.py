@@ -164,10 +164,8 @@ class BaseOptimizer(ABC):
 class Optimizer(BaseOptimizer):
     """Optimizer with its whole state in each process. Float32 parameters are their own masters."""
 
-    def __init__(
-        self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks | None = None
-    ) -> None:
-        super().__init__(module, config, total_updates, ranks or Ranks())
+    def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
+        super().__init__(module, config, total_updates, ranks)
         self.forward = module
         self.params = list(self.named.values())
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]

@@ -43,8 +43,31 @@ class StateFile:
     metadata: Mapping[str, str]
 
     def write(self, path: Path) -> FileMark:
-        """Write the file; it is on the disk when this returns. Raises OSError."""
-        return _write(path, self.tensors, self.metadata)
+        """Write the file; it is on the disk when this returns. Raises OSError.
+
+        It goes block by block, without a second copy in memory.
+        """
+        header: dict[str, Any] = {"__metadata__": dict(self.metadata)}
+        end = 0
+        for key, tensor in self.tensors.items():
+            begin, end = end, end + 4 * tensor.numel()
+            header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        digest = xxhash.xxh3_128()
+        with path.open("wb") as file:
+            for block in (len(head).to_bytes(8, "little"), head):
+                digest.update(block)
+                file.write(block)
+            for tensor in self.tensors.values():
+                for part in tensor.split(BLOCK // 4):
+                    data = part.float().contiguous().cpu().numpy().data
+                    digest.update(data)
+                    file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        return {"name": path.name, "bytes": size, "xxh3_128": digest.hexdigest()}
 
 
 def state_file(optimizer: BaseOptimizer) -> StateFile:
@@ -162,28 +185,3 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 def _bytes(text: str) -> Tensor:
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileMark:
-    """Write a safetensors file of flat tensors as fp32, block by block without a second copy in memory."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for key, tensor in tensors.items():
-        begin, end = end, end + 4 * tensor.numel()
-        header[key] = {"dtype": "F32", "shape": [tensor.numel()], "data_offsets": [begin, end]}
-    head = json.dumps(header).encode()
-    head += b" " * (-len(head) % 8)
-    digest = xxhash.xxh3_128()
-    with path.open("wb") as file:
-        for block in (len(head).to_bytes(8, "little"), head):
-            digest.update(block)
-            file.write(block)
-        for tensor in tensors.values():
-            for part in tensor.split(BLOCK // 4):
-                data = part.float().contiguous().cpu().numpy().data
-                digest.update(data)
-                file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return {"name": path.name, "bytes": size, "xxh3_128": digest.hexdigest()}

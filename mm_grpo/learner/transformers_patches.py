@@ -116,13 +116,9 @@ def use_varlen_attention(tower: nn.Module, attention: Callable[..., Any]) -> Non
     AttentionInterface.register(VARLEN_ATTENTION, attention)
     for part in tower.modules():
         config: Any = getattr(part, "config", None)
-        if getattr(config, "_attn_implementation", None) == "sdpa" and takes_cuts(part):
+        takes_cuts = "cu_seqlens" in inspect.signature(part.forward).parameters
+        if getattr(config, "_attn_implementation", None) == "sdpa" and takes_cuts:
             config._attn_implementation = VARLEN_ATTENTION
-
-
-def takes_cuts(layer: nn.Module) -> bool:
-    """Return True when a layer of a tower takes many images as one sequence with its cuts."""
-    return "cu_seqlens" in inspect.signature(layer.forward).parameters
 
 
 class PatchProduct(nn.Conv3d):

@@ -39,12 +39,8 @@ def varlen_batches(cuts: Tensor) -> VarlenBatches:
     batches = tuple((len(starts), length) for length, starts in starts_by_length.items())
     if len(batches) == 1:
         return VarlenBatches(batches, None, None)
-    order = torch.cat(
-        [
-            (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
-            for length, starts in starts_by_length.items()
-        ]
-    )
+    parts = (torch.tensor(s)[:, None] + torch.arange(length) for length, s in starts_by_length.items())
+    order = torch.cat([part.flatten() for part in parts])
     return VarlenBatches(batches, order.to(cuts.device), order.argsort().to(cuts.device))
 
 

@@ -34,9 +34,7 @@ ARGUMENTS: Mapping[str, str] = {
 }
 
 
-def explain_arguments(
-    init: Callable[Concatenate[Self, P], None],
-) -> Callable[Concatenate[Self, P], None]:
+def explain_arguments(init: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
     """Decorate a trainer's `__init__`: collect its unknown arguments into one ConfigError."""
 
     @functools.wraps(init)

@@ -64,9 +64,9 @@ FIELDS: Mapping[str, str] = {
     "optim.gradient_checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
     "run.dir": "output_dir default_local_dir save_checkpoint_path",
     "run.overwrite": "overwrite_output_dir",
-    "run.max_steps": "trainer.total_training_steps trainer.max_steps",
-    "run.eval_every": "test_freq val_freq",
-    "run.save_every": "save_freq",
+    "run.max_steps": "trainer.total_training_steps trainer.max_steps max_steps",
+    "run.eval_every": "test_freq val_freq eval_steps",
+    "run.save_every": "save_freq save_steps",
     "run.keep_checkpoints": "save_total_limit save_limit max_actor_ckpt_to_keep",
     "run.seed": "data.seed",
 }

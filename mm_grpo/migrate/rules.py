@@ -113,12 +113,8 @@ def _mini_batch(result: Conversion, value: Any) -> Converted:
     return {"optim.updates_per_step": int(result.updates)}
 
 
-STEPS = {"max_steps": "run.max_steps", "save_steps": "run.save_every", "eval_steps": "run.eval_every"}
-"""Keys that count optimizer updates, and our fields that count steps."""
-
-
 def _steps(result: Conversion, value: Any) -> Converted:
-    path = by_end(result.key, STEPS, "")
+    path = by_end(result.key, FIELD_OF, "")
     if not is_number(value) or 0 < value < 1:
         return f"is {shown(value)}; {path} is a number of steps"
     if value <= 0 and path == "run.max_steps":

@@ -46,21 +46,15 @@ class _SetPage:
 class CheckPage:
     """Page of a check, to which rows are added one by one.
 
-    `path` is the page's file, None if it is not written; `rows` is the number of rows shown of each set. `answer`
-    returns a row's right answer for a reward. Raises ConfigError if `path` is in no folder or a foreign file.
+    `path` is the page's file, None if it is not written. `answer` returns a row's right answer for a reward. Raises
+    ConfigError if `path` is in no folder or a foreign file.
     """
 
     def __init__(
-        self,
-        path: str | None,
-        processor: Processor,
-        specs: Sequence[RewardSpec],
-        *,
-        rows: int = MAX_ROWS,
-        answer: FindAnswer = lambda spec, prompt: None,
+        self, path: str | None, processor: Processor, specs: Sequence[RewardSpec], answer: FindAnswer
     ) -> None:
         self.file = None if path is None else OutputFile("--page", path, GENERATOR)
-        self._processor, self._specs, self._rows, self._answer = processor, specs, rows, answer
+        self._processor, self._specs, self._answer = processor, specs, answer
         self._sets: dict[str, _SetPage] = {}
         self._images: dict[str, PageImage] = {}
         self._bytes = 0
@@ -70,7 +64,7 @@ class CheckPage:
         """Add a usable row of the set `name`; `row` is its name in messages."""
         page = self._sets.setdefault(name, _SetPage())
         page.lengths.append((len(prompt.token_ids), row))
-        if len(page.lengths) > self._rows:
+        if self.file is None or len(page.lengths) > MAX_ROWS:
             return
         entry, images = self._describe(row, prompt) if not page.left_out else ({}, {})
         size = sum(len(image.uri) for image in images.values()) + len(json.dumps(entry, ensure_ascii=False))

@@ -23,6 +23,7 @@ from mm_grpo.run.rollout_log import (
     message_text,
     read_evaluation,
     read_rollouts,
+    reward_range,
 )
 
 BEFORE_AND_AFTER = ("before", "after")
@@ -100,7 +101,8 @@ def gather_gallery(paths: RunPaths, budget: Budget, images: ImageStore, run: int
         if texts <= 0:
             break
         groups, count, room = by_group(read_rollouts(paths, step)), 0, min(texts, step_share)
-        for rows in sorted(groups, key=reward_range, reverse=True):
+        groups.sort(key=lambda rows: reward_range(row["reward"] for row in rows), reverse=True)
+        for rows in groups:
             group = describe_group(rows, run)
             size = len(json.dumps(group, ensure_ascii=False))
             if size > room or not images.add(paths, images_of(group)):
@@ -135,12 +137,6 @@ def by_group(rows: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
     for row in rows:
         groups.setdefault((row["slot"], row["attempt"]), []).append(row)
     return [groups[key] for key in sorted(groups)]
-
-
-def reward_range(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the largest reward of a group minus the smallest."""
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
-    return max(rewards) - min(rewards) if rewards else 0.0
 
 
 def describe_group(rows: Sequence[Mapping[str, Any]], run: int = 0) -> dict[str, Any]:

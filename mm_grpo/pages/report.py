@@ -18,15 +18,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import UserError
 from mm_grpo.files import atomic_write, read_json
-from mm_grpo.pages.curves import (
-    CURVES,
-    Curve,
-    Curves,
-    ExpectedCurve,
-    curves_of,
-    read_expected_curve,
-    thin_out,
-)
+from mm_grpo.pages.curves import CURVES, Curves, ExpectedCurve, curves_of, read_expected_curve, thin_out
 from mm_grpo.pages.gallery import FULL_BUDGET, LIVE_BUDGET, Budget, ImageStore, gather_gallery
 from mm_grpo.pages.page import PageImage, render
 from mm_grpo.run.metrics import iter_metrics, read_events, read_summary
@@ -103,7 +95,7 @@ class Report:
         """Yield the charts with values. The evaluation's reward is left out if it equals its accuracy."""
         accuracy: list[dict[str, Any]] = []
         for index, curve in enumerate(CURVES):
-            lines = list(self._lines(index, curve, curves))
+            lines = list(self._lines(index, curves))
             if len(lines) < (1 if len(self.runs) > 1 else curve.min_lines):
                 continue
             if curve.title == "Evaluation reward" and lines == accuracy:
@@ -119,13 +111,15 @@ class Report:
                 "expected": expected_lines(index, len(lines) > 1, expected),
             }
 
-    def _lines(self, index: int, curve: Curve, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
+    def _lines(self, index: int, curves: Sequence[Curves]) -> Iterator[dict[str, Any]]:
         """Yield the lines of the chart CURVES[index]."""
         several_runs = len(self.runs) > 1
         for run, (name, run_curves) in enumerate(zip(run_names(self.runs), curves, strict=True)):
             lines = run_curves.lines[index]
             for metric, points in lines.items():
-                if all(y is None for _, y in points) or (several_runs and curve.compared not in ("", metric)):
+                if all(y is None for _, y in points) or (
+                    several_runs and CURVES[index].compared not in ("", metric)
+                ):
                     continue
                 label = metric
                 if several_runs:

@@ -6,6 +6,7 @@ gold_text     a row's right answer
 gold_warnings  golds that look like no answer
 understood    the first row of a source as a run understands it, in lines for the terminal
 pass_rates    `mm-grpo check --pass-rate`: how often the model answers rows right
+warm_answers  answers that `mm-grpo warm` teaches
 doctor        `mm-grpo doctor`: compare engine and learner before and after a real update
 memory        estimate of one process's device memory
 estimate      `mm-grpo estimate`: the same from the model's config, and settings that make a run fit

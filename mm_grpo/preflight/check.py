@@ -31,7 +31,7 @@ from mm_grpo.errors import BadImage, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
-from mm_grpo.pages.check_page import MAX_ROWS, CheckPage
+from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
@@ -47,6 +47,7 @@ from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, print_phase, printable
+from mm_grpo.types import content_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -98,8 +99,9 @@ def _check(  # noqa: PLR0915
     rows: int | None = None,
     page: str | None = None,
     smoke: bool = False,
+    known: Sequence[str] = (),
 ) -> tuple[int, int]:
-    """Print the report; return the numbers of problems and of warnings in it.
+    """Print the report, with `known` among its warnings; return the numbers of problems and of warnings in it.
 
     `rows` limits the rows of each set; `page` is the path of the page of `--page`; `smoke` if the tokenizer stands in.
     """
@@ -137,12 +139,12 @@ def _check(  # noqa: PLR0915
     prompt_builder = PromptBuilder(processor, config, context, length, preparer=toolbox)
     twins = TwinPrompts(processor, config) if config.algorithm.twin_view is not None else None
     answer = partial(gold_text, template=template)
-    check_page = CheckPage(page, processor, specs, answer=answer, rows=0 if page is None else MAX_ROWS)
+    check_page = CheckPage(page, processor, specs, answer)
 
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
     table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
-    notes, warnings = list(plan.sentences), list[str]()
+    notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
     keys: dict[str, list[RowKey]] = {}
     for name, dataset in sets.items():
@@ -279,9 +281,8 @@ def _content_of(sample: Sample) -> Hashable:
     """Return a key that is equal for rows of the same texts, except white space, and the same pixels."""
     texts: list[tuple[str, ...]] = []
     for message in sample.messages:
-        content = message["content"]
-        parts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-        texts.append((message["role"], *(" ".join(part.split()) for part in parts)))
+        parts = content_parts(message["content"])
+        texts.append((message["role"], *(" ".join(part.get("text", "").split()) for part in parts)))
     pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
     return *texts, *pixels
 

@@ -82,7 +82,10 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     rows = load_train(config)
     plan, toolbox = plan_run(config, rows, at_least_an_epoch=True), toolbox_of(config, None, None)
     refuse_too_large(config)
-    parts = build_parts(_for_updates(config), 100, [rows], toolbox=toolbox)
+    # with this schedule and loss every step updates; the model stays the same
+    optim = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.updates_per_step": 1}
+    updating = config.with_values({**optim, "algorithm": {"beta": config.algorithm.beta}})
+    parts = build_parts(updating, 100, [rows], toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit
@@ -126,12 +129,6 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
         report.failures.append("the two sides agreed before the weight update: it did not reach the engine")
     report.failures += new_gaps
     parts.engine.close()
-
-
-def _for_updates(config: GRPOConfig) -> GRPOConfig:
-    """Return the config with a schedule and a loss under which every step updates; the model stays the same."""
-    optim = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.updates_per_step": 1}
-    return config.with_values({**optim, "algorithm": {"beta": config.algorithm.beta}})
 
 
 def _group(slot: int, prompt: Prompt, completions: tuple[Completion, ...]) -> Group:

@@ -11,9 +11,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mm_grpo.errors import DataError
 from mm_grpo.rewards.builtins.answers import gold_texts
-from mm_grpo.rewards.builtins.boxes import Frame, gold_box
+from mm_grpo.rewards.builtins.boxes import gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
+from mm_grpo.rewards.builtins.grounding import BoxOptions, box_options
 from mm_grpo.rewards.builtins.maths import readings
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
@@ -29,12 +31,18 @@ DIGITS = 9  # decimals of a coordinate: enough for the written box to overlap th
 
 
 def gold_text(
-    spec: RewardSpec, prompt: Prompt, template: str | None = None, *, always: bool = False
+    spec: RewardSpec,
+    prompt: Prompt,
+    template: str | None = None,
+    *,
+    always: bool = False,
+    strict: bool = False,
 ) -> str | None:
     """Return the row's right answer for a reward; None if the row has none.
 
     It is the text of the first column that the reward reads, `solution` and `answer` before others, in place of
-    the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column.
+    the template's `{gold}`. With `always`, a reward that reads no column gets the text of any column. A gold that a
+    built-in cannot read is its text, which the reward refuses, or with `strict` a DataError.
     """
     columns = prompt.sample.other_columns
     if not spec.applies_to(prompt.sample.columns):
@@ -44,7 +52,11 @@ def gold_text(
         options = {**columns, **spec.bound}
         try:
             gold = writer(prompt, options)
-        except (ValueError, TypeError, OverflowError, RecursionError):  # the reward says what is wrong
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            if strict:
+                raise DataError(
+                    f"{prompt.uid}: the reward {spec.name} cannot read its gold ({error})"
+                ) from None
             gold = str(options[spec.needs[0]])[:MAX_UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())
@@ -84,27 +96,24 @@ def _boxes(prompt: Prompt, options: Options) -> str | None:
 
 def _box(box: Any, prompt: Prompt, options: Options) -> str:
     """Write a gold box in the space and the layout that the reward expects of the model."""
-    gold = gold_box(box, options.get("gold_layout", "xyxy"))
-    x0, y0, x1, y1 = corners = _frame(prompt, options).moved(gold, *_spaces(options))
+    shared = _shared(prompt, options)
+    gold = gold_box(box, shared.gold_layout)
+    x0, y0, x1, y1 = corners = shared.frame.moved(gold, shared.gold_space, shared.space)
     orders = {"xywh": (x0, y0, x1 - x0, y1 - y0), "yxyx": (y0, x0, y1, x1)}
-    return as_text([round(number, DIGITS) for number in orders.get(options.get("layout", "xyxy"), corners)])
+    return as_text([round(number, DIGITS) for number in orders.get(shared.layout, corners)])
 
 
 def _click(prompt: Prompt, options: Options) -> str:
     """Write a point in the gold shape, in the space that the reward expects of the model."""
-    frame, (gold_space, space) = _frame(prompt, options), _spaces(options)
-    shapes = gold_shapes(options["target"], frame, options.get("gold_layout", "xyxy"), gold_space)
+    frame, space, gold_space, _, gold_layout = _shared(prompt, options)
+    shapes = gold_shapes(options["target"], frame, gold_layout, gold_space)
     point = point_inside(moved_shapes(shapes, frame, gold_space, space)[0])
     return as_text([round(number, DIGITS) for number in point])
 
 
-def _frame(prompt: Prompt, options: Options) -> Frame:
-    return Frame.of(prompt.engine_prompt.images, prompt.sample, options.get("image_index", 0))
-
-
-def _spaces(options: Options) -> tuple[str, str]:
-    """Return the coordinate spaces of the gold value and of the model's answer."""
-    return options.get("gold_space", "original"), options.get("space", "pixel")
+def _shared(prompt: Prompt, options: Options) -> BoxOptions:
+    given = {name: options[name] for name in (*BoxOptions._fields[1:], "image_index") if name in options}
+    return box_options(prompt.engine_prompt.images, prompt.sample, **given)
 
 
 def _text(prompt: Prompt, options: Options) -> str | None:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
-from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
 from mm_grpo.rewards.builtins.boxes import Box, Frame
 from mm_grpo.rewards.builtins.clicking import bounds
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
+from mm_grpo.types import messages_text
 
 log = logging.getLogger(__name__)
 MAX_WORDS = 40  # of a short answer
@@ -174,7 +174,7 @@ class GoldWarnings:
         self, source: str, row: str, messages: Iterable[Mapping[str, Any]], columns: Mapping[str, Any]
     ) -> None:
         """Add the golds of one row; `row` is its name."""
-        prompt = "\n".join(content_text(message["content"]) for message in messages)
+        prompt = messages_text(messages)
         for spec, builtin in self.rewards:
             value, key = columns.get(spec.needs[0]), (source, spec.name)
             if spec.needs[0] in spec.bound or not spec.applies_to(columns):

@@ -17,6 +17,7 @@ from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
+from mm_grpo.health.rows import warm_advice
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
 from mm_grpo.rollout.runner import RolloutRunner
@@ -43,6 +44,7 @@ def measure(
     Rows with a pass rate within `bounds`, both included, are written to `file`. `report` gets (label, done, total).
     """
     toolbox, ranks, shares = toolbox_of(config, None, None), Ranks(), dict[int, float]()
+    totals: list[float] = []
     several_turns = toolbox is not None
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several_turns)
     success = Success.of(config, scorer.specs)
@@ -57,6 +59,7 @@ def measure(
 
     def keep(groups: list[Group]) -> None:
         for group in groups:
+            totals.extend(total or 0.0 for total in group.rewards)
             if (share := success.share(group)) is not None:
                 shares[group.slot] = share
 
@@ -69,7 +72,7 @@ def measure(
     between = len(shares) - never - always
     print_phase(
         f"pass rates of {len(shares)} of {len(all_rows)} rows, {samples} answers each: never right {never}, sometimes "
-        f"{between}, always {always}"
+        f"{between}, always {always}{warm_advice(max(totals, default=None), str(len(totals)))}"
     )
     low, high = bounds
     selection = [row for row, share in sorted(shares.items()) if low <= share <= high]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import re
 import textwrap
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, repeat
+from functools import cache
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from PIL import Image
@@ -28,6 +30,7 @@ from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
+from mm_grpo.types import content_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -111,27 +114,33 @@ def shorten_middle(text: str, width: int) -> str:
     line = printable(text.replace("\n", "↵"), lines=False)
     if _columns(line) <= width:
         return line
-    head, tail = line[: width // 2], line[-(width // 2) :]
-    while _columns(head) > width // 2:
-        head = head[:-1]
-    while _columns(tail) > (width - 1) // 2:
-        tail = tail[1:]
-    return f"{head}…{tail}"
+    return f"{_prefix(line, width // 2)}…{_prefix(line[::-1], (width - 1) // 2)[::-1]}"
+
+
+def _prefix(text: str, width: int) -> str:
+    """Return the longest beginning of a text of at most `width` columns."""
+    return text[: bisect_right([*accumulate(map(_character_columns, text[:width]))], width)]
 
 
 def _columns(text: str) -> int:
-    # a mark on a letter counts as one: a text may have hundreds on one letter
-    return sum(max(1, cell_len(character)) for character in text)
+    return len(text) if text.isascii() else sum(map(_character_columns, text))
+
+
+@cache
+def _character_columns(character: str) -> int:
+    return max(1, cell_len(character))  # a mark counts as one: a letter may have hundreds
 
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:
     """Join parts to a line, and shorten all `Text` in it to one length, the largest that fits."""
-    parts, line = [*parts], ""
-    for limit in range(width, MIN_TEXT - 1, -1):
-        line = "".join(shorten_middle(part, limit) if isinstance(part, Text) else part for part in parts)
-        if _columns(line) <= width:
-            break
-    return shorten_middle(line, width)
+    parts = [*parts]
+
+    def line(limit: int) -> str:
+        return "".join(shorten_middle(part, limit) if isinstance(part, Text) else part for part in parts)
+
+    limits = range(MIN_TEXT, width + 1)
+    number = bisect_right(limits, width, key=lambda limit: _columns(line(limit)))  # of limits that fit
+    return shorten_middle(line(limits[max(0, number - 1)]), width)
 
 
 def _wrap(texts: Iterable[str]) -> Iterator[str]:
@@ -188,8 +197,7 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
 
 
 def _unrendered(message: Mapping[str, Any], marks: Iterator[list[str]]) -> list[str]:
-    content = message["content"]
-    parts = [{"text": content}] if isinstance(content, str) else content
+    parts = content_parts(message["content"])
     texts = ([Text(part["text"])] if "text" in part else next(marks, ["‹image›"]) for part in parts)
     return [f"{message['role']}: ", *chain.from_iterable(texts), " "]
 

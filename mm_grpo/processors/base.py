@@ -19,6 +19,7 @@ from mm_grpo.types import pixel_limits
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from mm_grpo.config import GRPOConfig
     from mm_grpo.processors.family import Family
     from mm_grpo.types import Picture, Prompt, Sample
 
@@ -123,6 +124,18 @@ def load_processor(
             "what mm_grpo.processors.base.Processor lists (model.processor)"
         )
     return loaded
+
+
+def processor_of(config: GRPOConfig, **changes: Any) -> Processor:
+    """Load the processor that a config names, with its pixel limits and template arguments, or `changes` to them."""
+    options: dict[str, Any] = {
+        "processor": config.model.processor,
+        "min_pixels": config.data.min_pixels,
+        "max_pixels": config.data.max_pixels,
+        "trust_remote_code": config.model.trust_remote_code,
+        "chat_template_kwargs": config.data.chat_template_kwargs,
+    }
+    return load_processor(config.model.path, **{**options, **changes})
 
 
 def processor_class(

@@ -99,7 +99,8 @@ class Gemma3Processor(HFProcessor):
 
     def _join_breaks(self, token_ids: Sequence[int]) -> list[int]:
         """Tokenise each run of line breaks again, as one text."""
-        breaks = {token: text for token in set(token_ids) if not (text := self._text_of(token)).strip("\n")}
+        texts = {token: self.tokenizer.decode([token], skip_special_tokens=False) for token in set(token_ids)}
+        breaks = {token: str(text) for token, text in texts.items() if text and not text.strip("\n")}
         joined: list[int] = []
         for is_break, run in groupby(token_ids, key=breaks.__contains__):
             if is_break:
@@ -108,9 +109,6 @@ class Gemma3Processor(HFProcessor):
             else:
                 joined += run
         return joined
-
-    def _text_of(self, token: int) -> str:
-        return str(self.tokenizer.decode([token], skip_special_tokens=False)) or "-"
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         return {"pixel_values": torch.cat([output["pixel_values"] for output in outputs])}

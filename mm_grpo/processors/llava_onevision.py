@@ -109,10 +109,7 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         sizes = torch.cat([o["image_sizes"] for o in outputs])
-        return {
-            "pixel_values": torch.cat([o["pixel_values"][0] for o in outputs]),
-            "image_sizes": sizes,
-        }
+        return {"pixel_values": torch.cat([o["pixel_values"][0] for o in outputs]), "image_sizes": sizes}
 
 
 def _fit(size: Size, resolution: Sequence[int]) -> Size:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mm_grpo.processors.base import register
@@ -73,9 +74,14 @@ class QwenVLProcessor(HFProcessor):
 
     def __init__(self, path: str, config: Any, **options: Any) -> None:
         super().__init__(path, config, **options)
-        # its layers have no memory; only its method for positions is used
-        with torch.device("meta"):
-            self._rope: Any = AutoModel.from_config(config, trust_remote_code=self.trust_remote_code)
+        # only the model's method for positions is used, so it gets no memory, and transformers' own gets no layers
+        if self.trust_remote_code:
+            with torch.device("meta"):
+                self._rope: Any = AutoModel.from_config(config, trust_remote_code=True)
+        else:
+            cls: Any = MODEL_MAPPING[type(config)]
+            self._rope = cls.__new__(cls)
+            self._rope.config = config
 
     def media_tokens(self) -> Iterator[str]:
         yield from (self.hf.image_token, self.hf.video_token)

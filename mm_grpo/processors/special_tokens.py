@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mm_grpo.errors import DataError
+from mm_grpo.types import content_parts
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -65,13 +66,9 @@ def _pattern(tokenizer: Any) -> re.Pattern[str]:
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield the texts of a message; neighbouring text parts count as one."""
-    content = message["content"]
-    if isinstance(content, str):
-        yield content
-    else:
-        for is_text, parts in groupby(content, key=lambda part: "text" in part):
-            if is_text:
-                yield "".join(part["text"] for part in parts)
+    for is_text, parts in groupby(content_parts(message["content"]), key=lambda part: "text" in part):
+        if is_text:
+            yield "".join(part["text"] for part in parts)
     for key, value in message.items():
         if key not in ("role", "content"):  # a template may write these too: names, calls of tools
             yield from _strings(value)

@@ -60,15 +60,6 @@ def _value(text: str) -> Any:
         return text
 
 
-def tools_text(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the tools for the system message of a template that knows none."""
-    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
-    return (
-        f"You may call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write\n<tool_call>\n"
-        '{"name": NAME, "arguments": {ARGUMENTS}}\n</tool_call>\nand end your turn.'
-    )
-
-
 def knows_tools(template: str) -> bool:
     """Return True if a chat template shows tools."""
     return "tools" in names_read(template)
@@ -78,7 +69,11 @@ def with_tools(
     messages: Sequence[Mapping[str, Any]], schemas: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Describe the tools in the system message, if the template does not show tools."""
-    description = tools_text(schemas)
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    description = (
+        f"You may call these tools:\n<tools>\n{lines}\n</tools>\nTo call one, write\n<tool_call>\n"
+        '{"name": NAME, "arguments": {ARGUMENTS}}\n</tool_call>\nand end your turn.'
+    )
     first, *following = [dict(message) for message in messages]
     if first.get("role") != "system":
         return [{"role": "system", "content": description}, first, *following]

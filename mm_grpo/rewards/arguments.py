@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.rewards.spec import TURN_ARGUMENTS
 from mm_grpo.rewards.thinking import without_thinking
+from mm_grpo.types import messages_text
 from mm_grpo.user_code.kept_state import own_copy
 
 if TYPE_CHECKING:
@@ -18,17 +19,9 @@ if TYPE_CHECKING:
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Turn
 
-NOT_COPIED = frozenset(
-    [
-        "completion",
-        "completion_ids",
-        "trainer_state",
-        "log_extra",
-        "log_metric",
-        "environment",
-        "environments",
-    ]
-)
+NOT_COPIED = {
+    "completion", "completion_ids", "trainer_state", "log_extra", "log_metric", "environment", "environments"
+}  # fmt: skip
 """Arguments that no other call sees or none can change, and environments, which are the user's."""
 
 
@@ -109,7 +102,7 @@ def _prompt(batch: Batch, row: int) -> Any:
     messages = batch.prompts[row].sample.messages
     if batch.conversational:
         return [dict(message) for message in messages]
-    return "\n".join(content_text(message.get("content")) for message in messages)
+    return messages_text(messages)
 
 
 def _completion(batch: Batch, spec: RewardSpec, row: int) -> Any:
@@ -140,10 +133,3 @@ def _message(turn: Turn) -> dict[str, Any]:
     images = [{"type": "image", "image": image} for image in turn.images]
     content = [*images, {"type": "text", "text": turn.text}] if images else turn.text
     return {"role": "tool", "name": turn.name, "content": content}
-
-
-def content_text(content: Any) -> str:
-    """Return the text of a message's content: the text itself, or its parts of the type "text" joined."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text") or "" for part in content or () if part.get("type") == "text")

@@ -18,16 +18,7 @@ from typing import Any
 from mm_grpo.errors import RewardError
 from mm_grpo.rewards.arguments import copied_arguments
 from mm_grpo.rewards.batch import Batch
-from mm_grpo.rewards.scores import (
-    LEGAL,
-    LEGAL_TURNS,
-    Checked,
-    Fault,
-    Score,
-    check_answer,
-    shown,
-    total_of,
-)
+from mm_grpo.rewards.scores import LEGAL, LEGAL_TURNS, Checked, Fault, Score, check_answer, shown, total_of
 from mm_grpo.rewards.spec import RewardSpec, code_of
 
 RowErrors = dict[int, RewardError]
@@ -226,9 +217,5 @@ def exception_text(error: BaseException, fn: Callable[..., Any], *excluded: str)
     in_file = [f for f in frames if code is not None and f.filename == code.co_filename]
     frame = (in_file or frames)[-1] if frames else None
     trace = "".join(traceback.format_exception(error))
-    return ExceptionText(
-        f"{kind}: {message}" if message else kind,
-        frame.filename if frame else None,
-        frame.lineno if frame else None,
-        trace,
-    )
+    file, line = (frame.filename, frame.lineno) if frame else (None, None)
+    return ExceptionText(f"{kind}: {message}" if message else kind, file, line, trace)

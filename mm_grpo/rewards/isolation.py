@@ -23,15 +23,7 @@ from mm_grpo.rewards.scores import Fault
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rewards.worker import RewardSource
 from mm_grpo.user_code.lazy_image import with_pil_images
-from mm_grpo.user_code.workers import (
-    LONGEST_ANSWER,
-    Outcome,
-    Unsendable,
-    Worker,
-    Workers,
-    default_size,
-    packed,
-)
+from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, default_size, packed
 
 EXTRA_WORKERS = 16
 """Workers beyond the pool's size that may start while calls hang."""
@@ -178,7 +170,7 @@ def _workers(spec: RewardSpec) -> Workers:
     address = address_of(spec)
     source = RewardSource(address, dict(spec.made_with), digest_of(address), spec.kind, spec.options.per_turn)
     target, blame = "mm_grpo.rewards.worker:RewardWorker", f"reward {spec.name!r}: a worker process"
-    return Workers(target, source, address, lambda how: RewardError(f"{blame} {how}"), LONGEST_ANSWER)
+    return Workers(target, source, address, lambda how: RewardError(f"{blame} {how}"))
 
 
 def _pickled(spec: RewardSpec, call: Call) -> bytes:

@@ -42,11 +42,7 @@ def reward(name: F) -> F: ...
 
 @overload
 def reward(
-    name: str | None = None,
-    *,
-    weight: float = 1.0,
-    needs: Sequence[str] = (),
-    **options: Any,
+    name: str | None = None, *, weight: float = 1.0, needs: Sequence[str] = (), **options: Any
 ) -> Callable[[F], F]: ...
 
 

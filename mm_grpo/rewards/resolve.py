@@ -72,12 +72,8 @@ def resolve_entry(entry: Entry) -> RewardSpec:
         _check_kind(spec, key, value)
     options = read_options(spec.name, {k: v for k, v in entry.items() if k in KEYS}, spec.options)
     options.check_kind(spec.name, is_async=spec.is_async, kind=spec.kind)
-    return dataclasses.replace(
-        spec,
-        weight=check_weight(spec.name, entry.get("weight", spec.weight)),
-        bound={**spec.bound, **bound},
-        options=options,
-    )
+    weight = check_weight(spec.name, entry.get("weight", spec.weight))
+    return dataclasses.replace(spec, weight=weight, bound={**spec.bound, **bound}, options=options)
 
 
 def gate_levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:

@@ -42,10 +42,8 @@ def prompt_limit(
     """
     field, answer = "rollout.max_completion_length", config.rollout.max_completion_length
     if not training:
-        field, answer = (
-            "rollout.eval.max_completion_length",
-            config.rollout.eval.max_completion_length or answer,
-        )
+        field = "rollout.eval.max_completion_length"
+        answer = config.rollout.eval.max_completion_length or answer
     limits = [("data.max_prompt_length", config.data.max_prompt_length)]
     for name, size, extra in (
         (f"the model's context of {context}", context, 0),
@@ -130,10 +128,8 @@ def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int,
 
 
 def _rows_to_look_at(dataset: Rows) -> list[int]:
-    if len(dataset) <= ROWS:
-        return list(range(len(dataset)))
-    if not dataset.in_memory:
-        return list(range(0, len(dataset), -(-len(dataset) // ROWS)))
+    if len(dataset) <= ROWS or not dataset.in_memory:
+        return list(dataset.spaced(ROWS))
 
     def size(index: int) -> int:
         fields = dataset.fields(index)

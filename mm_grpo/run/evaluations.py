@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
 from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
@@ -208,6 +208,15 @@ def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool =
     if not controls:
         raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image; leave it out")
     return controls
+
+
+def default_control(sets: Mapping[str, Rows]) -> str | None:
+    """Return `shuffled` if the images of the first set can be exchanged, else None."""
+    try:
+        blind_controls(dict([*sets.items()][:1]), "shuffled")
+    except UserError:
+        return None
+    return "shuffled"
 
 
 def _score(score: float | None, interval: tuple[float, float] | None) -> str:

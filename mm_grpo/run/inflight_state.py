@@ -51,12 +51,10 @@ def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
     tails = ranks.gather(local_tails, "the steps ahead")
     if tails is None:
         return {}
+    ordered = [rollout for _, rollout in sorted(ahead.items())]
     rollouts = [
-        {
-            **encode(replace(rollout, sampled=[]), LEFT_OUT),
-            "sampled": list(map(_packed_group, rollout.sampled)),
-        }
-        for _, rollout in sorted(ahead.items())
+        encode(replace(r, sampled=[]), LEFT_OUT) | {"sampled": [*map(_packed_group, r.sampled)]}
+        for r in ordered
     ]
     packed = {"rollouts": rollouts, "tails": [tail for part in tails for tail in part]}
     text = json.dumps(packed, separators=(",", ":"))

@@ -19,12 +19,7 @@ from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.spec import RewardSpec, innermost
 from mm_grpo.types import Prompt
 
-GOLD_COLUMNS = {
-    "iou": "box",
-    "giou": "box",
-    "box_match": "boxes",
-    "clicking": "target",
-}
+GOLD_COLUMNS = {"iou": "box", "giou": "box", "box_match": "boxes", "clicking": "target"}
 """Built-in -> column of its gold value."""
 Labels = dict[tuple[int, Polygon], dict[str, None]]
 """(index of the image, shape) -> names of the rewards that read it."""

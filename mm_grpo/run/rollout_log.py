@@ -26,7 +26,7 @@ from mm_grpo.files import atomic_write
 from mm_grpo.run.json_records import as_png
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
-from mm_grpo.types import Group, Turn
+from mm_grpo.types import Group, Turn, content_parts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -237,9 +237,14 @@ def message_text(content: str | Sequence[Mapping[str, Any]]) -> str:
     >>> message_text([{"type": "image"}, {"type": "text", "text": "a"}])
     '[image] a'
     """
-    if isinstance(content, str):
-        return content
-    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}] " for part in content)
+    parts = content_parts(content)
+    return "".join(part["text"] if part["type"] == "text" else f"[{part['type']}] " for part in parts)
+
+
+def reward_range(rewards: Iterable[float | None]) -> float:
+    """Return the largest reward minus the smallest; 0 without any."""
+    scores = [reward for reward in rewards if reward is not None]
+    return max(scores, default=0.0) - min(scores, default=0.0)
 
 
 def plain_value(value: Any) -> Any:

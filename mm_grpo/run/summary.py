@@ -60,6 +60,13 @@ def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
     return {name: {"times": len(numbers), "first": min(numbers)} for name, numbers in steps.items()}
 
 
+def learned_blind(before: Any, after: Any) -> bool:
+    """Return True if the score surely rose and the gap may be 0, by 95 % intervals; without one, up to 0.02 may be."""
+    blind, (score, *_) = after["blind"], after["interval"] or [after["score"]]
+    gap = 1 if blind["gap"] is None else (blind["gap_interval"] or [blind["gap"] - 0.02])[0]
+    return bool(score > before["score"] and gap <= 0)
+
+
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return a line for each set, the first with interval, best score and blind control, and for each warned guard."""
     lines = []
@@ -77,6 +84,8 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         old, new = (evaluation and evaluation["blind"] for evaluation in (before, after))
         if old and new and old["score"] is not None and new["score"] is not None:
             gap = "" if new["gap"] is None else f", the images add {new['gap']:.3f}"
+            if before and after and learned_blind(before, after):
+                gap += ": it learned the questions, not the pictures"
             lines.append(
                 f"{name}, images {new['kind']}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
             )

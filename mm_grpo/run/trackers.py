@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
-from mm_grpo.run.rollout_log import GOLD, message_text
+from mm_grpo.run.rollout_log import GOLD, message_text, reward_range
 from mm_grpo.terminal import redact
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
 
 def rollout_table(step: int, groups: Sequence[Group]) -> list[TableRow]:
     """Return the table of a step from its scored groups; the raw score of each reward has a column."""
-    widest = sorted(groups, key=_reward_range, reverse=True)[:MAX_GROUPS]
+    widest = sorted(groups, key=lambda group: reward_range(group.rewards), reverse=True)[:MAX_GROUPS]
     parts = tuple(dict.fromkeys(name for group in groups for name in group.parts))
     rows = []
     for group in sorted(widest, key=lambda group: group.slot):
@@ -203,8 +203,3 @@ def _small_image(images: Sequence[Image]) -> Image | None:
     small = images[0].convert("RGB")
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     return small
-
-
-def _reward_range(group: Group) -> float:
-    rewards = [reward for reward in group.rewards if reward is not None]
-    return max(rewards) - min(rewards) if rewards else 0.0

@@ -21,12 +21,6 @@ from mm_grpo.processors.model_folder import read_config
 from mm_grpo.terminal import quiet_libraries
 from mm_grpo.testing.tiny_recipes import RECIPES, Options
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Types of Qwen-VL with full attention in all text layers."""
-HYBRID = "qwen3_5"
-"""Family with layers of linear attention too."""
-ALL = tuple(RECIPES)
-"""Every family that has a processor."""
 _NAMES = {family: family.replace("_", "") for family in RECIPES} | {"internvl": "internvl3"}
 """Parts of models' published names, without dots, dashes and underscores; InternVL 2 is another architecture."""
 _SMALL_WEIGHTS = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")

@@ -211,13 +211,8 @@ def _siglip(model_type: str) -> dict[str, Any]:
 
 def _llava_onevision(options: Options) -> tuple[Any, Any]:
     tokenizer = _tokenizer(image_token="<image>", video_token="<video>")
-    grids = [
-        (h, w)
-        for h in range(1, 4)
-        for w in range(1, 4)
-        if h * w * TILE**2 <= max(options.max_pixels, TILE**2)
-    ]
-    pinpoints = [[h * TILE, w * TILE] for h, w in grids]
+    most, sides = max(options.max_pixels // TILE**2, 1), range(1, 4)
+    pinpoints = [[h * TILE, w * TILE] for h in sides for w in sides if h * w <= most]
     sizes = {"size": {"height": TILE, "width": TILE}}
     processor = transformers.LlavaOnevisionProcessor(
         image_processor=transformers.LlavaOnevisionImageProcessor(**sizes, image_grid_pinpoints=pinpoints),

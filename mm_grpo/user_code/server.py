@@ -94,10 +94,8 @@ class Lifeline:
 
 def _shut_down(lifeline: socket.socket, owner: int) -> None:
     if os.getpid() == owner and lifeline.fileno() >= 0:
-        with suppress(OSError):
-            lifeline.shutdown(
-                socket.SHUT_RDWR
-            )  # close() is not enough: a fork of this process may hold it too
+        with suppress(OSError):  # close() is not enough: a fork of this process may hold it too
+            lifeline.shutdown(socket.SHUT_RDWR)
     lifeline.close()
 
 

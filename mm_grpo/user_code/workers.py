@@ -24,7 +24,7 @@ START_LIMIT = 120.0
 """Seconds that a worker may take to start and import its code."""
 READ = 2**20
 LONGEST_ANSWER = 2**30
-"""Bytes of an answer."""
+"""Bytes of an answer, at most."""
 
 
 def default_size() -> int:
@@ -64,8 +64,7 @@ def packed(values: Mapping[str, Any]) -> bytes:
 class Worker:
     """Worker process. `since` is when its start or current call began, `until` its deadline."""
 
-    def __init__(self, target: str, load: bytes, longest_answer: int) -> None:
-        self.longest_answer = longest_answer
+    def __init__(self, target: str, load: bytes) -> None:
         self.ready, self.busy, self.out = False, True, memoryview(b"")
         self._read = bytearray()
         self.connection, worker_end = socket.socketpair()
@@ -102,7 +101,7 @@ class Worker:
                 self._read += data
                 if len(self._read) >= LENGTH.size:
                     (length,) = LENGTH.unpack_from(self._read)
-                    if length > self.longest_answer:
+                    if length > LONGEST_ANSWER:
                         return None, f"sent {length} bytes, which is no answer"
                     if len(self._read) >= LENGTH.size + length:
                         self.busy, self.until = False, math.inf
@@ -133,14 +132,12 @@ class Worker:
 class Workers:
     """Processes with equal handlers: `target` ("module:function") called with `load`, named `code` in messages.
 
-    `error` makes the exception for a worker that failed to start in a certain way. `longest_answer` is in bytes. All
-    workers end at `close`, with this process, or with this object.
+    `error` makes the exception for a worker that failed to start in a certain way. All workers end at `close`, with
+    this process, or with this object.
     """
 
-    def __init__(
-        self, target: str, load: Any, code: str, error: Callable[[str], Exception], longest_answer: int
-    ) -> None:
-        self.target, self.code, self.error, self.longest_answer = target, code, error, longest_answer
+    def __init__(self, target: str, load: Any, code: str, error: Callable[[str], Exception]) -> None:
+        self.target, self.code, self.error = target, code, error
         self._load, self._owner = pickle.dumps(load), os.getpid()
         self._workers: dict[Worker, int] = {}  # with the events that the selector waits for
         self._selector = selectors.EpollSelector()
@@ -153,7 +150,7 @@ class Workers:
 
     def start(self) -> Worker:
         """Start a worker, and return while it imports."""
-        worker = Worker(self.target, self._load, self.longest_answer)
+        worker = Worker(self.target, self._load)
         self._workers[worker] = selectors.EVENT_READ
         for file in (worker.connection, worker.lifeline.socket):
             self._selector.register(file, selectors.EVENT_READ, worker)

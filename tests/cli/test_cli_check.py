@@ -19,6 +19,7 @@ from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.check import check_config
+from mm_grpo.trained.warm_mark import write_mark
 
 
 @pytest.fixture
@@ -85,6 +86,18 @@ def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_
     assert "rows of train" not in command("check", config_path, f"data.eval={heldout}").out
 
 
+def test_another_form_than_that_of_the_warm_start_is_a_warning(
+    command: Any, config_path: Path, models: dict[str, Path]
+) -> None:
+    model = shutil.copytree(models["qwen2_5_vl"], config_path.parent / "warm")
+    config = GRPOConfig.from_yaml(config_path)
+    write_mark(model, config, base="b", answer="answer", steps=1, nll=0.1)
+    same = command("check", config_path, f"model.path={model}", "--strict")
+    assert same.code == 0, same.out
+    other = command("check", config_path, f"model.path={model}", "data.system_prompt=Look.", "--strict")
+    assert other.code == 2 and "1 warning(s)" in other.out
+
+
 @pytest.mark.slow
 def test_pass_rates_are_printed_and_rows_within_bounds_written(command: Any, config_path: Path) -> None:
     """Red rows are answered right by chance, the others never. An async reward is not judged beforehand."""
@@ -97,11 +110,17 @@ def test_pass_rates_are_printed_and_rows_within_bounds_written(command: Any, con
     result = command("check", config_path, odd, *options)
     assert result.code == 0 and f"{rows}: 2 rows" in result.out
     assert "pass rates of 4 of 4 rows, 16 answers each: never right 2, sometimes 2, always 0" in result.out
+    assert "mm-grpo warm" not in result.out
     again = load_train(GRPOConfig.from_dict({"model": {"path": "m"}, "data": {"train": str(rows)}}))
     first = load_train(GRPOConfig.from_yaml(config_path))
     assert [again.sample(at).columns["answer"] for at in (0, 1)] == ["red", "red"]
     assert again.sample(1).images[0].tobytes() == first.sample(2).images[0].tobytes()
     assert command("check", config_path, odd, *options).code == 2  # the file stays
+    (config_path.parent / "low.py").write_text(
+        "async def low(completion, answer):\n    return {'red': -1.0, 'green': 0.0}.get(answer)\n"
+    )
+    never = command("check", config_path, f"rewards=[{config_path.parent}/low.py:low]", "--pass-rate", 3)
+    assert never.code == 0 and "no completion of 12 scored" in never.out and "mm-grpo warm" in never.out
 
 
 def test_a_mixture_and_its_routed_rewards_are_checked(command: Any, config_path: Path) -> None:

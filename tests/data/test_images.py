@@ -9,6 +9,7 @@ import zlib
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ pytestmark = pytest.mark.lowest
 RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
 
-def opened(source: Any, **options: Any) -> Image.Image:
-    return open_image(source, **{"row": "train.jsonl:12", "max_bytes": 10**6, "max_pixels": 10**4} | options)
+def opened(source: Any, max_bytes: int = 10**6, max_pixels: int = 10**4, **options: Any) -> Image.Image:
+    limits = {"MAX_BYTES": max_bytes, "MAX_PIXELS": max_pixels}
+    with patch.multiple("mm_grpo.data.images", **limits):
+        return open_image(source, **{"row": "train.jsonl:12"} | options)
 
 
 def refusal(source: Any, **options: Any) -> str:

@@ -222,14 +222,8 @@ def test_history_and_system_stand_before_a_text_prompt() -> None:
         "image": "a.png",
     }
     fields = read(row, columns={"prompt": "query"}, system_prompt="Be long.")
-    assert [m["role"] for m in fields.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-        "user",
-    ]
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    assert [m["role"] for m in fields.messages] == roles
     assert [m["content"] for m in fields.messages] == [
         "Be brief.", [IMAGE, text("2 + 2?")], "4", "And 3?", "5", "Sure?",
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -110,6 +111,9 @@ def test_a_seed_that_would_hang_the_worker_is_refused(one: Rig) -> None:
 
 
 def test_the_process_is_left_as_it_was(untied: tuple[Rig, dict[str, Any], dict[str, Any]]) -> None:
+    from vllm.model_executor.models import registry
+
     _, before, after = untied
+    assert registry._run_in_subprocess(os.getpid) == os.getpid()  # a new model's class is inspected here
     for key in before:
         assert after[key] == before[key], f"starting vLLM changed {key}"

@@ -234,7 +234,8 @@ def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update
         i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj.weight" in name
     )
     others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
-    stranger, transfer = (FileTransfer(timeout=60.0, chunk_bytes=1 << 14) for _ in range(2))
+    stranger, transfer = (FileTransfer(timeout=60.0) for _ in range(2))
+    stranger.chunk_bytes = transfer.chunk_bytes = 1 << 14
     try:
         refused = stranger.send(half.clients, [(n, t.clone() * 1.5) for n, t in others], 0)
         assert all(isinstance(refused[url], ServerError) for url in half.urls)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import vllm._custom_ops
-import vllm.model_executor.layers.utils
 from helpers import tiny
 from helpers.configs import small_config
 from safetensors.torch import load_file
@@ -30,8 +28,8 @@ IDS = tuple(range(20, 44))
 @pytest.fixture
 def built(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Parts]:
     """Parts of a run with adapters, whose vLLM leaves weights as they are on a GPU; no other test has these lengths."""
-    monkeypatch.setattr(vllm._custom_ops, "_supports_onednn", False)
-    monkeypatch.setattr(vllm.model_executor.layers.utils, "check_cpu_sgl_kernel", lambda *_: False)
+    monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)
+    monkeypatch.setattr("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", lambda *_: False)
 
     def build(length: int) -> Parts:
         config = small_config(
@@ -127,6 +125,8 @@ def test_a_shared_base_learns_to_the_bit_what_a_base_of_its_own_does(
 
 
 def test_a_lent_base_stays_while_keys_and_values_sleep() -> None:
+    import vllm  # seconds, in the processes that run this file alone
+
     called: list[Any] = []
     parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
     engine = SimpleNamespace(release_kv_cache_memory=lambda: called.append("cache"), step=lambda: None)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from helpers import calling, tiny
 from helpers.configs import small_config
+from helpers.passes import forward_of
 from vllm_rig import Rig
 
 from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.pack import Item, layout, plan
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling
@@ -61,10 +61,7 @@ class Setting:
 
     def gap(self, done: list[Completion]) -> float:
         """The largest gap between the engine's log-probs and those of the learner's packs."""
-        module = PackForward(
-            self.rig.model, family=self.processor.family, media_token_ids=self.processor.media_token_ids,
-            temperature=1.0,
-        )  # fmt: skip
+        module = forward_of(self.rig.model, self.processor)
         items = [
             Item(i, i // GENERATIONS, self.prompts[i // GENERATIONS], c.token_ids, tail=c.tail)
             for i, c in enumerate(done)

@@ -15,10 +15,9 @@ Make = Callable[..., Toolbox]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+def make() -> Iterator[Make]:
     """Toolboxes whose tools are called in two processes; none is left at the end."""
     made: list[Toolbox] = []
-    monkeypatch.setattr("mm_grpo.environments.host.MAX_PIXELS", 50_000)
 
     def toolbox(tools: Any = (), factory: Any = None, **rollout: Any) -> Toolbox:
         values = {"environment_workers": 2, "tool_timeout": 60, **rollout}

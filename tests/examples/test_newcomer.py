@@ -10,7 +10,6 @@ import os
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from helpers import forkserver, processes
-from helpers.demo import check_the_demo
+from helpers.demo import check_the_demo, copy_sources
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
@@ -86,17 +85,7 @@ def block(language: str, text: str) -> str:
 
 def clone(folder: Path) -> Path:
     """What a clone of the working tree would hold, with a .venv whose programs are this environment's."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for name in filter(None, listed.split("\0")):
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    copy_sources(folder)
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     program = programs / "mm-grpo"

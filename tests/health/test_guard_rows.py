@@ -222,6 +222,24 @@ def test_a_run_whose_rewards_are_alike_fails(steps: Steps, found: list[tuple[int
     assert fired(steps, end=True, rollout={"prompts_per_step": 2, "num_generations": 4}) == found
 
 
+@pytest.mark.parametrize(("value", "advised"), [(-0.5, True), (0.0, True), (0.1, False)])
+@pytest.mark.parametrize(("moved", "rewarded"), [(0.1, True), (0.0, True), (0.1, False)])
+def test_warm_is_advised_where_no_reward_was_above_0(
+    value: float, advised: bool, moved: float, rewarded: bool
+) -> None:
+    """In each message of a run whose rewards are alike, also at its end; where there are none, in no message."""
+    messages: list[str] = []
+    watching = guards(log=lambda step, name, action, message: messages.append(message))
+    for step, row in enumerate(
+        rows((12, {**(flat(value) if rewarded else EMPTY), "learner/update_norm": moved})), 1
+    ):
+        watching.on_log(step, row)
+    with pytest.raises(GuardStop):
+        watching.on_train_end(12)
+    assert len(messages) == 2
+    assert ["mm-grpo warm" in message for message in messages] == [advised and rewarded] * 2
+
+
 def test_a_warning_comes_again_after_50_steps() -> None:
     assert [step for step, *_ in fired([(120, CUT)])] == [10, 60, 110]
 

@@ -1,9 +1,26 @@
-"""What a run of the shapes demo must have come to, whoever started it."""
+"""What a run of the shapes demo must have come to, whoever started it, and the files of a clone that starts it."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def source_files() -> list[Path]:
+    """What a commit of the working tree would hold, relative to the root."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return sorted(Path(name) for name in listed.split("\0") if name and (ROOT / name).exists())
+
+
+def copy_sources(folder: Path) -> None:
+    for file in source_files():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, folder / file, follow_symlinks=False)
 
 
 def check_the_demo(run: Path, said: str, measured: int = 9) -> None:

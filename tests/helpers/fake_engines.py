@@ -2,7 +2,7 @@
 
 `FakeRemoteEngine(model, processor)` behaves. With one of FAULTS it goes wrong in silence: it still answers,
 and only a check can tell. Faults of the weight transfer begin with weight version 1, so that the first
-sync passes. In a run: `build.ENGINES["transformers"] = lambda config, model, processor, ranks: FakeRemoteEngine(...)`.
+sync passes. In a run: `use_engine(monkeypatch, fault)`.
 
 `FakeServer` may be called from several threads, as a served engine is. In a run also set
 `ENGINE_FACTS["transformers"] = EngineFacts(embedded=True, remote=True)`.
@@ -17,8 +17,10 @@ from dataclasses import replace
 from threading import Lock
 from typing import Any
 
+import pytest
 from torch import Tensor
 
+from mm_grpo import build
 from mm_grpo.rollout.engine import BatchStream, Digest, Request, answer_all
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.rollout.weights import digest
@@ -85,6 +87,11 @@ class FakeRemoteEngine(TransformersEngine):
             vision = {**prompt.vision, "pixel_values": -prompt.vision["pixel_values"]}
             self.flipped[id(prompt)] = (prompt, replace(prompt, vision=vision))
         return self.flipped[id(prompt)][1]
+
+
+def use_engine(patch: pytest.MonkeyPatch, fault: str = "") -> None:
+    """Put a FakeRemoteEngine in the place of the engine that configs name."""
+    patch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: FakeRemoteEngine(m, p, fault))
 
 
 class FakeServer(FakeRemoteEngine):

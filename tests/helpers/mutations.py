@@ -70,7 +70,6 @@ learner/features/twin_view.py < learner/test_twin_view.py
     skipped check | == [i.size for i in images] else twin ==> == [] else twin
     wrong axis | images[0].width * images[0].height ==> images[0].width * images[0].width
     bound | max(math.floor(y0) - dy, 0) ==> math.floor(y0) - dy
-    dropped argument | min_pixels=config.data.min_pixels, ==> min_pixels=None,
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
@@ -89,6 +88,9 @@ learner/learner.py < learner/test_learner.py ! slow
     stale cache | {**logprobs.first, **logprobs.old} ==> {**logprobs.old, **logprobs.first}
 learner/learner.py < learner/test_lora.py learner/test_reference_model.py
     skipped step | self.weights_as_sent() if as_sent ==> self.weights_as_sent() if False
+warm_start.py < trained/test_warm_exact.py
+    * bound | loss_type="cispo", epsilon_high=1.0 ==> loss_type="cispo", epsilon_high=0.2
+    * wrong distribution | as_sampled=False ==> as_sampled=True
 learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.py
     * merges beside factors | not self.factored or self.factored != set(self.adapted_layers): ==> not self.factored:
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
@@ -219,11 +221,15 @@ health/checks.py < health/test_guards.py
     * bound | max(limit, MAX_GAP_PER_MOVE * move) ==> max(limit, move)
     * one live token | record.live_tokens > 0 and ==> record.live_tokens > 1 and
     * boundaries | record.boundaries != 1: ==> record.boundaries < 1:
+processors/base.py < learner/test_twin_view.py
+    dropped argument | "min_pixels": config.data.min_pixels, ==> "min_pixels": None,
 processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     wrong axis | image.resize((width, height) ==> image.resize((height, width)
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
     another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
     skipped check | following == current and all(current): ==> following == current:
+processors/hf_processor.py < trained/test_warm_answers.py
+    off by one | return answer[: end + 1] ==> return answer[:end]
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
     skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:

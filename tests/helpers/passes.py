@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass
 from mm_grpo.learner.pack import Item, Pack
@@ -21,12 +22,10 @@ Loss = Callable[[Pack, Tensor, Tensor], Tensor]
 """Of a pack with its log-probs [M] and entropies [M]."""
 
 
-def forward_of(model: Any, processor: Processor, temperature: float = 1.0, **options: Any) -> PackForward:
+def forward_of(model: Any, processor: Processor, temperature: float = 1.0) -> PackForward:
     """The module over `model`, as a learner wraps it."""
-    media = processor.media_token_ids
-    return PackForward(
-        model, family=processor.family, media_token_ids=media, temperature=temperature, **options
-    )
+    values = {"model": {"path": "x"}, "rollout": {"temperature": temperature}}
+    return PackForward(model, processor, GRPOConfig.from_dict(values))
 
 
 def orders_of(model: Any) -> list[str]:

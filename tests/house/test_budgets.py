@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 43_500, "tests": 38_700}
+BUDGETS = {"mm_grpo": 43_750, "tests": 39_700}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""

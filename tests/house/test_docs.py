@@ -129,7 +129,7 @@ def test_the_readmes_files_pass_check(tmp_path: Path, monkeypatch: pytest.Monkey
         assert score(completion, answer) == expected
 
 
-@pytest.mark.parametrize("name", ["data", "turns", "recipes"])
+@pytest.mark.parametrize("name", ["data", "turns"])
 def test_the_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippets = blocks(read(f"docs/{name}.md"), "python")

@@ -36,7 +36,7 @@ LAYERS = tuple(
         "build testing",
         "preflight trained",
         "open_run",
-        "exports",
+        "exports warm_start",
         "trainer",
         "cli",
     )
@@ -115,7 +115,7 @@ def test_the_public_names() -> None:
     names = (
         "AlgorithmConfig Completion ConfigError DataConfig DataError EvalSampling GRPOConfig GRPOTrainer Group "
         "GuardStop LoRAConfig ModelConfig OptimConfig Prompt RewardError RolloutConfig RunConfig Sample UserError "
-        "VLLMConfig __version__ reward"
+        "VLLMConfig __version__ reward warm"
     )
     assert " ".join(sorted(mm_grpo.__all__)) == names
     assert {name for name in mm_grpo.__all__ if getattr(mm_grpo, name, None) is None} == set()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.processes import alone
 from helpers.small_runs import config_for
 
-import mm_grpo
-
-ROOT = Path(mm_grpo.__file__).parents[1]
 HEAVY = (
     "accelerate", "datasets", "deepspeed", "jinja2", "numpy", "openai", "peft", "scipy", "sklearn",
     "tensorboard", "torch", "torchvision", "trackio", "transformers", "trl", "vllm", "wandb",
@@ -37,13 +34,9 @@ finally:
 
 def imported(*arguments: str, cwd: Path, code: int = 0) -> set[str]:
     """Which of HEAVY a process has imported that ran a command, which ended with `code`."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     given = map(json.dumps, ([str(a) for a in arguments], HEAVY, code))
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT, *given],
-        cwd=cwd, text=True, capture_output=True, timeout=300, env=environment,
-    )  # fmt: skip
+    program = [sys.executable, "-c", REPORT, *given]
+    done = subprocess.run(program, cwd=cwd, text=True, capture_output=True, timeout=300, env=alone())
     assert done.returncode == 0, done.stdout + done.stderr
     return set(done.stdout.splitlines()[-1].removeprefix("imported:").split())
 
@@ -94,7 +87,6 @@ def test_a_run_from_python_has_nothing_on_stderr(tmp_path: Path) -> None:
         "rollout.prompts_per_step=4", "run.guards={zero_std: off}", "model.lora={rank: 2}",
         "optim.gradient_checkpointing=true",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     code = [sys.executable, "-c", QUIET, *fields]
-    done = subprocess.run(code, cwd=tmp_path, text=True, capture_output=True, timeout=300, env=environment)
+    done = subprocess.run(code, cwd=tmp_path, text=True, capture_output=True, timeout=300, env=alone())
     assert (done.returncode, done.stderr) == (0, "")

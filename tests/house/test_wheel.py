@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.demo import copy_sources, source_files
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
@@ -45,12 +45,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def source_files() -> list[Path]:
-    """What a commit of the working tree would hold, relative to the root."""
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
-    return sorted(Path(name) for name in listed.split("\0") if name and (ROOT / name).exists())
-
-
 def modules_on_disk() -> list[str]:
     """Dotted names of every module of the package, as pkgutil would name them."""
     files = [f for f in source_files() if f.parts[0] == "mm_grpo" and f.suffix == ".py"]
@@ -71,10 +65,7 @@ def test_the_packages_listed_are_the_packages_on_disk() -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the tree so that no stale build/ folder can lend it files."""
     copy, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for file in source_files():
-        target = copy / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, target, follow_symlinks=False)
+    copy_sources(copy)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", dist, copy, cwd=dist)
     (built,) = dist.glob("*.whl")
     return built

@@ -12,6 +12,7 @@ import torch
 from helpers.steps import LENGTHS, config_for, learner_of, load, make_groups, plain_logp
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
@@ -175,7 +176,7 @@ def test_a_model_without_trainable_parameters_is_caught(models: dict[str, Any]) 
 
 
 def optimizer_of(module: torch.nn.Module, **changes: float) -> Optimizer:
-    return Optimizer(module, config_for("x", optim=changes).optim, 500)
+    return Optimizer(module, config_for("x", optim=changes).optim, 500, Ranks())
 
 
 def test_bfloat16_keeps_updates_that_its_weights_cannot_show() -> None:
@@ -225,7 +226,7 @@ def test_a_second_optimizer_of_one_model_gets_its_gradients() -> None:
 def test_a_gradient_that_is_not_finite_is_held_back() -> None:
     module = torch.nn.Linear(2, 1, bias=False)
     before = module.weight.detach().clone()
-    optimizer = Optimizer(module, config_for("x").optim, 10)
+    optimizer = Optimizer(module, config_for("x").optim, 10, Ranks())
     module.weight.grad = torch.tensor([[float("inf"), 1.0]])
     record = optimizer.apply(live_tokens=3)
     assert not record.stepped and record.grad_norm == float("inf")

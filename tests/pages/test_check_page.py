@@ -83,7 +83,7 @@ def test_the_page_limits_rows_and_bytes(
     page_config: Callable[..., GRPOConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as one:
-        one.setattr("mm_grpo.preflight.check.MAX_ROWS", 1)
+        one.setattr(check_page, "MAX_ROWS", 1)
         data, _ = checked(page_config(max_prompt_length=150, on_overlong="drop"), tmp_path / "out.html")
     assert [len(of_set["shown"]) for of_set in data["sets"]] == [1, 1]
     assert any(message.startswith("left out: ") for _, message in data["sets"][0]["refused"])
@@ -95,7 +95,7 @@ def test_the_page_limits_rows_and_bytes(
 
 def test_a_page_replaces_only_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CheckPage("a.html", None, [])  # type: ignore[arg-type]
+    made = CheckPage("a.html", None, [], None)  # type: ignore[arg-type]
     assert made.write().startswith(f"page: {tmp_path / 'a.html'} shows 0 rows")
     made.write()  # its own page
     (tmp_path / "a.html").write_text("came in between")
@@ -104,4 +104,4 @@ def test_a_page_replaces_only_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "a.html").read_text() == "came in between"
     for name in (".", "none/a.html", "~nobody-here/a", "a.html"):
         with pytest.raises(ConfigError, match="--page"):
-            CheckPage(name, None, [])  # type: ignore[arg-type]
+            CheckPage(name, None, [], None)  # type: ignore[arg-type]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.fake_engines import FakeRemoteEngine
+from helpers.fake_engines import use_engine
 from helpers.small_runs import ROWS, config_for, rows_of
 
-from mm_grpo import GRPOTrainer, build
+from mm_grpo import GRPOTrainer
 from mm_grpo.errors import GuardStop
 
 
@@ -30,10 +31,7 @@ def trainer_for(models: dict[str, Path], folder: Path, **run: Any) -> GRPOTraine
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def put(fault: str = "") -> None:
-        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: FakeRemoteEngine(m, p, fault))
-
-    return put
+    return partial(use_engine, monkeypatch)
 
 
 def test_remote_engines_train_as_embedded_ones(models: dict[str, Path], tmp_path: Path, engine: Any) -> None:

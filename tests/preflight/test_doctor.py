@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from helpers.fake_engines import FakeRemoteEngine
+from helpers.fake_engines import FakeRemoteEngine, use_engine
 
 from mm_grpo import GRPOConfig, build
 from mm_grpo.errors import GuardStop
@@ -34,12 +35,7 @@ def config_path(tmp_path: Path, models: dict[str, Path]) -> Path:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts an engine with its own weights, and a fault, in the place of the one that configs name."""
-
-    def put(fault: str = "") -> None:
-        monkeypatch.setitem(build.ENGINES, "transformers", lambda c, m, p, r: FakeRemoteEngine(m, p, fault))
-
-    return put
+    return partial(use_engine, monkeypatch)
 
 
 def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:

@@ -186,13 +186,19 @@ def test_each_source_and_reward_is_counted_alone() -> None:
 
 TASKS = {
     **{kind: {"task": "shapes", "kinds": [kind]} for kind in ("colour", "shape", "count", "position")},
+    "shapes": {"task": "shapes", "kinds": ["colour", "shape", "count", "position"]},
     "digits": {"task": str(EXAMPLES / "digits/digits.py:digits_rows")},
     "zoom": {"task": str(EXAMPLES / "zoom/patterns.py:patterns_rows")},
 }
 
 
-@pytest.mark.parametrize("size", [500, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "size"),
+    [
+        *((task, 500) for task in TASKS),
+        *(pytest.param(task, 20_000, marks=pytest.mark.slow) for task in ("shapes", "digits", "zoom")),
+    ],
+)
 def test_rows_of_synthetic_tasks_give_no_warning(task: str, size: int, caplog: Any) -> None:
     if task == "digits":
         pytest.importorskip("sklearn")

@@ -209,8 +209,10 @@ def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -
         *(pytest.param(family, "mixed", True, marks=pytest.mark.long) for family in LAYERS),
     ],
 )
-def test_packs_equal_forwards(family: str, kind: str, checkpointing: bool, models: dict[str, Path]) -> None:
-    """Log-probs, entropies and gradients, in several packs, with images as pixels."""
+def test_packs_equal_forwards(
+    family: str, kind: str, checkpointing: bool, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs, entropies and gradients, in several packs and tiles, with images as pixels."""
     model, reference = load(models[family]), load(models[family])
     processor = load_processor(str(models[family]))
     if checkpointing:
@@ -225,7 +227,8 @@ def test_packs_equal_forwards(family: str, kind: str, checkpointing: bool, model
     assert isinstance(loss, Tensor)
     loss.backward()
 
-    module = forward_of(model, processor, chunk_bytes=5000)
+    monkeypatch.setattr("mm_grpo.learner.logprobs.chunk_bytes_of", lambda gpu: 5000)
+    module = forward_of(model, processor)
     longest = max(len(i.prompt.token_ids) for i in items) + max(LENGTHS)
     pair = sum(sorted(len(p.token_ids) + sum(LENGTHS) for p in prompts_of(kind, processor))[:2])
     packs = plan(items, max_tokens=max(longest + 8, pair if kind == "mixed" else 0), apart=True)

@@ -15,7 +15,7 @@ from helpers import tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from mm_grpo.config import ModelConfig
+from mm_grpo.config import GRPOConfig, ModelConfig
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
 from mm_grpo.learner.forward import PackForward
@@ -59,7 +59,7 @@ def test_inexact_models_fail(path: Path, processor: Processor, field: str, value
     else:
         setattr(model.config.text_config, field, value)
     with pytest.raises(ConfigError, match=f"a llama cannot be trained exactly: {words};"):
-        PackForward(model, family=processor.family, media_token_ids=frozenset(), temperature=1.0)
+        PackForward(model, processor, GRPOConfig.from_dict({"model": {"path": "x"}}))
 
 
 def test_it_is_trained_through_the_command_line(path: Path, tmp_path: Path, command: Any) -> None:

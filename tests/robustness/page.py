@@ -19,8 +19,7 @@ words its message holds; none prints a traceback, hangs, changes a file of the u
 - **refused** (2): one message that names the field or the row, and the file.
 - **guard** (3): a guard stopped the run: an engine with other weights, a run without an update.
 - **failed** (1): an engine that ends, a full disk behind the terminal, and whatever nobody expected: one line, with the
-  user's own file and line where there is one. The traceback is in `error.txt` of the run folder, or printed with
-  `--traceback`.
+  user's own file and line where there is one. [Tracebacks](checking.md#when-something-is-wrong).
 
 Signals end a run with 130 (Ctrl-C), 143 (SIGTERM) and 129 (SIGHUP), after the running step and with a checkpoint. Runs
 that were killed, stopped or met a full disk are resumed by `tests/robustness/test_kills.py`, and have the numbers of a

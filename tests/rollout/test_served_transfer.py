@@ -17,7 +17,7 @@ from helpers.fake_vllm import FakeModel, FakeVLLM, fake_adapters
 from helpers.patience import PATIENCE
 from torch import Tensor
 
-from mm_grpo.errors import ConfigError, EngineError, GuardStop
+from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.rollout.served import plugin
 from mm_grpo.rollout.served import transfer as transfer_module
 from mm_grpo.rollout.served.broadcast import chunks
@@ -64,14 +64,16 @@ def serve(held: ExitStack) -> Serve:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[FileTransfer]:
-    transfer = FileTransfer(str(tmp_path / "shared"), timeout=2 * PATIENCE, chunk_bytes=200)
+    transfer = FileTransfer(str(tmp_path / "shared"), timeout=2 * PATIENCE)
+    transfer.chunk_bytes = 200
     yield transfer
     transfer.close()
 
 
 @pytest.fixture
 def gloo() -> Iterator[GlooTransfer]:
-    transfer = GlooTransfer(timeout=2 * PATIENCE, chunk_bytes=200)
+    transfer = GlooTransfer(timeout=2 * PATIENCE)
+    transfer.chunk_bytes = 200
     yield transfer
     transfer.close()
 

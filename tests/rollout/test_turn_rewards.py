@@ -15,7 +15,7 @@ from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.environments.observation import ImageLimits, Observation
+from mm_grpo.environments.observation import Observation
 from mm_grpo.environments.session import CallResult
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.environments.worker import pack_result, unpack_result
@@ -147,9 +147,8 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
 
 
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
-    limits = ImageLimits(100, 100)
     said = CallResult(Observation(("seen",)), reward=1.5, raised="left a bad step_reward")
-    assert unpack_result(pack_result(said), limits) == said
+    assert unpack_result(pack_result(said)) == said
 
 
 def test_what_a_call_does_not_set_is_not_paid_again() -> None:

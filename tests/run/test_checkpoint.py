@@ -19,8 +19,8 @@ from transformers import AutoModelForImageTextToText
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.section import leaves
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner import state
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.state import StateFile, mark_of
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.manifest import read_checkpoint
@@ -115,7 +115,7 @@ def test_what_a_checkpoint_holds(models: dict[str, Path], tmp_path: Path) -> Non
     weight = learner.model.model.visual.merger.ln_q.weight
     assert torch.equal(tensors["master/model.visual.merger.ln_q.weight"], weight.detach())
     (mark,) = manifest["files"]
-    assert mark == state.mark_of(folder / mark["name"])
+    assert mark == mark_of(folder / mark["name"])
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -243,13 +243,13 @@ def test_a_full_disk_is_one_message_and_leaves_the_last_good_one(
 ) -> None:
     kept = checkpoints_of(saved(tmp_path, models["qwen2_vl"], (1,)), tmp_path)
     whole = {p: p.read_bytes() for p in (kept.folder / "step-000001").iterdir()}
-    write = state._write
+    write = StateFile.write
 
-    def full(path: Path, *rest: Any) -> Any:
-        write(path, *rest)
+    def full(file: StateFile, path: Path) -> Any:
+        write(file, path)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(state, "_write", full)
+    monkeypatch.setattr(StateFile, "write", full)
     with pytest.raises(ConfigError, match=r"run.dir = .*No space left on device\).*step-000001"):
         kept.save(2, {})
     assert [p.name for p in kept.folder.iterdir()] == ["step-000001"]

@@ -11,10 +11,11 @@ from helpers.configs import merged, small_config
 from helpers.small_runs import HELDOUT, ROWS, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
+from mm_grpo.data.sources import load_eval
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Best, Evaluation
-from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import evaluated_steps, read_evaluation, read_rollouts
 
@@ -121,6 +122,16 @@ def test_controls_that_cannot_be_made(
     with pytest.raises(error, match=field):
         trainer(models["qwen2_vl"], tmp_path / "run", heldout, run={"eval_blind": kind})
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [(HELDOUT, "shuffled"), ([HELDOUT[0]] * 2, None), ([{"prompt": "q", "answer": "a"}] * 2, None)],
+)
+def test_the_control_of_a_warmed_model_is_made_where_images_can_be_exchanged(rows: Any, kind: Any) -> None:
+    config = small_config("m", data={"text_only": True})
+    assert default_control(load_eval(config, rows)) == kind
+    assert default_control({}) is None
 
 
 def test_a_run_goes_on_under_its_first_headline(finished: tuple[Path, Any], models: dict[str, Path]) -> None:

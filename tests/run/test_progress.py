@@ -187,3 +187,27 @@ def test_final_messages(warned: tuple[int, ...], best: int, config: str, words: 
     assert not any("zero_std" in line for line in lines)
     said = next_command(config.format(run=run), small_config("m", run={"dir": str(run)}), summary)
     assert said == f"see {run}/report.html" + (f"; {words}".format(run=run) if words else "")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "interval", "gap", "gap_interval", "blind"),
+    [
+        (0.2, 0.6, (0.5, 0.7), 0.013, (-0.02, 0.05), True),
+        (0.2, 0.6, (0.5, 0.7), -0.1, (-0.15, -0.05), True),
+        (0.2, 0.6, (0.5, 0.7), 0.03, (0.01, 0.05), False),  # the images add little, surely
+        (0.2, 0.6, None, 0.02, None, True),
+        (0.2, 0.6, None, 0.03, None, False),
+        (0.2, 0.6, (0.5, 0.7), None, None, False),
+        (0.6, 0.65, (0.55, 0.75), 0.0, (0.0, 0.0), False),  # chance
+        (0.6, 0.6, None, 0.0, None, False),
+    ],
+)
+def test_a_run_that_learned_without_its_images_ends_with_it(
+    before: float, after: float, interval: Any, gap: float | None, gap_interval: Any, blind: bool
+) -> None:
+    control = {"kind": "shuffled", "score": 0.5, "rows": 9, "gap": gap, "gap_interval": gap_interval}
+    first = {"before": {"score": before, "blind": control}}
+    first["after"] = {"score": after, "interval": interval, "blind": control}
+    scores = {"held": {"before": before, "after": after, "rows": 9}}
+    _, line = summary_lines({"headline": "accuracy", "eval": scores, "first_set": first})
+    assert line.startswith("held, images shuffled") and line.endswith("not the pictures") == blind

@@ -13,10 +13,7 @@ from mm_grpo.errors import ConfigError
 
 
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
-    model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     run = {"max_steps": 4, "sight_every": 3, "report": False}

@@ -28,11 +28,12 @@ Make = Callable[..., Workers]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Workers] = []
 
     def group(load: str = "", count: int = 1, most: int = 10_000) -> Workers:
-        made.append(Workers(TARGET, load, "the calls", lambda how: ToolError(f"a worker {how}"), most))
+        monkeypatch.setattr("mm_grpo.user_code.workers.LONGEST_ANSWER", most)
+        made.append(Workers(TARGET, load, "the calls", lambda how: ToolError(f"a worker {how}")))
         for _ in range(count):
             made[-1].start()
         return made[-1]
@@ -144,7 +145,7 @@ def test_what_a_call_started_ends_with_its_worker(make: Make) -> None:
 
 
 def test_workers_that_are_dropped_end(make: Make) -> None:
-    group = Workers(TARGET, "", "the calls", ToolError, 1000)
+    group = Workers(TARGET, "", "the calls", ToolError)
     group.start()
     ready(group)
     started = workers()
@@ -194,7 +195,7 @@ import os, signal, sys, threading, time
 sys.path[:0] = [{str(HERE)!r}]
 from mm_grpo.user_code.workers import Workers
 print("the script runs")
-group = Workers("calls_to_isolate:make", "", "the calls", RuntimeError, 1000)
+group = Workers("calls_to_isolate:make", "", "the calls", RuntimeError)
 def soon(signal):
     threading.Timer(0.5, os.kill, (os.getpid(), signal)).start()
 def call(text):

@@ -30,8 +30,5 @@ class TopEntropy(LossFeature):
         mask = top_entropy_mask(gathered, active, self.algorithm.top_entropy_quantile)
         local_mask = mask.split([len(share) for share in shares])[learner.ranks.rank].to(learner.model.device)
         masks = local_mask.float().split([len(values) for values in entropies.values()])
-        return replace(
-            minibatch,
-            inputs=replace(inputs, tokens=int(mask.sum())),
-            token_mask=dict(zip(entropies, masks, strict=True)),
-        )
+        inputs = replace(inputs, tokens=int(mask.sum()))
+        return replace(minibatch, inputs=inputs, token_mask=dict(zip(entropies, masks, strict=True)))

@@ -33,7 +33,7 @@ from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeatu
 from mm_grpo.learner.forward_pass import states_on_host
 from mm_grpo.learner.minibatch import ByCompletion, Minibatch
 from mm_grpo.learner.step_report import LossStatistics
-from mm_grpo.processors.base import Processor, load_processor
+from mm_grpo.processors.base import Processor, processor_of
 from mm_grpo.rewards.builtins.boxes import Frame
 from mm_grpo.types import Group, Prompt, Sample
 
@@ -98,9 +98,10 @@ class TwinPrompts:
     """Maker of twin prompts; `processor` makes them."""
 
     def __init__(self, processor: Processor, config: GRPOConfig) -> None:
-        assert config.algorithm.twin_view is not None
-        self.crops = config.algorithm.twin_view.view == "crop"
-        self.processor = processor if self.crops else _processor_with_more_pixels(config)
+        twin_view = config.algorithm.twin_view
+        assert twin_view is not None
+        self.crops = twin_view.view == "crop"
+        self.processor = processor if self.crops else processor_of(config, max_pixels=twin_view.max_pixels)
 
     def of_group(self, group: Group) -> Prompt | None:
         """Return the twin of a group's prompt; None, with a warning, if it cannot be made."""
@@ -151,16 +152,3 @@ def gold_crop(sample: Sample, area: int, wider: int = 0) -> Image:
     factor = math.sqrt(area / (cut.width * cut.height))
     # up, for rounding down could make a thin box thinner than the rule allows
     return cut if factor <= 1 else cut.resize((math.ceil(cut.width * factor), math.ceil(cut.height * factor)))
-
-
-def _processor_with_more_pixels(config: GRPOConfig) -> Processor:
-    """Load the processor of the run's model with the pixel limit of the twin view."""
-    assert config.algorithm.twin_view is not None
-    return load_processor(
-        config.model.path,
-        processor=config.model.processor,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.algorithm.twin_view.max_pixels,
-        trust_remote_code=config.model.trust_remote_code,
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )

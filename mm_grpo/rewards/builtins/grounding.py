@@ -46,9 +46,8 @@ class BoxOptions(NamedTuple):
 
     def gold(self, box: Any) -> Box:
         """Return a gold box in the model's space. Raise ValueError if it has no area or does not lie in its image."""
-        return self.frame.moved(
-            self.frame.gold(box, self.gold_layout, self.gold_space), self.gold_space, self.space
-        )
+        gold = self.frame.gold(box, self.gold_layout, self.gold_space)
+        return self.frame.moved(gold, self.gold_space, self.space)
 
 
 def box_options(
@@ -123,11 +122,7 @@ def iou(
 @reward("giou", needs=("box",))
 @takes_box_options
 def giou(
-    completion: str,
-    box: Any,
-    images: Sequence[Image] = (),
-    sample: Sample | None = None,
-    **spaces: Any,
+    completion: str, box: Any, images: Sequence[Image] = (), sample: Sample | None = None, **spaces: Any
 ) -> float | None:
     """Generalised IoU of the completion's last box and the gold box (Rezatofighi et al., 2019).
 

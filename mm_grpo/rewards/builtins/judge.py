@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.builtins.answers import Answer, gold_texts, last_match
 from mm_grpo.rewards.builtins.chat import ask
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import redact
+from mm_grpo.types import messages_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -113,16 +113,9 @@ async def judge(
     }
     text = re.sub(r"\{(question|answer|completion)\}", lambda match: fields[match[1]], template)
     pictures = await asyncio.to_thread(lambda: [_data_url(image) for image in images]) if send_images else []
-    content = [
-        *({"type": "image_url", "image_url": {"url": picture}} for picture in pictures),
-        {"type": "text", "text": text},
-    ]
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": content}],
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-    }
+    shown = [{"type": "image_url", "image_url": {"url": picture}} for picture in pictures]
+    messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}]
+    body = {"model": model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
 
     async def score() -> float:
         reply = ""
@@ -158,10 +151,9 @@ def _question(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     turns = [message for message in prompt if message.get("role") != "system"]
-    texts = [content_text(message.get("content")) for message in turns]
     if len(turns) == 1:
-        return texts[0]
-    return "\n".join(f"{turn.get('role')}: {text}" for turn, text in zip(turns, texts, strict=True))
+        return messages_text(turns)
+    return "\n".join(f"{turn.get('role')}: {messages_text([turn])}" for turn in turns)
 
 
 def _without_tags(completion: str, template: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from mm_grpo.rewards.builtins import library
@@ -48,15 +48,9 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
         return None
     gold_expressions = [_gold(gold) for gold in golds]
     prediction = _parse(*readings(completion))
-    verify = library("math").verify
-    return float(
-        bool(prediction)
-        and any(
-            _same_text(gold, prediction)
-            or verify(gold, prediction, float_rounding=digits, timeout_seconds=None)
-            for gold in gold_expressions
-        )
-    )
+    verify = partial(library("math").verify, float_rounding=digits, timeout_seconds=None)
+    equal = (_same_text(gold, prediction) or verify(gold, prediction) for gold in gold_expressions)
+    return float(bool(prediction) and any(equal))
 
 
 @lru_cache(maxsize=4096)

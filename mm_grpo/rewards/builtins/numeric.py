@@ -54,12 +54,7 @@ _LARGE = re.compile(r"\b(?:dozen|hundred|thousand|million|billion)s?\b")
 
 
 @reward("numeric", needs=("answer",))
-def numeric(
-    completion: str,
-    answer: Answer,
-    *,
-    tolerance: float = 1e-6,
-) -> float | None:
+def numeric(completion: str, answer: Answer, *, tolerance: float = 1e-6) -> float | None:
     r"""1 when the completion's last number is the gold number.
 
     The number is read from the last `\boxed{...}` of the final part (the last `<answer>` block, else what
@@ -90,13 +85,8 @@ def numeric(
     prediction = last_number(completion)
     if prediction is None:
         return 0.0
-    return float(
-        any(
-            abs(value - target) <= tolerance * abs(target)
-            for gold in golds
-            for value, target in _readings(prediction, gold)
-        )
-    )
+    pairs = (pair for gold in golds for pair in _readings(prediction, gold))
+    return float(any(abs(value - target) <= tolerance * abs(target) for value, target in pairs))
 
 
 def last_number(text: str) -> Number | None:

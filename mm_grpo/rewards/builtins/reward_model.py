@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from mm_grpo.errors import RewardError
-from mm_grpo.rewards.arguments import content_text
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import quiet_libraries
+from mm_grpo.types import messages_text
 
 _LOADING = threading.Lock()
 
@@ -50,7 +50,8 @@ def reward_model(
     column, outputs = (0 if output is None else output), network.config.num_labels
     if (output is None and outputs > 1) or not 0 <= column < outputs:
         raise ValueError(f"output={output}; set the one of the model's {outputs} that counts, from 0")
-    limit = _max_tokens(network, tokenizer)
+    positions = getattr(network.config, "max_position_embeddings", None) or 10**9
+    limit = int(min(positions, tokenizer.model_max_length))
     ids = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(prompts, completions, strict=True)]
     for i, row in enumerate(ids):
         if len(row) > limit:
@@ -107,21 +108,10 @@ def _load_once(model: str, device: str) -> tuple[Any, Any]:
     return network.to(target).eval(), tokenizer
 
 
-def _max_tokens(network: Any, tokenizer: Any) -> int:
-    positions = getattr(network.config, "max_position_embeddings", None) or 10**9
-    return int(min(positions, tokenizer.model_max_length))
-
-
 def _tokens(tokenizer: Any, prompt: Any, completion: Any) -> list[int]:
     if tokenizer.chat_template and isinstance(prompt, list) and isinstance(completion, list):
-        messages = [
-            {"role": m["role"], "content": content_text(m.get("content"))} for m in [*prompt, *completion]
-        ]
+        messages = [{"role": m["role"], "content": messages_text([m])} for m in [*prompt, *completion]]
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    texts = [value if isinstance(value, str) else _join_texts(value) for value in (prompt, completion)]
+    texts = [value if isinstance(value, str) else messages_text(value) for value in (prompt, completion)]
     return list(tokenizer("\n".join(texts))["input_ids"])
-
-
-def _join_texts(messages: Sequence[Any]) -> str:
-    return "\n".join(content_text(message.get("content")) for message in messages)

@@ -69,11 +69,7 @@ def _final(text: str, ignore_case: bool) -> str:
 
 @reward("contains", needs=("answer",))
 def contains(
-    completion: str,
-    answer: Answer,
-    *,
-    mode: Literal["any", "all"] = "any",
-    whole_words: bool = True,
+    completion: str, answer: Answer, *, mode: Literal["any", "all"] = "any", whole_words: bool = True
 ) -> float | None:
     """1 when the completion's final part contains the gold text.
 
@@ -95,14 +91,9 @@ def contains(
     if not golds:
         return None
     part = normalise(final_part(completion))
-    hits = [_has_text(part, gold, whole_words) for gold in golds]
+    patterns = [rf"(?<!\w){re.escape(gold)}(?!\w)" if whole_words else re.escape(gold) for gold in golds]
+    hits = [re.search(pattern, part) is not None for pattern in patterns]
     return float(any(hits) if mode == "any" else all(hits))
-
-
-def _has_text(text: str, gold: str, whole_words: bool) -> bool:
-    if not whole_words:
-        return gold in text
-    return re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", text) is not None
 
 
 @reward("choice", needs=("answer",))

@@ -78,18 +78,16 @@ class ServerSettings:
     port: int = 8000
 
 
-def require_vllm() -> None:
-    """Raise ConfigError if vLLM is not installed."""
+def server_command(settings: ServerSettings) -> list[str]:
+    """Return the command of a server, without its key, because everybody on this machine can read it.
+
+    Raises ConfigError if vLLM is not installed.
+    """
     if find_spec("vllm") is None:  # its import takes seconds
         raise ConfigError(
             "rollout.engine = 'vllm_server': vLLM 0.32 or newer is not installed where the server is to run; install "
             "mm_grpo[vllm] on a GPU machine, mm_grpo[cpu] on a CPU"
         )
-
-
-def server_command(settings: ServerSettings) -> list[str]:
-    """Return the command of a server, without its key, because everybody on this machine can read it."""
-    require_vllm()
     arguments = engine_arguments(settings.engine, dedicated=True)
     arguments = {k: v for k, v in arguments.items() if k not in NOT_FOR_SERVERS}
     arguments |= {

@@ -121,11 +121,8 @@ class ServerPool:
             time.sleep(min(0.5, self.limits.wait_timeout / 10))
         for server in self.servers:
             if server.model is None:
-                log.warning(
-                    "rollout: going on without %s (%s); it joins when it answers",
-                    server.url,
-                    server.last_event,
-                )
+                message = "rollout: going on without %s (%s); it joins when it answers"
+                log.warning(message, server.url, server.last_event)
         self._watcher = in_background(self._watch())
 
     def submit(self, work: EngineRequest) -> Future[EngineAnswer]:
@@ -233,9 +230,8 @@ class ServerPool:
             try:
                 answer = task.result()
             except ServerError as error:
-                if not isinstance(
-                    error, ServerUnreachable
-                ):  # the server may have restarted with another model
+                # the server may have restarted with another model
+                if not isinstance(error, ServerUnreachable):
                     self._require(server, await weights_name(server.client, self.limits.probe_timeout))
                 raise
             server.last_answer = time.monotonic()

@@ -47,12 +47,13 @@ class ServedTransfer(ABC):
     """
 
     kind = ""
+    chunk_bytes = CHUNK_BYTES
 
-    def __init__(self, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, timeout: float = 300.0) -> None:
         self.run = secrets.token_hex(4)
         self._names: dict[str, str] = {}  # of the weights that were sent whole, by url
         self._group_names: dict[str, str] = {}  # names of the workers' groups, by url
-        self.timeout, self.chunk_bytes, self.version = timeout, chunk_bytes, 0
+        self.timeout, self.version = timeout, 0
         # a server has at most three calls at once, and one of them waits for the others
         self._threads = BackgroundThreads(256, "mm_grpo-transfer")
 
@@ -177,10 +178,8 @@ class FileTransfer(ServedTransfer):
 
     kind = "file"
 
-    def __init__(
-        self, folder: str | None = None, timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        super().__init__(timeout, chunk_bytes)
+    def __init__(self, folder: str | None = None, timeout: float = 300.0) -> None:
+        super().__init__(timeout)
         self._stack = ExitStack()
         parent = None if folder is None else Path(folder).expanduser().resolve()
         try:
@@ -234,10 +233,8 @@ class GlooTransfer(ServedTransfer):
 
     kind = "gloo"
 
-    def __init__(
-        self, host: str = "127.0.0.1", timeout: float = 300.0, chunk_bytes: int = CHUNK_BYTES
-    ) -> None:
-        super().__init__(timeout, chunk_bytes)
+    def __init__(self, host: str = "127.0.0.1", timeout: float = 300.0) -> None:
+        super().__init__(timeout)
         self.host = host
         self._groups: dict[str, BroadcastGroup] = {}
         self._tensors: dict[str, Tensor] = {}

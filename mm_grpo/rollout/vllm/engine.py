@@ -41,10 +41,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     def __init__(
-        self,
-        settings: EngineSettings,
-        processor: Processor,
-        four_bits: Mapping[str, Module] | None = None,
+        self, settings: EngineSettings, processor: Processor, four_bits: Mapping[str, Module] | None = None
     ) -> None:
         self.settings, self.processor = settings, processor
         if processor.family.looks_ahead and not torch.cuda.is_available():

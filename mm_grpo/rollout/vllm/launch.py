@@ -212,18 +212,17 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
     if size is None or not adapters.supports(config):
         return {}
     tower = settings.lora_vision and adapters.supports(config, tower=True)
-    arguments = {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": size,
-        "enable_tower_connector_lora": tower,
-    }
+    arguments = {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
+    arguments["enable_tower_connector_lora"] = tower
     return {name: engine_kwargs.get(name, value) for name, value in arguments.items()}
 
 
 def _construct(settings: EngineSettings, lora: Mapping[str, Any]) -> Any:
     from vllm import LLM
+    from vllm.model_executor.models import registry
 
+    # a process of 12 s would inspect a new model's class, to leave CUDA alone; this process imports the class anyway
+    registry._run_in_subprocess = lambda fn: fn()
     try:
         return LLM(**engine_arguments(settings), **lora)
     except (TypeError, ValueError) as error:  # an unknown argument, or a value that vLLM refuses

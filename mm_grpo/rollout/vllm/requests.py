@@ -232,9 +232,8 @@ def completion_of(request: Request, processor: Processor, sampled: Sampled, vers
     uid, logprobs = request.prompt.uid, sampled.logprobs
     if sampled.finish_reason not in ("stop", "length"):
         raise EngineError(f"{uid}: vLLM ended seed {request.seed} with '{sampled.finish_reason}'")
-    if len(logprobs) != len(sampled.token_ids) or not all(
-        x <= 1e-4 for x in logprobs
-    ):  # NaN is not <= either
+    # NaN is not <= either
+    if len(logprobs) != len(sampled.token_ids) or not all(x <= 1e-4 for x in logprobs):
         raise GuardStop(
             f"{uid}: vLLM returned {len(logprobs)} log-probs for {len(sampled.token_ids)} tokens, or some that are "
             "not numbers below 0; its weights are damaged, or its version reports them otherwise"

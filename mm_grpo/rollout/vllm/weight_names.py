@@ -12,11 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-RENAMED = {
-    re.compile(
-        r"(^|\.)vision_tower\.(?=(embeddings|encoder|post_layernorm|head)\.)"
-    ): r"\1vision_tower.vision_model."
-}
+_NEW_NAME = r"(^|\.)vision_tower\.(?=(embeddings|encoder|post_layernorm|head)\.)"
+RENAMED = {re.compile(_NEW_NAME): r"\1vision_tower.vision_model."}
 
 
 def teach_names(config: Any) -> None:

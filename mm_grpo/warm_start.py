@@ -11,40 +11,36 @@ The run folder is `run.dir` with WARM at its end: `model/` is for `model.path`, 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from mm_grpo.build import load_policy, processor_of
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.data.base import Rows
-from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import Source, load_train
 from mm_grpo.distributed.ranks import start
-from mm_grpo.errors import ConfigError, DataError
+from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.health.checks import finite_loss, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.learner import Learner
-from mm_grpo.preflight.gold_text import GOLD, as_text, gold_text
+from mm_grpo.open_run import check_folder
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
-from mm_grpo.rewards.builtins.answers import gold_texts
-from mm_grpo.rewards.resolve import resolve_entries
+from mm_grpo.preflight.warm_answers import GoldAnswers, Lists
 from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts, TooLong, context_of
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.overlays import builtin_name
 from mm_grpo.run.paths import dated
 from mm_grpo.run.progress import progress_of_run
 from mm_grpo.run.stop_signals import StopSignals
@@ -52,70 +48,15 @@ from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.timing import timed
 from mm_grpo.trained.warm_mark import write_mark
-from mm_grpo.types import Completion, Group, Prompt
+from mm_grpo.types import Completion, Group
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
     from mm_grpo.processors.hf_processor import HFProcessor
 
 WARM = "-warm"
-WHOLE = ("iou", "giou", "box_match", "clicking", "contains")
-"""Built-ins whose column is one right answer also if it is a list."""
 MEAN_STEPS = 10
 """Steps at the start and at the end whose mean NLL is reported."""
-Lists = Literal["first", "each"]
-
-
-class GoldAnswers:
-    """The texts that rows teach: the `column`, as a reward of `specs` reads it, in the form of `data.gold_template`.
-
-    Of several right answers `lists` takes the first, or each in turn from one pass over the rows to the next.
-    """
-
-    def __init__(self, config: GRPOConfig, column: str, lists: Lists | None) -> None:
-        self.column, self.lists, self.template = column, lists, config.data.gold_template or "{gold}"
-        specs = [
-            s for s in resolve_entries(config.rewards) if s.needs[:1] == (column,) and column not in s.bound
-        ]
-        self.spec = next((s for s in specs if builtin_name(s) in GOLD), None)
-        self.is_whole = self.spec is not None and builtin_name(self.spec) in WHOLE
-
-    def identity(self, rows: Rows) -> dict[str, Any]:
-        """Return what a resumed warm start must have in common with the first, as JSON values."""
-        values = {"answer": self.column, "lists": self.lists, "gold_template": self.template}
-        identity: dict[str, Any] = json.loads(json.dumps({**values, "rows": rows.fingerprint()}))
-        return identity
-
-    def values(self, row: str, columns: Mapping[str, Any]) -> list[Any]:
-        """Return the right answers of a row, one at least. DataError if there is none, or several without `lists`."""
-        value = columns.get(self.column)
-        is_text = isinstance(value, str) or (
-            isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
-        )
-        values = gold_texts(value) if is_text and not self.is_whole else [value]
-        if value is None or not values or not as_text(values[0]).strip():
-            names = ", ".join(columns) or "none"
-            raise DataError(
-                f"{row}: --answer {self.column}: the row has no answer there; its columns are {names}. Write an "
-                "answer, leave the row out, or name another column"
-            )
-        if len(values) > 1 and self.lists is None:
-            raise DataError(
-                f"{row}: --answer {self.column}: {len(values)} right answers, the first {values[0]!r}; say which are "
-                "taught: --lists first, or --lists each (one a pass over the rows, in turn)"
-            )
-        return values if self.lists == "each" else values[:1]
-
-    def text(self, prompt: Prompt, turn: int) -> str:
-        """Return the text that a prompt's row teaches in pass number `turn` over the rows, from 0."""
-        columns = prompt.sample.columns
-        values = self.values(prompt.uid, columns)
-        value = values[turn % len(values)]
-        text = as_text(value)
-        if self.spec is not None and self.spec.applies_to(columns):
-            sample = replace(prompt.sample, columns={**columns, self.column: value})
-            text = gold_text(self.spec, replace(prompt, sample=sample)) or text
-        return self.template.replace("{gold}", text)
 
 
 def warm_config(config: GRPOConfig) -> GRPOConfig:
@@ -124,7 +65,7 @@ def warm_config(config: GRPOConfig) -> GRPOConfig:
     rollout = config.rollout.model_copy(update={"engine": "transformers", "max_staleness": 0})
     optim = config.optim.model_copy(update={"updates_per_step": 1})
     changed = config.model_copy(update={"algorithm": algorithm, "rollout": rollout, "optim": optim})
-    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM, "run.eval_blind": None})
+    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM})
 
 
 def warm(
@@ -151,6 +92,8 @@ def warm(
             "rollout.tools, rollout.environment: a warm start teaches one answer to a prompt, and no calls of tools; "
             "leave them out of its config"
         )
+    if (steps is not None and steps < 1) or lists not in (None, "first", "each"):
+        raise ConfigError(f"steps = {steps}, lists = {lists!r}: must be 1 or more, and first, each or None")
     base, config = config.model.path, warm_config(config)
     ranks = start(config.model.device, config.run.process_timeout)
     phase = print_phase if ranks.first else lambda text: None
@@ -165,15 +108,9 @@ def warm(
         )
     phase("reading the rows")
     rows = readable(load_train(config, train), config.data.on_bad_image, ranks, loaded)
-    for source in rows.sources:  # a row without an answer must not end the warm start in the middle
-        for index in rows_to_look_at(source):
-            golds.values(source.row_name(index), source.fields(index).columns)
+    golds.check(rows)
     order = rows.order(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
-    inputs = inputs_of(config, train=train)
-    folder = RunFolder(config.run.dir, overwrite=config.run.overwrite, inputs=inputs, resume=resume)
-    with ranks.fail_together("looking at run.dir"):
-        if ranks.first:
-            folder.check()
+    folder = check_folder(config, inputs_of(config, train=train), ranks, resume=resume, saves=True)
     trackers, identity = Trackers.prepare(config.run.trackers if ranks.first else []), golds.identity(rows)
     with memory_explained(config, processes=ranks.world):
         if model is None:
@@ -237,11 +174,13 @@ class _WarmStart:
         result: dict[str, Any] = {"steps": steps, "seconds": time.perf_counter() - started}
         with ranks.fail_together("saving the model"):
             if ranks.first:
-                losses = [row["loss"] for row in iter_metrics(paths.metrics)]
+                # steps of which every row was dropped have no loss
+                losses = [row["loss"] for row in iter_metrics(paths.metrics) if row["learner/updates"]]
+                if not losses:
+                    raise GuardStop(f"the warm start made no update in {steps} steps: every row was dropped")
                 result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
-                result["model"] = str(
-                    self.folder.replace_folder("model", partial(self._save, base, steps, result))
-                )
+                save = partial(self._save, base, steps, result["nll"][1])
+                result["model"] = str(self.folder.replace_folder("model", save))
         return ranks.broadcast(result, "the result")
 
     def _begin(self, resume: bool) -> int:
@@ -281,19 +220,10 @@ class _WarmStart:
         counts = ranks.sum({"tokens": tokens, "rows": len(groups)}, "tokens")
         self.tokens += int(counts["tokens"])
         dropped = self.config.rollout.prompts_per_step - counts["rows"]
-        # they compare the learner with an engine or with an earlier policy, and there is none
-        metrics = {
-            name: value
-            for name, value in report.metrics.items()
-            if not name.startswith(("sampling/", "clip_ratio/"))
-        }
-        return {
-            **metrics,
-            "num_tokens": self.tokens,
-            **self.order.epochs(step),
-            "prompts/dropped": dropped,
-            **times,
-        }
+        # those of sampling and clipping compare the learner with an engine or an earlier policy, and there is none
+        names = [name for name in report.metrics if not name.startswith(("sampling/", "clip_ratio/"))]
+        counters = {"num_tokens": self.tokens, **self.order.epochs(step), "prompts/dropped": dropped}
+        return {**{name: report.metrics[name] for name in names}, **counters, **times}
 
     def _local_rows(self, step: int) -> dict[int, int]:
         return dict(self.ranks.shard(list(enumerate(self.order.rows(step)))))
@@ -324,14 +254,12 @@ class _WarmStart:
         with self.ranks.fail_together("the first answers"):
             if shares is not None and (first := [group for share in shares for group in share]):
                 self.folder.write_rollouts(1, first)
-                prompt, ids = first[0].prompt, first[0].completions[0].token_ids
+                ids = first[0].completions[0].token_ids
                 text = self.processor.tokenizer.decode(ids)
                 print_phase(
-                    f"{prompt.uid} teaches {text!r} ({len(ids)} tokens, the last one ends the answer)"
+                    f"{first[0].prompt.uid} teaches {text!r} ({len(ids)} tokens, the last one ends it)"
                 )
 
-    def _save(self, base: str, steps: int, result: Mapping[str, Any], folder: Path) -> None:
+    def _save(self, base: str, steps: int, nll: float, folder: Path) -> None:
         self.learner.save(folder)
-        write_mark(
-            folder, self.config, base=base, answer=self.golds.column, steps=steps, nll=result["nll"][1]
-        )
+        write_mark(folder, self.config, base=base, answer=self.golds.column, steps=steps, nll=nll)
