@@ -47,15 +47,15 @@ def before(holder: Any, name: str, act: Act) -> None:
 
 
 def half_a_state(act: Act) -> None:
-    def write(real: Any, path: Path, *rest: Any) -> Any:
-        mark = real(path, *rest)
+    def write(real: Any, file: state.StateFile, path: Path) -> Any:
+        mark = real(file, path)
         data = path.read_bytes()
         path.write_bytes(data[: len(data) // 2])
         act()
         path.write_bytes(data)  # a signal that is noted lets the write go on
         return mark
 
-    replace_second_call(state, "_write", write)
+    replace_second_call(state.StateFile, "write", write)
 
 
 def half_a_row(act: Act) -> None:
