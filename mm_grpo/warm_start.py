@@ -65,7 +65,8 @@ def warm_config(config: GRPOConfig) -> GRPOConfig:
     rollout = config.rollout.model_copy(update={"engine": "transformers", "max_staleness": 0})
     optim = config.optim.model_copy(update={"updates_per_step": 1})
     changed = config.model_copy(update={"algorithm": algorithm, "rollout": rollout, "optim": optim})
-    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM})
+    # it always saves a model, so one that no run wrote is refused there
+    return changed.with_values({"run.dir": config.run.dir.rstrip("/") + WARM, "run.save_model": True})
 
 
 def warm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -60,7 +61,9 @@ class GoldAnswers:
         values: list[Any] = [value]
         # without a reader a list of numbers is one answer, such as a box
         if reader is not None or not items or any(item is None or isinstance(item, str) for item in items):
-            values = list(gold_texts(value))
+            values = []
+            with suppress(TypeError):  # a value that no reward reads
+                values = list(gold_texts(value))
         if reader is not None and (name := builtin_name(reader)) in WHOLE:
             values = [value] if values or name == "box_match" else []  # a picture may hold no box
         elif any(isinstance(item, Mapping) for item in items):

@@ -108,6 +108,7 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str | None]] = [
     ("answer", ["a", "b"], ["anls"], {}, None),
     ("answer", "['a', 'b']", ["choice"], {}, None),
     ("answer", [3, 4], ["numeric"], {}, None),
+    ("answer", object(), ["exact_match"], {}, None),
     *(("answer", value, [], {}, None) for value in MISSING),
     *(("answer", value, [name], {}, None) for value in MISSING for name in ("exact_match", "contains")),
 ]

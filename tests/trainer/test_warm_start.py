@@ -122,6 +122,17 @@ def test_a_model_that_is_passed_in_is_trained_in_place(model: Path, tmp_path: Pa
     assert all(torch.equal(after[name].detach(), saved[name]) for name in saved if name in after)
 
 
+def test_a_model_that_no_run_wrote_stays(model: Path, tmp_path: Path) -> None:
+    """Also if the run to come saves no model: the warm start does."""
+    foreign = Path(str(tmp_path / "run") + "-warm/model/model.safetensors")
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    config = config_of(model, tmp_path / "run", run={"save_model": False})
+    with pytest.raises(ConfigError, match="model/"):
+        warm(config, answer="answer", steps=1, train=ROWS)
+    assert foreign.read_text() == "mine"
+
+
 def test_what_cannot_be_taught_is_refused_before_the_folder_is_made(model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path / "run")
     for error, changes, options in (
