@@ -8,17 +8,42 @@ P prompts per step, G generations per prompt, L prompt tokens, T completion toke
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+MEDIA_TYPES = ("image", "video")
+"""Types of the parts that are not text."""
 PIXEL_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Keys of an image part that limit the size of its image, in pixels; the last two come together."""
+
+
+# eq=False: two clips are compared by identity, because comparing their pixels would cost too much
+@dataclass(frozen=True, eq=False)
+class Video:
+    """Frames that stand for a video, chosen once: learner, engine, rewards and pages all get these."""
+
+    frames: tuple[Image, ...]
+    """[F] upright RGB pictures of one size, in the order of time."""
+    times: tuple[float, ...]
+    """[F] seconds from the beginning of the file, also if only a part of the file is shown."""
+    fps: float
+    """Frames per second of the part that is shown: F over its seconds."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) of the frames in pixels, as PIL's."""
+        return self.frames[0].size
+
+
+Medium: TypeAlias = "Image | Video"
+"""What a part of a message can show beside text."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +53,12 @@ class Sample:
     uid: str
     """Names the row, never its text: two equal rows have two uids."""
     messages: Sequence[Mapping[str, Any]]
-    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`;
-    it may hold PIXEL_LIMITS."""
+    """Chat messages; a content is a string or a list of parts. An `{"type": "image"}` part is the next of `images`, a
+    `{"type": "video"}` part the next of `videos`; both may hold PIXEL_LIMITS, of a video for each frame."""
     images: tuple[Image, ...] = ()
     """Decoded, upright RGB pictures of any size."""
-    videos: tuple[Any, ...] = ()
+    videos: tuple[Video, ...] = ()
+    """With frames of any size."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All fields of the row by our names; rewards get them."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +71,13 @@ class Sample:
     """Names of `columns` that prompt and images were made of."""
 
     @property
+    def media(self) -> tuple[Medium, ...]:
+        """Images and videos in the order of their parts; those without a part come last."""
+        kinds: dict[str, Iterator[Medium]] = {"image": iter(self.images), "video": iter(self.videos)}
+        media = [next(kinds[part["type"]], None) for part in media_parts(self.messages)]
+        return tuple(m for m in chain(media, *kinds.values()) if m is not None)
+
+    @property
     def other_columns(self) -> dict[str, Any]:
         """The columns that the model is not shown."""
         return {name: value for name, value in self.columns.items() if name not in self.prompt_columns}
@@ -52,10 +85,19 @@ class Sample:
 
 @dataclass(frozen=True)
 class EnginePrompt:
-    """A prompt as a rollout engine gets it: ids with one placeholder per image, and the images at their final size."""
+    """A prompt as a rollout engine gets it: ids with one placeholder per medium, and the media at their final size."""
 
     token_ids: tuple[int, ...]
-    images: tuple[Image, ...]
+    media: tuple[Medium, ...]
+    """In the order of their placeholders."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        return tuple(medium for medium in self.media if not isinstance(medium, Video))
+
+    @property
+    def videos(self) -> tuple[Video, ...]:
+        return tuple(medium for medium in self.media if isinstance(medium, Video))
 
 
 @dataclass(frozen=True)
@@ -95,9 +137,9 @@ class Pictured(Protocol):
 # eq=False: equal images of a step are one object, and the learner encodes each object once
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """An image of an observation."""
+    """An image or a video of an observation."""
 
-    image: Image
+    medium: Medium
     """At its final size."""
     vision: Mapping[str, Tensor]
     token_ids: tuple[int, ...]
@@ -134,6 +176,8 @@ class Turn:
     """An answer: the arguments of the call."""
     images: tuple[Image, ...] = ()
     """An answer: its images at their final size."""
+    videos: tuple[Video, ...] = ()
+    """An answer: its videos at their final size."""
     fault: str | None = None
     """An answer: why the call failed; None if it did not."""
     reward: float | None = None
@@ -141,7 +185,7 @@ class Turn:
 
     def shown(self) -> dict[str, Any]:
         """Return the message as rewards get it."""
-        keys = ("role", "text", "images", "name", "arguments", "fault", "reward")
+        keys = ("role", "text", "images", "videos", "name", "arguments", "fault", "reward")
         return {key: getattr(self, key) for key in keys}
 
 
@@ -252,16 +296,24 @@ def messages_text(messages: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join("".join(part.get("text") or "" for part in parts) for parts in contents)
 
 
+def media_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the image and video parts of messages, in order."""
+    parts = (part for message in messages for part in content_parts(message["content"]))
+    return [part for part in parts if part["type"] in MEDIA_TYPES]
+
+
 def pixel_limits(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, int]]:
-    """Return the limits of each image part, in order: the keys PIXEL_LIMITS that it holds."""
-    parts = [part for message in messages for part in content_parts(message["content"])]
-    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in parts if part["type"] == "image"]
+    """Return the limits of each image and video part, in order: the keys PIXEL_LIMITS that it holds."""
+    return [{k: part[k] for k in PIXEL_LIMITS if k in part} for part in media_parts(messages)]
 
 
 def with_limits(
     messages: Sequence[Mapping[str, Any]], limits: Mapping[str, int] | None
 ) -> list[dict[str, Any]]:
-    """Return messages with `limits` in each image part, whose own are clipped to them; None removes all limits."""
+    """Return messages with `limits` in each image part, whose own are clipped to them; None removes those of all parts.
+
+    Limits of a source or a row are of images; a video's parts keep their own.
+    """
 
     def change(part: Mapping[str, Any]) -> Mapping[str, Any]:
         if part["type"] != "image" or limits is None:

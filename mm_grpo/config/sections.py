@@ -113,6 +113,13 @@ class DataConfig(Section):
     max_pixels: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Most pixels of an image after resizing, >= 1; null is the model processor's own limit, and no more than makes
     1,280 tokens (1,003,520 pixels in Qwen2.5-VL). Default: null."""
+    video_fps: Number = Field(default=2.0, gt=0)
+    """Frames per second that are shown of a video, > 0, if its row does not say another number. Default: 2.0."""
+    video_max_frames: int = Field(default=32, ge=2)
+    """Most frames of a video, >= 2; of a longer one as many, evenly spaced. Default: 32."""
+    video_max_pixels: int | None = Field(default=None, ge=1)
+    """Most pixels of a video's frame after resizing, >= 1; null is the model processor's own limit, and no more than
+    makes 256 tokens of two frames (200,704 pixels in Qwen2.5-VL). Default: null."""
     max_prompt_length: Annotated[int | None, Essential()] = Field(default=None, ge=1)
     """Longest prompt, in tokens with its images expanded, >= 1; never cut; null is the model's limit. Default: null."""
     on_overlong: Annotated[Literal["stop", "drop"], Essential()] = "stop"

@@ -17,11 +17,9 @@ from mm_grpo.processors.model_folder import read_config, warn_of_unread_code
 from mm_grpo.types import pixel_limits
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mm_grpo.config import GRPOConfig
     from mm_grpo.processors.family import Family
-    from mm_grpo.types import Picture, Prompt, Sample
+    from mm_grpo.types import Medium, Picture, Prompt, Sample
 
 Layout = Literal["shared_prefix", "unshared"]
 """Layout of completions for the learner: after one shared prompt, or each after a prompt of its own."""
@@ -67,13 +65,13 @@ class Processor(Protocol):
 class ConversationProcessor(Processor, Protocol):
     """Processor of conversations that go on for several turns."""
 
-    def picture(self, image: Image, *, row: str) -> Picture:
-        """Process an image of an observation. DataError, naming the row, when it cannot be used."""
+    def picture(self, medium: Medium, *, row: str) -> Picture:
+        """Process an image or a video of an observation. DataError, naming the row, when it cannot be used."""
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
         """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
 
-    def observation(self, answers: Sequence[Sequence[str | Image]], sample: Sample) -> list[int]:
+    def observation(self, answers: Sequence[Sequence[str | Medium]], sample: Sample) -> list[int]:
         """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""
 
 
@@ -97,18 +95,21 @@ def load_processor(
     processor: str | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
+    video_max_pixels: int | None = None,
     trust_remote_code: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Processor:
     """Load the processor for the model at `path`.
 
-    `min_pixels` and `max_pixels` limit an image's area; None leaves the model's own limit. `processor` is the config's
+    `min_pixels` and `max_pixels` limit an image's area, `video_max_pixels` a frame's; None leaves the model's own limit. `processor` is the config's
     `model.processor`: a user's class, as `file.py:Class` or `module:Class`. Raises ConfigError when the folder holds no
     model, the family is unknown, the class is no processor, or chat_template_kwargs cannot be applied.
     """
     cls, config = processor_class(path, processor=processor, trust_remote_code=trust_remote_code)
     # a user's class need not take arguments that most configs leave out
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if video_max_pixels is not None:
+        options["video_max_pixels"] = video_max_pixels
     if chat_template_kwargs:
         options["chat_template_kwargs"] = chat_template_kwargs
     loaded: Processor = cls(path, config, min_pixels=min_pixels, max_pixels=max_pixels, **options)
@@ -132,6 +133,7 @@ def processor_of(config: GRPOConfig, **changes: Any) -> Processor:
         "processor": config.model.processor,
         "min_pixels": config.data.min_pixels,
         "max_pixels": config.data.max_pixels,
+        "video_max_pixels": config.data.video_max_pixels,
         "trust_remote_code": config.model.trust_remote_code,
         "chat_template_kwargs": config.data.chat_template_kwargs,
     }

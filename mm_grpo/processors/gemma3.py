@@ -95,7 +95,8 @@ class Gemma3Processor(HFProcessor):
             return extended
         # empty lines around a picture run together with line breaks of the text, as in a prompt
         ids = [*prompt.token_ids, *self._join_breaks(extended.token_ids[len(prompt.token_ids) :])]
-        return replace(extended, token_ids=tuple(ids), position_ids=self.positions(ids, extended.vision))
+        positions = self.positions(ids, extended.vision, extended.engine_prompt.media)
+        return replace(extended, token_ids=tuple(ids), position_ids=positions)
 
     def _join_breaks(self, token_ids: Sequence[int]) -> list[int]:
         """Tokenise each run of line breaks again, as one text."""

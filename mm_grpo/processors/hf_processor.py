@@ -2,10 +2,10 @@
 
 A row becomes a prompt in five steps:
 
-1. Its images are resized once (image_size.py).
+1. Its media, images and videos, are resized once (image_size.py).
 2. The model's chat template makes text of its messages.
-3. The text becomes ids with one placeholder for each image: the engine gets these ("collapsed").
-4. The model's own processor makes the ids of each image, in the place of the placeholder: the learner trains on these.
+3. The text becomes ids with one placeholder for each medium: the engine gets these ("collapsed").
+4. The model's own processor makes the ids of each medium, in the place of the placeholder: the learner trains on these.
 5. The same call makes the vision tensors.
 
 A family says which tokens are media, how it resizes and which tensors its tower takes; see `docs/add-a-family.md`.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -34,11 +35,9 @@ from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_t
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.types import EnginePrompt, Picture, Prompt, Sample, pixel_limits, with_limits
+from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, pixel_limits, with_limits
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mm_grpo.processors.base import Layout
 
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
@@ -49,7 +48,7 @@ class HFProcessor(ABC):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
-    then writes that. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
+    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
     limits that no image of the family can keep.
     """
 
@@ -60,6 +59,8 @@ class HFProcessor(ABC):
     template_tokens: ClassVar[Mapping[str, int]] = {}
     """Count of each media token that the chat template writes for one image, without the placeholder."""
     follows_rows: ClassVar[bool] = True
+    no_video = ""
+    """Why a model of a family with videos takes none."""
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -70,6 +71,7 @@ class HFProcessor(ABC):
         *,
         min_pixels: int | None = None,
         max_pixels: int | None = None,
+        video_max_pixels: int | None = None,
         trust_remote_code: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
@@ -89,10 +91,12 @@ class HFProcessor(ABC):
             )
         self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.placeholder()))
         vocabulary = self.tokenizer.get_vocab()
+        self.video_token_id: int | None = vocabulary.get(self.video_placeholder())
         media = (vocabulary.get(token) for token in self.media_tokens())
         self.media_token_ids = frozenset(token for token in media if token is not None)
         self.stop_token_ids = self._stop_ids(path)
         self.min_pixels, self.max_pixels = self.limits(min_pixels, max_pixels)
+        self.video_max_pixels = min(video_max_pixels or self.max_pixels, self.max_pixels)
         if self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"data.min_pixels = {self.min_pixels} is above data.max_pixels = {self.max_pixels} "
@@ -125,25 +129,30 @@ class HFProcessor(ABC):
     # the processor ---------------------------------------------------------------------------
 
     def prompt(self, sample: Sample) -> Prompt:
-        """Process one sample: resize once, tokenize once, expand one placeholder per image.
+        """Process one sample: resize once, tokenize once, expand one placeholder per medium.
 
-        Raises DataError with the row's name for videos, an image without a stable size, or special tokens in the text.
+        Raises DataError with the row's name for videos that the family does not take, an image without a stable size,
+        or special tokens in the text.
         """
-        if sample.videos:
-            raise DataError(f"{sample.uid}: the row has videos; only images are supported")
+        if sample.videos and self.video_token_id is None:
+            raise DataError(
+                f"{sample.uid}: the row has {len(sample.videos)} video(s), and this model cannot be trained on them: "
+                f"{self.no_video or f'models of type {self.config.model_type!r} get images alone'}; leave the row out"
+            )
         limits = chain(pixel_limits(sample.messages), repeat({}))
-        pairs = enumerate(zip(sample.images, limits, strict=False))
-        images = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
+        pairs = enumerate(zip(sample.media, limits, strict=False))
+        media = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
         collapsed = self.ids(sample)
-        self._check_placeholders(sample.uid, collapsed, len(images))
-        ids, vision = self.encode(images) if images else ([], {})
+        self._check_placeholders(sample.uid, collapsed, media)
+        ids, vision = self.encode(media) if media else ([], {})
         expanded = self.expand(sample, collapsed, ids)
+        engine_prompt = EnginePrompt(tuple(collapsed), media)
         return Prompt(
-            # its images have their final size, and may go through here again
-            sample=replace(sample, messages=with_limits(sample.messages, None)),
+            # its media have their final size, and may go through here again; frames of full size would fill the memory
+            sample=replace(sample, messages=with_limits(sample.messages, None), videos=engine_prompt.videos),
             token_ids=tuple(expanded),
-            engine_prompt=EnginePrompt(tuple(collapsed), images),
-            position_ids=self.positions(expanded, vision),
+            engine_prompt=engine_prompt,
+            position_ids=self.positions(expanded, vision, media),
             vision=vision,
         )
 
@@ -180,8 +189,8 @@ class HFProcessor(ABC):
             return f"cannot be brought to a stable size: {error}; {legal}"
         return ""
 
-    def picture(self, image: Image, *, row: str) -> Picture:
-        resized = self._resize(row, 0, image, {})
+    def picture(self, medium: Medium, *, row: str) -> Picture:
+        resized = self._resize(row, 0, medium, {})
         ids, vision = self.encode([resized])
         return Picture(resized, vision, tuple(ids[0]))
 
@@ -189,23 +198,24 @@ class HFProcessor(ABC):
         image_ids = [picture.token_ids for picture in pictures]
         ids = [*prompt.token_ids, *self._splice(token_ids, image_ids)]
         vision, collapsed = self.family.vision([prompt, *pictures]), prompt.engine_prompt
-        images = (*collapsed.images, *(picture.image for picture in pictures))
+        media = (*collapsed.media, *(picture.medium for picture in pictures))
         return replace(
             prompt,
             token_ids=tuple(ids),
-            engine_prompt=EnginePrompt((*collapsed.token_ids, *token_ids), images),
-            position_ids=self.positions(ids, vision),
+            engine_prompt=EnginePrompt((*collapsed.token_ids, *token_ids), media),
+            position_ids=self.positions(ids, vision, media),
             vision=vision,
         )
 
-    def observation(self, answers: Sequence[Sequence[str | Image]], sample: Sample) -> list[int]:
+    def observation(self, answers: Sequence[Sequence[str | Medium]], sample: Sample) -> list[int]:
         """Return the collapsed ids between the end of the model's turn and its next one, by the chat template.
 
-        `answers` are the texts and images of each tool's answer. DataError if the template cannot show them.
+        `answers` are the texts and media of each tool's answer. DataError if the template cannot show them.
         """
         row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
         marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
+        placeholders = (self.image_token_id, self.video_token_id)
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
@@ -222,7 +232,7 @@ class HFProcessor(ABC):
         for as_tool in (True, False) if knows_tools(self.template) else (False,):
             messages = [*before, *answer_messages(plain, as_tool=as_tool)]
             ids = conversation_ids(render, self.tokenizer, messages, row)
-            if ids and sum(token == self.image_token_id for token in ids) == images:
+            if ids and sum(token in placeholders for token in ids) == images:
                 return ids
         raise DataError(
             f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
@@ -272,6 +282,15 @@ class HFProcessor(ABC):
         """Return the token that stands for an image in the text that the chat template makes."""
         return str(self.hf.image_token)
 
+    def video_placeholder(self) -> str:
+        """Return the token that stands for a video; "" in a family whose videos are not supported."""
+        return ""
+
+    def frame_size(self, size: Size, limits: Mapping[str, int]) -> Size:
+        """Return the size to resize the frames of a video to. NoFixedPoint if there is none."""
+        high = min(limits.get("max_pixels", self.video_max_pixels), self.video_max_pixels)
+        return self.image_size(size, {**limits, "max_pixels": high})
+
     def fixed_size(self, size: Size) -> Size:
         """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
         return settle(size, lambda size: self.limited_size(size, self.min_pixels, self.max_pixels))
@@ -280,11 +299,11 @@ class HFProcessor(ABC):
         """Apply the rule once, with limits within the run's. NoFixedPoint if it cannot keep them; here it has none."""
         raise NoFixedPoint("this model's images cannot be made smaller or larger one by one")
 
-    def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Return the ids of each image, which is at its final size, and the vision tensors of all."""
+    def encode(self, media: Sequence[Medium]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        """Return the ids of each medium, which is at its final size, and the vision tensors of all."""
         options = {"return_tensors": "pt", "add_special_tokens": False}
         # one image a call, as in vLLM, which caches the result for each image
-        outputs = [self.hf(text=[self.placeholder()], images=[image], **options) for image in images]
+        outputs = [self.hf(text=[self.placeholder()], images=[image], **options) for image in media]
         return [output["input_ids"][0].tolist() for output in outputs], self.vision(outputs)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
@@ -299,10 +318,12 @@ class HFProcessor(ABC):
         return text
 
     def expand(self, sample: Sample, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
-        """Return the ids of a prompt with the ids of `images` in the place of placeholders."""
+        """Return the ids of a prompt with the ids of its media, `images`, in the place of placeholders."""
         return self._splice(collapsed, images)
 
-    def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
+    def positions(
+        self, token_ids: Sequence[int], vision: Mapping[str, Tensor], media: Sequence[Medium]
+    ) -> Tensor:
         """Return the model's positions [*A, L] of a prompt's ids: here they count tokens."""
         return torch.arange(len(token_ids))
 
@@ -368,32 +389,40 @@ class HFProcessor(ABC):
             ) from None
 
     def _splice(self, collapsed: Sequence[int], images: Sequence[Sequence[int]]) -> list[int]:
-        remaining = iter(images)
-        return [
-            t for token in collapsed for t in (next(remaining) if token == self.image_token_id else (token,))
-        ]
+        remaining, placeholders = iter(images), (self.image_token_id, self.video_token_id)
+        return [t for token in collapsed for t in (next(remaining) if token in placeholders else (token,))]
 
-    def _resize(self, uid: str, index: int, image: Image, limits: Mapping[str, int]) -> Image:
-        size = (image.height, image.width)
+    def _resize(self, uid: str, index: int, medium: Medium, limits: Mapping[str, int]) -> Medium:
+        size = medium.size[::-1]
+        if isinstance(medium, Video):
+            try:
+                final = self.frame_size(size, limits)
+            except NoFixedPoint as error:
+                raise BadImage(f"{uid}: video {index}: its frames have no stable size: {error}") from None
+            return replace(medium, frames=tuple(resize_to(frame, final) for frame in medium.frames))
         if why := self.refusal(size, limits.items()):
             raise BadImage(f"{uid}: image {index} {why}")
-        return resize_to(image, self.image_size(size, limits))
+        return resize_to(medium, self.image_size(size, limits))
 
-    def _check_placeholders(self, uid: str, token_ids: Sequence[int], images: int) -> None:
-        """DataError unless the ids hold one placeholder per image, and no media tokens but the template's."""
-        count = sum(token == self.image_token_id for token in token_ids)
-        if count != images:
+    def _check_placeholders(self, uid: str, token_ids: Sequence[int], media: Sequence[Medium]) -> None:
+        """DataError unless the ids hold the placeholder of each medium, and no media tokens but the template's."""
+        # ids that the template wrote in another order than the media would show one in the place of another
+        kinds = {self.image_token_id: "image", self.video_token_id: "video"}
+        actual = [kinds[token] for token in token_ids if token in kinds]
+        expected = ["video" if isinstance(medium, Video) else "image" for medium in media]
+        if actual != expected:
             raise DataError(
-                f"{uid}: the prompt has {count} image token(s) for {images} image(s); do not type "
-                f"'{self.placeholder()}' into the text: each image part of the messages makes one"
+                f"{uid}: the prompt has {len(actual)} placeholder(s), {_kinds(actual)}, for {len(expected)} media, "
+                f"{_kinds(expected)}; do not type '{self.placeholder()}' into the text: each image or video part "
+                "of the messages makes one, if the model's chat template has a place for it"
             )
-        for token in sorted(self.media_token_ids - {self.image_token_id}):
+        for token in sorted(self.media_token_ids - kinds.keys()):
             name = str(self.tokenizer.convert_ids_to_tokens(token))
             count = token_ids.count(token)
-            if count != images * self.template_tokens.get(name, 0):
+            if count != len(media) * self.template_tokens.get(name, 0):
                 raise DataError(
-                    f"{uid}: the prompt's text holds a media token of its own ({count} '{name}' for {images} "
-                    "image(s)); remove it from the row's text"
+                    f"{uid}: the prompt's text holds a media token of its own ({count} '{name}' for {len(media)} "
+                    "image(s) and video(s)); remove it from the row's text"
                 )
 
     def _stop_ids(self, path: str) -> frozenset[int]:
@@ -405,6 +434,11 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
+
+
+def _kinds(kinds: Sequence[str]) -> str:
+    """Format kinds of media for a message: "2 image, 1 video"."""
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(kinds).items())) or "none"
 
 
 def _letters(text: str) -> str:

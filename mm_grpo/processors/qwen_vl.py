@@ -1,37 +1,44 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images and chat messages to prompts, and how the models are built.
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images, videos and chat messages to prompts, and how models are built.
 
 They share a prompt format (`<|vision_start|><|image_pad|>...<|vision_end|>`), a resize rule and M-RoPE positions. Patch
-size and position rule differ; they are read from the model's own config, image processor and `get_rope_index`.
+size and position rule differ; they are read from the model's own config and image processor.
 
 The resize. Both sides of an image are rounded to a multiple of `factor`, and the area is kept between two limits
 (`smart_resize` in transformers' image_processing_qwen2_vl, which vLLM calls too). Applied to its own result the rule
 can change the size again, if the area is near the limits. Engines cannot be asked not to resize, so an image is resized
-once, to a size that the rule maps to itself, and refused if there is none.
+once, to a size that the rule maps to itself, and refused if there is none. The frames of a video are resized like
+images; engines can be told not to resize those.
+
+A video is patches of two frames each. Its tensors join those of images, in the order of the prompt's media: the tower
+treats an image as a video of two equal frames. In Qwen2-VL and Qwen2.5-VL a video is one run of tokens, and time is in
+the positions; in Qwen3-VL and Qwen3.5 it is a run of tokens for each pair of frames, behind its time in text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from mm_grpo.types import Medium, Video
 
 IMAGE_TOKENS = 1280
 """Most tokens of an image if `data.max_pixels` is not set, as Qwen's model cards advise. The models' own limit is
 16,384, and a 12-megapixel photo has some 15,000."""
+FRAME_TOKENS = 256
+"""Most tokens of two frames of a video if `data.video_max_pixels` is not set."""
 
 
 class QwenVLFamily(Family):
@@ -72,16 +79,20 @@ class QwenVLProcessor(HFProcessor):
     template_tokens: ClassVar[Mapping[str, int]] = {"<|vision_start|>": 1, "<|vision_end|>": 1}
     content_as_parts = False
 
-    def __init__(self, path: str, config: Any, **options: Any) -> None:
+    def __init__(
+        self, path: str, config: Any, *, video_max_pixels: int | None = None, **options: Any
+    ) -> None:
         super().__init__(path, config, **options)
-        # only the model's method for positions is used, so it gets no memory, and transformers' own gets no layers
-        if self.trust_remote_code:
-            with torch.device("meta"):
-                self._rope: Any = AutoModel.from_config(config, trust_remote_code=True)
-        else:
-            cls: Any = MODEL_MAPPING[type(config)]
-            self._rope = cls.__new__(cls)
-            self._rope.config = config
+        self.video_max_pixels = min(video_max_pixels or FRAME_TOKENS * self.factor**2, self.max_pixels)
+        # time stands in the text between the pairs of frames, and not in the positions
+        self.writes_times = config.model_type in ("qwen3_vl", "qwen3_5")
+        images, videos = self.hf.image_processor, self.hf.video_processor
+        for name in ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size"):
+            if getattr(images, name) != getattr(
+                videos, name
+            ):  # vLLM normalises videos by the numbers of images
+                self.video_token_id = None
+                self.no_video = f"{name} of its video processor is not that of its image processor"
 
     def media_tokens(self) -> Iterator[str]:
         yield from (self.hf.image_token, self.hf.video_token)
@@ -100,7 +111,11 @@ class QwenVLProcessor(HFProcessor):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        return {"size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}}
+        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        return {
+            "images_kwargs": {"size": size},
+            "videos_kwargs": {"size": size, "do_resize": False, "do_sample_frames": False},
+        }
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         return _rule(size, self.factor, min_pixels, max_pixels)
@@ -108,23 +123,93 @@ class QwenVLProcessor(HFProcessor):
     def max_image_tokens(self) -> int:
         return self.max_pixels // self.factor**2
 
-    def encode(self, images: Sequence[Image]) -> tuple[list[list[int]], dict[str, Tensor]]:
-        """Process all images in one call of the image processor, and repeat the placeholder for each merged patch."""
-        features = self.hf.image_processor(list(images), do_resize=False, return_tensors="pt")
-        vision = self.vision([features])
-        merge = self.hf.image_processor.merge_size**2
-        counts = [int(n) // merge for n in vision["image_grid_thw"].prod(-1)]
-        return [[self.image_token_id] * count for count in counts], vision
+    def video_placeholder(self) -> str:
+        return str(self.hf.video_token)
+
+    def encode(self, media: Sequence[Medium]) -> tuple[list[list[int]], dict[str, Tensor]]:
+        vision = self.vision([self._patches(medium) for medium in media])
+        pairs = zip(media, vision["image_grid_thw"].tolist(), strict=True)
+        return [self._ids(medium, grid) for medium, grid in pairs], vision
+
+    def _patches(self, medium: Medium) -> Mapping[str, Tensor]:
+        if not isinstance(medium, Video):
+            output: Mapping[str, Tensor] = self.hf.image_processor(
+                [medium], do_resize=False, return_tensors="pt"
+            )
+            return output
+        output = self.hf.video_processor(
+            [frames_array(medium)],
+            do_resize=False,
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            return_tensors="pt",
+        )
+        return {"pixel_values": output["pixel_values_videos"], "image_grid_thw": output["video_grid_thw"]}
+
+    def _ids(self, medium: Medium, grid: Sequence[int]) -> list[int]:
+        """Return the ids of a medium whose patches form a `grid` (time, height, width)."""
+        time, height, width = grid
+        count = height * width // self.hf.image_processor.merge_size**2
+        if not isinstance(medium, Video):
+            return [self.image_token_id] * count
+        tokens = [int(self.tokenizer.convert_tokens_to_ids(self.hf.video_token))] * count
+        if not self.writes_times:
+            return tokens * time
+        start, end = self.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+        ids = []
+        for first, last in zip(medium.times[::2], medium.times[1::2], strict=True):
+            text = f"<{(first + last) / 2:.1f} seconds>"
+            ids += [*self.tokenizer(text, add_special_tokens=False)["input_ids"], start, *tokens, end]
+        return ids
+
+    def _resize(self, uid: str, index: int, medium: Medium, limits: Mapping[str, int]) -> Medium:
+        resized = super()._resize(uid, index, medium, limits)
+        if isinstance(resized, Video) and len(resized.frames) % 2:  # a patch is of two frames
+            frames, times = resized.frames, resized.times
+            return replace(resized, frames=(*frames, frames[-1]), times=(*times, times[-1]))
+        return resized
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         return {key: torch.cat([o[key] for o in outputs]) for key in ("pixel_values", "image_grid_thw")}
 
-    def positions(self, token_ids: Sequence[int], vision: Mapping[str, Tensor]) -> Tensor:
-        ids = torch.tensor([token_ids])
-        kinds = (ids == self.image_token_id).int()
-        grid = vision.get("image_grid_thw")
-        positions: Tensor = self._rope.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)[0]
-        return positions[:, 0].contiguous()
+    def positions(
+        self, token_ids: Sequence[int], vision: Mapping[str, Tensor], media: Sequence[Medium]
+    ) -> Tensor:
+        """Return positions [3, L] of time, height and width: M-RoPE (arXiv:2409.12191, section 2.1).
+
+        A text token adds 1 to the largest position before it, on all axes. The token at (t, y, x) of an image or a
+        video has the position p + (floor(t * step), y, x), with p one above the largest position before it. In
+        Qwen2.5-VL `step` is the seconds between two pairs of frames times the config's `tokens_per_second`
+        (arXiv:2502.13923), else it is 1. In Qwen3-VL and Qwen3.5 each pair of frames is a run of its own, with t = 0.
+
+        Not by transformers' `get_rope_index`: up to 5.19 it goes on behind a video from p + max(height, width), which
+        is a position inside of the video if that is long (0.05 to 0.09 nats from vLLM, and from the definition).
+        """
+        blocks = self._blocks(vision, media)
+        positions, at = [], 0
+        medium_ids = {self.image_token_id, self.video_token_id}
+        for is_medium, run in groupby(token_ids, lambda token: token in medium_ids):
+            count = len(list(run))
+            while count > 0:
+                block = next(blocks) if is_medium else torch.arange(count).expand(3, -1)
+                positions.append(block + at)
+                at, count = int(positions[-1].max()) + 1, count - block.shape[1]
+        return torch.cat(positions, 1)
+
+    def _blocks(self, vision: Mapping[str, Tensor], media: Sequence[Medium]) -> Iterator[Tensor]:
+        """Yield positions [3, tokens], from 0, of each run of tokens of the media."""
+        sizes, merge = self.config.vision_config, self.hf.image_processor.merge_size
+        for medium, grid in zip(media, vision["image_grid_thw"].tolist() if media else (), strict=True):
+            time, height, width = grid[0], grid[1] // merge, grid[2] // merge
+            step, runs = 1.0, 1
+            if isinstance(medium, Video) and self.writes_times:
+                time, runs = 1, time
+            elif isinstance(medium, Video) and (rate := getattr(sizes, "tokens_per_second", None)):
+                # in float32, as engines have it: floor could differ
+                step = float(np.float32(self.hf.video_processor.temporal_patch_size / medium.fps)) * rate
+            block = torch.from_numpy(np.indices((time, height, width)).reshape(3, -1))
+            block[0] = (block[0] * step).long()
+            yield from [block] * runs
 
     def save(self, path: str | Path) -> None:
         size, self.hf.image_processor.size = self.hf.image_processor.size, self._saved_size
@@ -132,6 +217,11 @@ class QwenVLProcessor(HFProcessor):
             super().save(path)
         finally:
             self.hf.image_processor.size = size
+
+
+def frames_array(video: Video) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return the frames of a video as an array [F, height, width, 3]."""
+    return np.stack([np.asarray(frame) for frame in video.frames])
 
 
 def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:

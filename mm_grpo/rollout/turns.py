@@ -23,7 +23,7 @@ from mm_grpo.errors import DataError
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers
-from mm_grpo.types import Completion, FinishReason, Picture, Turn
+from mm_grpo.types import Completion, FinishReason, Medium, Picture, Turn, Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -184,7 +184,7 @@ class TurnLoop:
             talk.finish_reason = "stop"
             return
         turns: list[Turn] = []
-        contents: list[list[str | Image]] = []
+        contents: list[list[str | Medium]] = []
         new_pictures: list[Picture] = []
         limit = self.config.rollout.max_images_per_episode
         for call, observation in talk.tool_answers():
@@ -196,10 +196,12 @@ class TurnLoop:
             except DataError as error:  # a strip of pixels, say, that no resizing makes legal
                 observation, resized = failed("bad_result", str(error)), []
             talk.image_count += len(resized)
-            images = tuple(picture.image for picture in resized)
+            media = tuple(picture.medium for picture in resized)
+            images = tuple(m for m in media if not isinstance(m, Video))
+            videos = tuple(m for m in media if isinstance(m, Video))
             arguments, fault = dict(call.arguments), observation.fault
-            turns.append(Turn("tool", observation.text, 0, None, call.name, arguments, images, fault))
-            contents.append(_content(observation, images))
+            turns.append(Turn("tool", observation.text, 0, None, call.name, arguments, images, videos, fault))
+            contents.append(_content(observation, media))
             new_pictures += resized
         conversation = talk.conversation
         ids = self.processor.observation(contents, conversation.start.sample)
@@ -252,7 +254,7 @@ def sampler_of(
     return TurnLoop(config, cast("ConversationProcessor", processor), engine, toolbox, seeds, version)
 
 
-def _content(observation: Observation, images: Sequence[Image]) -> list[str | Image]:
-    """Return the parts of an observation with its images at their final size."""
-    resized = iter(images)
+def _content(observation: Observation, media: Sequence[Medium]) -> list[str | Medium]:
+    """Return the parts of an observation with its media at their final size."""
+    resized = iter(media)
     return [part if isinstance(part, str) else next(resized) for part in observation.parts]

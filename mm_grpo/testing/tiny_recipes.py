@@ -31,11 +31,11 @@ TILE, PATCH = 56, 14
 """Sides of a tile and a patch in pixels, in families that cut images into tiles."""
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}IMAGE"
+    "{% for p in m.content %}{% if p.type == 'image' %}IMAGE{% elif p.type == 'video' %}VIDEO"
     "{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Format of Qwen's chats, with IMAGE as the placeholder of an image."""
+"""Format of Qwen's chats, with IMAGE and VIDEO as the placeholders of an image and a video."""
 CHAT_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN = (
     "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -83,12 +83,16 @@ def _qwen(options: Options) -> tuple[Any, Any]:
         "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": options.max_pixels},
         "patch_size": patch,
         "merge_size": 2,
+        "image_mean": video_class.image_mean,
+        "image_std": video_class.image_std,
     }
     processor = processor_class(
         image_processor=Qwen2VLImageProcessor(**sizes),
         video_processor=video_class(**sizes),
         tokenizer=tokenizer,
-        chat_template=CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>"),
+        chat_template=CHATML.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>").replace(
+            "VIDEO", "<|vision_start|><|video_pad|><|vision_end|>"
+        ),
     )
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in _QWEN}
     config = config_class(

@@ -28,7 +28,7 @@ def conversation(
         made.add_answer(Completion(ids, (0.0,) * len(ids), "", "stop", turn))
         if turn < turns - 1:
             pictures = rng.choices(shown, k=rng.choice([0, 1, 1, 2]))
-            parts = ["seen " * rng.randrange(3), *(picture.image for picture in pictures), "end"]
+            parts = ["seen " * rng.randrange(3), *(picture.medium for picture in pictures), "end"]
             made.add_observation(processor.observation([parts], start.sample), pictures)
     return made
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from mm_grpo.types import Sample
+from mm_grpo.types import Sample, Video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Types of Qwen-VL with full attention in all text layers."""
@@ -34,9 +34,20 @@ def picture(seed: int, width: int = 84, height: int = 84) -> Image.Image:
     return image
 
 
+def video(seed: int, frames: int = 4, width: int = 84, height: int = 84, fps: float = 2.0) -> Video:
+    """A video of random pictures, from second 1 on, all different."""
+    pictures = tuple(picture(1000 * seed + frame, width, height) for frame in range(frames))
+    return Video(pictures, tuple(1 + frame / fps for frame in range(frames)), fps)
+
+
 def sample(
-    uid: str, text: str = "what is it", images: tuple[Image.Image, ...] = (), **columns: Any
+    uid: str,
+    text: str = "what is it",
+    images: tuple[Image.Image, ...] = (),
+    videos: tuple[Video, ...] = (),
+    **columns: Any,
 ) -> Sample:
-    """A sample whose images stand before its text."""
-    parts = [*({"type": "image"} for _ in images), {"type": "text", "text": text}]
-    return Sample(uid=uid, messages=[{"role": "user", "content": parts}], images=images, columns=columns)
+    """A sample whose images, and then its videos, stand before its text."""
+    parts = [{"type": "image"} for _ in images] + [{"type": "video"} for _ in videos]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+    return Sample(uid=uid, messages=messages, images=images, videos=videos, columns=columns)

@@ -67,10 +67,10 @@ def test_an_observation_is_laid_out_as_in_one_long_prompt(family: str, models: d
     processor: Any = load_processor(str(models[family]))
     pictures = [processor.picture(tiny.picture(5 + i, 84, 84), row="a") for i in range(3)]
     asked = tiny.sample("a", "what", (tiny.picture(1, 84, 84),))
-    parts = [[pictures[0].image, "one", pictures[1].image, pictures[2].image], ["two"]]
+    parts = [[pictures[0].medium, "one", pictures[1].medium, pictures[2].medium], ["two"]]
     answered = answer_messages(parts, as_tool=knows_tools(processor.template))
     messages = [*asked.messages, {"role": "assistant", "content": "ab"}, *answered]
-    images = (*asked.images, *(picture.image for picture in pictures))
+    images = (*asked.images, *(picture.medium for picture in pictures))
     whole, start = processor.prompt(Sample("a", messages, images)), processor.prompt(asked)
     after = whole.token_ids[len(start.token_ids) :]
     end = after.index(processor.tokenizer.eos_token_id)

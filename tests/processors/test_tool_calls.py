@@ -72,7 +72,7 @@ def processor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Any:
 
 
 def test_an_answer_continues_the_conversation_as_the_template_would(processor: Any) -> None:
-    image = processor.picture(picture(1, 60, 70), row="a").image
+    image = processor.picture(picture(1, 60, 70), row="a").medium
     ids = processor.observation([["it shows ", image], ["done"]], Sample("a", ()))
     shown = "it shows <|vision_start|><|image_pad|><|vision_end|>"
     if knows_tools(processor.template):

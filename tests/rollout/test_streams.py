@@ -142,7 +142,7 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
         shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
             : i + 1 if i < 2 else 0
         ]
-        text = setup.processor.observation([[p.image for p in shown] + ["seen"]], Sample("r", ()))
+        text = setup.processor.observation([[p.medium for p in shown] + ["seen"]], Sample("r", ()))
         assert talk.add_observation(text, shown) is not None
         follows = Follows(i, shown) if follow else None
         numbers.append(stream.add_request(Request(talk.prompt, 100 + i, Sampling(8)), follows))
