@@ -48,8 +48,8 @@ class HFProcessor(ABC):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
-    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
-    limits that no image of the family can keep.
+    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a
+    readable processor, chat template or vocabulary, and for limits that no image of the family can keep.
     """
 
     family: Family
