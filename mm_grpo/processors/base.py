@@ -53,7 +53,10 @@ class Processor(Protocol):
         """Process one sample. DataError, naming the row, when it cannot be used."""
 
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
-        """Return a bound on the tokens that `prompt` makes of a sample with so many images of any size."""
+        """Return a bound on the tokens that `prompt` makes of a sample with so many images of any size, and no video.
+
+        A processor that takes videos has `max_video_tokens(frames)`, the bound for a video of so many frames.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""

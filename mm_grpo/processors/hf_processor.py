@@ -269,6 +269,10 @@ class HFProcessor(ABC):
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
 
+    def max_video_tokens(self, frames: int) -> int:
+        """Return a bound on the ids that a video of so many frames of any size becomes."""
+        return frames * self.max_image_tokens()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text

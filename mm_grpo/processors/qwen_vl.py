@@ -41,6 +41,9 @@ IMAGE_TOKENS = 1280
 FRAME_TOKENS = 256
 """Most tokens of two frames of a video if `data.video_max_pixels` is not set."""
 
+LATEST = 99_999
+"""Seconds that no time of a frame has more digits than."""
+
 
 class QwenVLFamily(Family):
     """`model.model.visual` makes features, its merger included; positions are M-RoPE.
@@ -134,6 +137,12 @@ class QwenVLProcessor(HFProcessor):
 
     def max_image_tokens(self) -> int:
         return self.max_pixels // self.factor**2
+
+    def max_video_tokens(self, frames: int) -> int:
+        pair = max(self.video_max_pixels, self.min_pixels) // self.factor**2
+        if self.writes_times:
+            pair += len(self.tokenizer(f"<{LATEST:.1f} seconds>", add_special_tokens=False)["input_ids"]) + 2
+        return -(-frames // 2) * pair
 
     def video_placeholder(self) -> str:
         return str(self.hf.video_token)
