@@ -30,7 +30,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
-from mm_grpo.processors.hf_processor import HFProcessor
+from mm_grpo.processors.hf_processor import FRAMES_AS_THEY_ARE, HFProcessor, frames_array
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
 from mm_grpo.types import Medium, Video
 
@@ -114,7 +114,7 @@ class QwenVLProcessor(HFProcessor):
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         return {
             "images_kwargs": {"size": size},
-            "videos_kwargs": {"size": size, "do_resize": False, "do_sample_frames": False},
+            "videos_kwargs": {"size": size, **FRAMES_AS_THEY_ARE},
         }
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
@@ -138,11 +138,7 @@ class QwenVLProcessor(HFProcessor):
             )
             return output
         output = self.hf.video_processor(
-            [frames_array(medium)],
-            do_resize=False,
-            do_sample_frames=False,
-            cap_pixels_per_frame=False,
-            return_tensors="pt",
+            [frames_array(medium)], **FRAMES_AS_THEY_ARE, cap_pixels_per_frame=False, return_tensors="pt"
         )
         return {"pixel_values": output["pixel_values_videos"], "image_grid_thw": output["video_grid_thw"]}
 
@@ -217,11 +213,6 @@ class QwenVLProcessor(HFProcessor):
             super().save(path)
         finally:
             self.hf.image_processor.size = size
-
-
-def frames_array(video: Video) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the frames of a video as an array [F, height, width, 3]."""
-    return np.stack([np.asarray(frame) for frame in video.frames])
 
 
 def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
