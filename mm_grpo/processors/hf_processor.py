@@ -28,7 +28,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import BadImage, ConfigError, DataError
+from mm_grpo.errors import BadMedia, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
@@ -421,10 +421,10 @@ class HFProcessor(ABC):
             try:
                 final = self.frame_size(size, limits)
             except NoFixedPoint as error:
-                raise BadImage(f"{uid}: video {index}: its frames have no stable size: {error}") from None
+                raise BadMedia(f"{uid}: video {index}: its frames have no stable size: {error}") from None
             return replace(medium, frames=tuple(resize_to(frame, final) for frame in medium.frames))
         if why := self.refusal(size, limits.items()):
-            raise BadImage(f"{uid}: image {index} {why}")
+            raise BadMedia(f"{uid}: image {index} {why}")
         return resize_to(medium, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], media: Sequence[Medium]) -> None:
