@@ -22,8 +22,9 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
-from mm_grpo.processors.hf_processor import FRAMES_UNCHANGED, HFProcessor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 from mm_grpo.types import Medium, Video
 
 

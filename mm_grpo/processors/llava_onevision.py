@@ -26,8 +26,9 @@ from transformers.models.llava_onevision.modeling_llava_onevision import image_s
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
-from mm_grpo.processors.hf_processor import FRAMES_UNCHANGED, HFProcessor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 
 
 class LlavaOnevisionFamily(Family):
