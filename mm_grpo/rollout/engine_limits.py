@@ -121,10 +121,10 @@ def engine_limits(
 
 
 def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
-    """Return the tokens and images that tools and environment add to the prompt of a row."""
+    """Return the tokens, and the images and videos, that tools and environment add to the prompt of a row."""
     prepared = toolbox.prepare(sample)
     before, after = (len(processor.prompt(version).token_ids) for version in (sample, prepared))
-    return after - before, len(prepared.images) - len(sample.images)
+    return after - before, len(prepared.media) - len(sample.media)
 
 
 def _rows_to_look_at(dataset: Rows) -> list[int]:
