@@ -58,8 +58,8 @@ class HFProcessor(ABC):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
-    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
-    limits that no image of the family can keep.
+    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a
+    readable processor, chat template or vocabulary, and for limits that no image of the family can keep.
     """
 
     family: Family
@@ -273,6 +273,10 @@ class HFProcessor(ABC):
 
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
+
+    def max_video_tokens(self, frames: int) -> int:
+        """Return a bound on the ids that a video of so many frames of any size becomes."""
+        return frames * self.max_image_tokens()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
