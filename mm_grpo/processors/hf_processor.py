@@ -23,7 +23,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
 import torch
 from jinja2 import TemplateError
 from torch import Tensor
@@ -36,13 +35,12 @@ from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_t
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
+from mm_grpo.processors.video_input import frames_array
 from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, pixel_limits, with_limits
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Layout
 
-FRAMES_AS_THEY_ARE = {"do_resize": False, "do_sample_frames": False}
-"""Options for a model's own processor of videos: frames were chosen and resized."""
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError)
 """Errors of transformers for missing or broken files of a model."""
 
@@ -51,8 +49,8 @@ class HFProcessor(ABC):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
-    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
-    limits that no image of the family can keep.
+    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a
+    readable processor, chat template or vocabulary, and for limits that no image of the family can keep.
     """
 
     family: Family
@@ -274,6 +272,10 @@ class HFProcessor(ABC):
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
 
+    def max_video_tokens(self, frames: int) -> int:
+        """Return a bound on the ids that a video of so many frames of any size becomes."""
+        return frames * self.max_image_tokens()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
@@ -290,6 +292,14 @@ class HFProcessor(ABC):
     def video_placeholder(self) -> str:
         """Return the token that stands for a video; "" in a family whose videos are not supported."""
         return ""
+
+    @property
+    def frames_unchanged(self) -> dict[str, bool]:
+        """Return arguments of `hf.video_processor`, and of vLLM's, with which it chooses and resizes no frame."""
+        options = {"do_resize": False, "do_sample_frames": False}
+        # transformers 5.19 warns if this is not said, and other versions do not take it
+        caps = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
+        return options | ({"cap_pixels_per_frame": False} if caps else {})
 
     def frame_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize the frames of a video to. NoFixedPoint if there is none."""
@@ -324,7 +334,7 @@ class HFProcessor(ABC):
         options = {"return_tensors": "pt", "add_special_tokens": False}
         if not isinstance(medium, Video):
             return self.hf(text=[self.placeholder()], images=[medium], **options)
-        videos = {"videos": [frames_array(medium)], "videos_kwargs": FRAMES_AS_THEY_ARE}
+        videos = {"videos": [frames_array(medium)], "videos_kwargs": self.frames_unchanged}
         return self.hf(text=[self.video_placeholder()], **videos, **options)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
@@ -455,11 +465,6 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
-
-
-def frames_array(video: Video) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the frames of a video as an array [F, height, width, 3]."""
-    return np.stack([np.asarray(frame) for frame in video.frames])
 
 
 def _kinds(kinds: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_t
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
-from mm_grpo.processors.hf_processor import FRAMES_AS_THEY_ARE, HFProcessor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size
 from mm_grpo.types import Medium, Video
 
@@ -70,7 +70,7 @@ class InternVLProcessor(HFProcessor):
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         images = self.hf.image_processor
         limits = {"min_patches": images.min_patches, "max_patches": images.max_patches}
-        return {**limits, "videos_kwargs": FRAMES_AS_THEY_ARE}
+        return {**limits, "videos_kwargs": self.frames_unchanged}
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         area = math.prod(self.tile)
@@ -81,6 +81,10 @@ class InternVLProcessor(HFProcessor):
             )
         columns, rows = get_optimal_tiled_canvas(size, self.tile, least, most)
         return rows * self.tile[0], columns * self.tile[1]
+
+    def max_video_tokens(self, frames: int) -> int:
+        text = self.tokenizer(f"Frame{frames}: \n", add_special_tokens=False)["input_ids"]
+        return int(frames * (len(text) + 2 + self.hf.image_seq_length))
 
     def video_placeholder(self) -> str:
         return str(self.hf.video_token)

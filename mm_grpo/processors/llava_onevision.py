@@ -26,7 +26,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import image_s
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
-from mm_grpo.processors.hf_processor import FRAMES_AS_THEY_ARE, HFProcessor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
 
 
@@ -135,7 +135,7 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        return {"videos_kwargs": FRAMES_AS_THEY_ARE}
+        return {"videos_kwargs": self.frames_unchanged}
 
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""
@@ -149,6 +149,9 @@ class LlavaOnevisionProcessor(HFProcessor):
             picture_tokens + math.floor(min(rows * columns, max_tiles) * picture_tokens) + rows * side
             for rows, columns in tiles
         )
+
+    def max_video_tokens(self, frames: int) -> int:
+        return frames * math.ceil(math.isqrt(int(self.hf.num_image_tokens)) / 2) ** 2 + 1
 
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         videos = [output.get("pixel_values_videos", [()])[0] for output in outputs]
