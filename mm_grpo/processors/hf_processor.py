@@ -28,14 +28,14 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import BadImage, ConfigError, DataError
+from mm_grpo.errors import BadMedia, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.processors.video_input import frames_array
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array
 from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, pixel_limits, with_limits
 
 if TYPE_CHECKING:
@@ -293,14 +293,6 @@ class HFProcessor(ABC):
         """Return the token that stands for a video; "" in a family whose videos are not supported."""
         return ""
 
-    @property
-    def frames_unchanged(self) -> dict[str, bool]:
-        """Return arguments of `hf.video_processor`, and of vLLM's, with which it chooses and resizes no frame."""
-        options = {"do_resize": False, "do_sample_frames": False}
-        # transformers 5.19 warns if this is not said, and other versions do not take it
-        caps = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
-        return options | ({"cap_pixels_per_frame": False} if caps else {})
-
     def frame_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize the frames of a video to. NoFixedPoint if there is none."""
         high = min(limits.get("max_pixels", self.video_max_pixels), self.video_max_pixels)
@@ -334,7 +326,7 @@ class HFProcessor(ABC):
         options = {"return_tensors": "pt", "add_special_tokens": False}
         if not isinstance(medium, Video):
             return self.hf(text=[self.placeholder()], images=[medium], **options)
-        videos = {"videos": [frames_array(medium)], "videos_kwargs": self.frames_unchanged}
+        videos = {"videos": [frames_array(medium)], "videos_kwargs": FRAMES_UNCHANGED}
         return self.hf(text=[self.video_placeholder()], **videos, **options)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
@@ -429,10 +421,10 @@ class HFProcessor(ABC):
             try:
                 final = self.frame_size(size, limits)
             except NoFixedPoint as error:
-                raise BadImage(f"{uid}: video {index}: its frames have no stable size: {error}") from None
+                raise BadMedia(f"{uid}: video {index}: its frames have no stable size: {error}") from None
             return replace(medium, frames=tuple(resize_to(frame, final) for frame in medium.frames))
         if why := self.refusal(size, limits.items()):
-            raise BadImage(f"{uid}: image {index} {why}")
+            raise BadMedia(f"{uid}: image {index} {why}")
         return resize_to(medium, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], media: Sequence[Medium]) -> None:

@@ -24,6 +24,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 from mm_grpo.types import Medium, Video
 
 
@@ -70,7 +71,7 @@ class InternVLProcessor(HFProcessor):
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         images = self.hf.image_processor
         limits = {"min_patches": images.min_patches, "max_patches": images.max_patches}
-        return {**limits, "videos_kwargs": self.frames_unchanged}
+        return {**limits, "videos_kwargs": FRAMES_UNCHANGED}
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         area = math.prod(self.tile)

@@ -28,6 +28,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 
 
 class LlavaOnevisionFamily(Family):
@@ -135,7 +136,7 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        return {"videos_kwargs": self.frames_unchanged}
+        return {"videos_kwargs": FRAMES_UNCHANGED}
 
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""

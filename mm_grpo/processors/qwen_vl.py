@@ -32,7 +32,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
-from mm_grpo.processors.video_input import frames_array, video_metadata
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.types import Medium, Video
 
 IMAGE_TOKENS = 1280
@@ -118,8 +118,15 @@ class QwenVLProcessor(HFProcessor):
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         return {
             "images_kwargs": {"size": size},
-            "videos_kwargs": {"size": size, **self.frames_unchanged},
+            "videos_kwargs": {"size": size, **self._frames_unchanged},
         }
+
+    @property
+    def _frames_unchanged(self) -> dict[str, bool]:
+        """Return arguments of the video processor that let it choose and resize no frame."""
+        # transformers 5.19 warns if this is not said, and other versions do not take it
+        has_cap = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
+        return FRAMES_UNCHANGED | ({"cap_pixels_per_frame": False} if has_cap else {})
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         return _rule(size, self.factor, min_pixels, max_pixels)
@@ -147,7 +154,9 @@ class QwenVLProcessor(HFProcessor):
                 [medium], do_resize=False, return_tensors="pt"
             )
             return output
-        output = self.hf.video_processor([frames_array(medium)], return_tensors="pt", **self.frames_unchanged)
+        output = self.hf.video_processor(
+            [frames_array(medium)], return_tensors="pt", **self._frames_unchanged
+        )
         return {"pixel_values": output["pixel_values_videos"], "image_grid_thw": output["video_grid_thw"]}
 
     def _ids(self, medium: Medium, grid: Sequence[int]) -> list[int]:
