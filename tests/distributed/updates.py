@@ -49,7 +49,11 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
     `scale` makes SGD's update large beside the rounding of the weights that it is added to; AdamW's is
     large anyway, and its elements would only become signs.
     """
-    images = {"i": (tiny.picture(3),), "m": (tiny.picture(1), tiny.picture(2, 56, 112)), "b": (tiny.picture(4),)}
+    images = {
+        "i": (tiny.picture(3),),
+        "m": (tiny.picture(1), tiny.picture(2, 56, 112)),
+        "b": (tiny.picture(4),),
+    }
     videos = {"v": (tiny.video(5, 6, 56, 56),), "b": (tiny.video(6, 4, 84, 56),)}
     generator = torch.Generator().manual_seed(7)
     groups = []

@@ -83,8 +83,9 @@ def test_a_prompt_equals_transformers_own(family: str, kind: str, models: dict[s
     assert torch.equal(prompt.vision.get("pixel_values", torch.zeros(0)), pixels_of(prompt, theirs))
     if "position_ids" in theirs:
         assert torch.equal(prompt.position_ids, theirs["position_ids"][:, 0])
-    if not prompt.sample.videos:
-        assert len(prompt.token_ids) <= processor.max_prompt_tokens(prompt.sample, len(prompt.sample.images))
+    bound = processor.max_prompt_tokens(prompt.sample, len(prompt.sample.images))
+    bound += sum(processor.max_video_tokens(len(video.frames)) for video in prompt.sample.videos)
+    assert len(ids) <= bound
     collapsed = prompt.engine_prompt.token_ids
     assert collapsed.count(processor.image_token_id) == len(prompt.sample.images)
     assert collapsed.count(processor.video_token_id) == len(prompt.sample.videos)
@@ -251,7 +252,12 @@ def test_log_probs_depend_on_every_video_and_on_the_order_of_its_frames(
 
     logprobs = scored(first, second)
     moved = replace(first, frames=(*first.frames[2:], *first.frames[:2]))
-    for videos in ((tiny.video(7, 6), second), (first, tiny.video(8, 4, 56, 84)), (second, first), (moved, second)):
+    for videos in (
+        (tiny.video(7, 6), second),
+        (first, tiny.video(8, 4, 56, 84)),
+        (second, first),
+        (moved, second),
+    ):
         others = scored(*videos)
         assert bool(others.isfinite().all()) and float((others - logprobs).abs().max()) > 1e-3
 

@@ -23,14 +23,23 @@ TEXT, VIDEO, IMAGE, START, END = 1, 2, 3, 4, 5
 
 def positions(processor: Any, ids: list[int], *media: Any) -> list[tuple[int, ...]]:
     """Positions (t, y, x) of ids in the numbers above, with media that have their final sizes."""
-    tokens = {TEXT: 100, VIDEO: processor.video_token_id, IMAGE: processor.image_token_id, START: 101, END: 102}
+    tokens = {
+        TEXT: 100,
+        VIDEO: processor.video_token_id,
+        IMAGE: processor.image_token_id,
+        START: 101,
+        END: 102,
+    }
     side, patch = processor.factor, processor.hf.image_processor.patch_size
     grids = [
-        (len(m.frames) // 2 if isinstance(m, Video) else 1, m.size[1] // patch, m.size[0] // patch) for m in media
+        (len(m.frames) // 2 if isinstance(m, Video) else 1, m.size[1] // patch, m.size[0] // patch)
+        for m in media
     ]
     assert all(m.size[0] % side == 0 == m.size[1] % side for m in media)
     vision = {"image_grid_thw": torch.tensor(grids)}
-    return [tuple(column) for column in processor.positions([tokens[t] for t in ids], vision, media).T.tolist()]
+    return [
+        tuple(column) for column in processor.positions([tokens[t] for t in ids], vision, media).T.tolist()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +75,9 @@ def test_time_is_in_the_positions_of_a_video(
 def test_time_is_text_between_the_pairs_of_frames(models: dict[str, Path]) -> None:
     processor = load_processor(str(models["qwen3_vl"]))
     pair = [TEXT, START, VIDEO, VIDEO, END]
-    assert positions(processor, [TEXT, *pair, *pair, IMAGE], tiny.video(1, 4, 64, 32), tiny.picture(1, 32, 32)) == [
+    assert positions(
+        processor, [TEXT, *pair, *pair, IMAGE], tiny.video(1, 4, 64, 32), tiny.picture(1, 32, 32)
+    ) == [
         (0, 0, 0),
         *((1, 1, 1), (2, 2, 2), (3, 3, 3), (3, 3, 4), (5, 5, 5)),
         *((6, 6, 6), (7, 7, 7), (8, 8, 8), (8, 8, 9), (10, 10, 10)),
