@@ -276,7 +276,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)
-    """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    """Most images and videos that tools may show in one conversation, >= 0; a further one is refused. A video counts
+    as one, whatever its frames. Default: 8."""
     synchronous_turns: bool = False
     """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"
