@@ -126,8 +126,8 @@ class DataConfig(Section):
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also if prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
     on_bad_media: Literal["stop", "drop"] = "stop"
-    """What a row with an image or video that cannot be read does; stop ends the run, which looks at files before its first
-    step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
+    """What a row with an image or video that cannot be read does; stop ends the run, which looks at all files before
+    its first step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
@@ -276,7 +276,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)
-    """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    """Most images and videos that tools may show in one conversation, >= 0; a further one is refused. A video counts
+    as one, whatever its frames. Default: 8."""
     synchronous_turns: bool = False
     """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"
