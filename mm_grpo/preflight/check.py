@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from logging.handlers import BufferingHandler
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
 MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
 MIN_WIDTH = 120  # least width of the tables, in characters
-NUMBER_COLUMNS = ("rows", "usable", "images", "weight")  # columns of the tables that hold one number
+NUMBER_COLUMNS = ("rows", "usable", "images", "videos", "weight")  # columns of the tables that hold one number
 
 
 @dataclass
@@ -66,6 +67,7 @@ class RowReport:
 
     lengths: list[int] = field(default_factory=list)  # tokens of each usable row's prompt
     images: int = 0  # images of the usable rows
+    videos: int = 0
     failures: list[str] = field(default_factory=list)  # messages about rows that would stop a run
     dropped: dict[str, list[str]] = field(default_factory=dict)  # config field that drops rows -> messages
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
@@ -142,7 +144,7 @@ def _check(  # noqa: PLR0915
     check_page = CheckPage(page, processor, specs, answer)
 
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
-    table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
+    table = _table("rows", "set", "rows", "usable", "images", "videos", "prompt tokens (min / mean / max)")
     failures: list[str] = []
     notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
@@ -170,7 +172,8 @@ def _check(  # noqa: PLR0915
         reports[name] = rewards.finish()
         lengths = report.lengths
         min_mean_max = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
-        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(report.images), min_mean_max)
+        counts = map(str, (len(dataset), len(lengths), report.images, report.videos))
+        table.add_row(cell(name), *counts, min_mean_max)
         failures += _by_cause(name, report.failures, len(checked))
         dropped = [
             f"{name}: left out ({key} = drop): {len(messages)} of {len(checked)}, the first {messages[0]}"
@@ -218,17 +221,18 @@ def _limit_fault(
     if for_training and twins is not None:
         twins.twin(prompt)
     rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
-    length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
+    length = len(prompt.token_ids)
     if for_training and length > config.pack_room:
         twice = ", twice with algorithm.perception_coef," if copies > 0 else ""
         return (
             f"the prompt has {length} tokens, which with rollout.max_completion_length = "
             f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
-            "or lower data.max_pixels or rollout.max_completion_length"
+            "or lower data.max_pixels, data.video_max_frames or rollout.max_completion_length"
         )
-    max_images = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
-    if max_images is not None and images > max_images:
-        return f"the row has {images} images, and rollout.vllm.max_images = {max_images}; raise it"
+    for kind in () if ENGINE_FACTS[rollout.engine].embedded else ("images", "videos"):
+        count, limit = len(getattr(prompt.engine_prompt, kind)), getattr(rollout.vllm, f"max_{kind}")
+        if limit is not None and count > limit:
+            return f"the row has {count} {kind}, and rollout.vllm.max_{kind} = {limit}; raise it"
     return None
 
 
@@ -271,6 +275,7 @@ def _check_rows(
             continue
         report.lengths.append(len(prompt.token_ids))
         report.images += len(prompt.engine_prompt.images)
+        report.videos += len(prompt.engine_prompt.videos)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
         golds.add(source, row, sample.messages, sample.columns)
@@ -283,7 +288,8 @@ def _content_of(sample: Sample) -> Hashable:
     for message in sample.messages:
         parts = content_parts(message["content"])
         texts.append((message["role"], *(" ".join(part.get("text", "").split()) for part in parts)))
-    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
+    pictures = chain(sample.images, *(video.frames for video in sample.videos))
+    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in pictures)
     return *texts, *pixels
 
 
