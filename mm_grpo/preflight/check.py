@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from logging.handlers import BufferingHandler
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
 MIN_WIDTH = 120  # least width of the tables, in characters
-NUMBER_COLUMNS = ("rows", "usable", "images", "videos", "weight")  # columns of the tables that hold one number
+NUMBER_COLUMNS = ("rows", "usable", "images", "weight")  # columns of the tables that hold one number
 
 
 @dataclass
@@ -67,7 +66,6 @@ class RowReport:
 
     lengths: list[int] = field(default_factory=list)  # tokens of each usable row's prompt
     images: int = 0  # images of the usable rows
-    videos: int = 0
     failures: list[str] = field(default_factory=list)  # messages about rows that would stop a run
     dropped: dict[str, list[str]] = field(default_factory=dict)  # config field that drops rows -> messages
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
@@ -144,7 +142,7 @@ def _check(  # noqa: PLR0915
     check_page = CheckPage(page, processor, specs, answer)
 
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
-    table = _table("rows", "set", "rows", "usable", "images", "videos", "prompt tokens (min / mean / max)")
+    table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
     failures: list[str] = []
     notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
@@ -172,8 +170,7 @@ def _check(  # noqa: PLR0915
         reports[name] = rewards.finish()
         lengths = report.lengths
         min_mean_max = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
-        counts = map(str, (len(dataset), len(lengths), report.images, report.videos))
-        table.add_row(cell(name), *counts, min_mean_max)
+        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(report.images), min_mean_max)
         failures += _by_cause(name, report.failures, len(checked))
         dropped = [
             f"{name}: left out ({key} = drop): {len(messages)} of {len(checked)}, the first {messages[0]}"
@@ -275,7 +272,6 @@ def _check_rows(
             continue
         report.lengths.append(len(prompt.token_ids))
         report.images += len(prompt.engine_prompt.images)
-        report.videos += len(prompt.engine_prompt.videos)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
         golds.add(source, row, sample.messages, sample.columns)
@@ -288,8 +284,7 @@ def _content_of(sample: Sample) -> Hashable:
     for message in sample.messages:
         parts = content_parts(message["content"])
         texts.append((message["role"], *(" ".join(part.get("text", "").split()) for part in parts)))
-    pictures = chain(sample.images, *(video.frames for video in sample.videos))
-    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in pictures)
+    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
     return *texts, *pixels
 
 
