@@ -220,7 +220,9 @@ class HFProcessor(ABC):
         row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
         marker, kinds = "mm-grpo-turn", {self.image_token_id: "image", self.video_token_id: "video"}
-        media = [message_part(part)["type"] for parts in answers for part in parts if not isinstance(part, str)]
+        media = [
+            message_part(part)["type"] for parts in answers for part in parts if not isinstance(part, str)
+        ]
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
