@@ -258,7 +258,7 @@ class OpenRun:
             left_out_before(checkpoints) if resume and ranks.first else None, "rows left out"
         )
         usable = partial(
-            readable, on_bad_image=config.data.on_bad_image, ranks=ranks, processor=loaded, before=before
+            readable, on_bad_media=config.data.on_bad_media, ranks=ranks, processor=loaded, before=before
         )
         train_set, eval_sets = usable(train_set), {name: usable(rows) for name, rows in sets.items()}
         if ranks.first:

@@ -125,9 +125,9 @@ class DataConfig(Section):
     on_overlong: Annotated[Literal["stop", "drop"], Essential()] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also if prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
-    on_bad_image: Literal["stop", "drop"] = "stop"
-    """What a row with an image that cannot be read does; stop ends the run, which looks at all files before its first
-    step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
+    on_bad_media: Literal["stop", "drop"] = "stop"
+    """What a row with an image or video that cannot be read does; stop ends the run, which looks at all files before
+    its first step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     pass_rate: Number | None = Field(default=None, gt=0, le=1)

@@ -71,7 +71,7 @@ class ConversationProcessor(Processor, Protocol):
     def picture(self, medium: Medium, *, row: str) -> Picture:
         """Process an image or a video of an observation.
 
-        BadImage, naming the row, when this one cannot be used; DataError when none of its kind can.
+        BadMedia, naming the row, when this one cannot be used; DataError when none of its kind can.
         """
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:

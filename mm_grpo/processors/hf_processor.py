@@ -28,13 +28,14 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import BadImage, ConfigError, DataError
+from mm_grpo.errors import BadMedia, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array
 from mm_grpo.types import (
     EnginePrompt,
     Medium,
@@ -71,6 +72,8 @@ class HFProcessor(ABC):
     follows_rows: ClassVar[bool] = True
     no_video = ""
     """Why a model of a family with videos takes none."""
+    frame: Size | None = None
+    """(height, width) of the frames of all videos, in a family that knows no other."""
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -300,7 +303,16 @@ class HFProcessor(ABC):
     def frame_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize the frames of a video to. NoFixedPoint if there is none."""
         high = min(limits.get("max_pixels", self.video_max_pixels), self.video_max_pixels)
-        return self.image_size(size, {**limits, "max_pixels": high})
+        if self.frame is None:
+            return self.image_size(size, {**limits, "max_pixels": high})
+        height, width = self.frame
+        row_size = limits.get("resized_height", height), limits.get("resized_width", width)
+        if row_size != self.frame or not limits.get("min_pixels", 0) <= height * width <= high:
+            raise NoFixedPoint(
+                f"the model sees every frame at {width}x{height} = {height * width} pixels, which the limits of the "
+                f"row or data.video_max_pixels = {self.video_max_pixels} do not allow; remove them"
+            )
+        return self.frame
 
     def fixed_size(self, size: Size) -> Size:
         """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
@@ -312,10 +324,17 @@ class HFProcessor(ABC):
 
     def encode(self, media: Sequence[Medium]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the ids of each medium, which is at its final size, and the vision tensors of all."""
-        options = {"return_tensors": "pt", "add_special_tokens": False}
-        # one image a call, as in vLLM, which caches the result for each image
-        outputs = [self.hf(text=[self.placeholder()], images=[image], **options) for image in media]
+        outputs = [self.output_of(medium) for medium in media]
         return [output["input_ids"][0].tolist() for output in outputs], self.vision(outputs)
+
+    def output_of(self, medium: Medium) -> Any:
+        """Return the output of `hf` for one medium, which is at its final size."""
+        # one medium a call, as in vLLM, which caches the result for each medium
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        if not isinstance(medium, Video):
+            return self.hf(text=[self.placeholder()], images=[medium], **options)
+        videos = {"videos": [frames_array(medium)], "videos_kwargs": FRAMES_UNCHANGED}
+        return self.hf(text=[self.video_placeholder()], **videos, **options)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Render a conversation by the chat template, by default up to the beginning of the answer."""
@@ -414,10 +433,10 @@ class HFProcessor(ABC):
             try:
                 final = self.frame_size(size, limits)
             except NoFixedPoint as error:
-                raise BadImage(f"{uid}: video {index}: its frames have no stable size: {error}") from None
+                raise BadMedia(f"{uid}: video {index}: its frames have no stable size: {error}") from None
             return replace(medium, frames=tuple(resize_to(frame, final) for frame in medium.frames))
         if why := self.refusal(size, limits.items()):
-            raise BadImage(f"{uid}: image {index} {why}")
+            raise BadMedia(f"{uid}: image {index} {why}")
         return resize_to(medium, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], media: Sequence[Medium]) -> None:

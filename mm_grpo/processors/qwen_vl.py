@@ -32,7 +32,7 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
-from mm_grpo.processors.video_input import frames_array, video_metadata
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.types import Medium, Video
 
 IMAGE_TOKENS = 1280
@@ -124,13 +124,9 @@ class QwenVLProcessor(HFProcessor):
     @property
     def _frames_unchanged(self) -> dict[str, bool]:
         """Return arguments of the video processor that let it choose and resize no frame."""
-        options = {"do_resize": False, "do_sample_frames": False}
         # transformers 5.19 warns if this is not said, and other versions do not take it
-        return options | (
-            {"cap_pixels_per_frame": False}
-            if hasattr(self.hf.video_processor, "cap_pixels_per_frame")
-            else {}
-        )
+        has_cap = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
+        return FRAMES_UNCHANGED | ({"cap_pixels_per_frame": False} if has_cap else {})
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         return _rule(size, self.factor, min_pixels, max_pixels)

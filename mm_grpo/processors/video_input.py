@@ -8,6 +8,9 @@ import numpy as np
 
 from mm_grpo.types import Video
 
+FRAMES_UNCHANGED = {"do_resize": False, "do_sample_frames": False}
+"""Options that let transformers' processor of videos neither choose nor resize frames: both is done."""
+
 
 def frames_array(video: Video) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the frames as an array [F, height, width, 3]."""

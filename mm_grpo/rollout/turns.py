@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, digest, failed
-from mm_grpo.errors import BadImage
+from mm_grpo.errors import BadMedia
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers
@@ -190,7 +190,7 @@ class TurnLoop:
                 observation = failed("too_many_images", text)
             try:
                 resized = [self._picture(talk, medium, pictures) for medium in observation.media]
-            except BadImage as error:  # a strip of pixels, say, that no resizing makes legal
+            except BadMedia as error:  # a strip of pixels, say, that no resizing makes legal
                 observation, resized = failed("bad_result", str(error)), []
             talk.media_count += len(resized)
             media = tuple(picture.medium for picture in resized)
