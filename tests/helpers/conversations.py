@@ -71,7 +71,9 @@ def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
     ids, media = torch.tensor([c.prompt.token_ids]), c.prompt.engine_prompt.media
     inputs: dict[str, Any] = {}
     if media:
-        names = (processor.video_placeholder() if isinstance(m, Video) else processor.placeholder() for m in media)
+        names = (
+            processor.video_placeholder() if isinstance(m, Video) else processor.placeholder() for m in media
+        )
         made = media_inputs(processor, "".join(names), media)
         inputs = {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask")}
     if any(isinstance(m, Video) for m in media):

@@ -168,7 +168,9 @@ def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> 
 def media_inputs(processor: Any, text: str, media: Sequence[Medium]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a text with placeholders of media, which are at their final size."""
     videos = [medium for medium in media if isinstance(medium, Video)]
-    options: dict[str, Any] = {"images": [medium for medium in media if not isinstance(medium, Video)] or None}
+    options: dict[str, Any] = {
+        "images": [medium for medium in media if not isinstance(medium, Video)] or None
+    }
     if videos:
         options["videos"] = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
         options["video_metadata"] = list(map(metadata_of, videos))

@@ -237,7 +237,10 @@ def test_log_probs_depend_on_every_image(family: str, models: dict[str, Path]) -
         *((*pair, False) for pair in MIXED),
         *(pytest.param(family, "text", False, marks=pytest.mark.long) for family in ("qwen3_5", "gemma3")),
         *(pytest.param(family, "mixed", True, marks=pytest.mark.long) for family in LAYERS),
-        *(pytest.param(family, "mixed videos", True, marks=pytest.mark.long) for family in ("qwen2_5_vl", "qwen3_5")),
+        *(
+            pytest.param(family, "mixed videos", True, marks=pytest.mark.long)
+            for family in ("qwen2_5_vl", "qwen3_5")
+        ),
     ],
 )
 def test_packs_equal_forwards(

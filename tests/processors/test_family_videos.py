@@ -64,7 +64,9 @@ def plain_inputs(processor: Any, prompt: Prompt, answer: tuple[int, ...] = ()) -
 
 def plain_logprobs(model: Any, processor: Any, prompt: Prompt, answer: tuple[int, ...]) -> Tensor:
     """Log-probs [T] by transformers' own processor and forward on prompt + answer, one row."""
-    logits = model(**plain_inputs(processor, prompt, answer), use_cache=False).logits[0, -len(answer) - 1 : -1]
+    logits = model(**plain_inputs(processor, prompt, answer), use_cache=False).logits[
+        0, -len(answer) - 1 : -1
+    ]
     keep = torch.ones(logits.shape[1], dtype=torch.bool)
     keep[sorted(processor.media_token_ids)] = False
     return logits.masked_fill(~keep, -1e9).log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -82,7 +84,9 @@ def test_ids_and_pixels_equal_transformers_own(family: str, models: dict[str, Pa
             ids = [processor.image_token_id if token == processor.video_token_id else token for token in ids]
         assert ids == theirs["input_ids"][0].tolist()
         assert all(video.size == (56, 56) for video in prompt.engine_prompt.videos)
-        pixels = [theirs[key].flatten(0, -4) for key in ("pixel_values", "pixel_values_videos") if key in theirs]
+        pixels = [
+            theirs[key].flatten(0, -4) for key in ("pixel_values", "pixel_values_videos") if key in theirs
+        ]
         ours = prompt.vision.get("pixel_values", torch.zeros(0, 3, 56, 56))
         if family == "llava_onevision" and len(pixels) == 2:  # transformers has images first
             ours = torch.cat([ours[2:-2], ours[:2], ours[-2:]])
