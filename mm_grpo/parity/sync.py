@@ -153,9 +153,7 @@ class VerifiedSync:
             return None
         with_media = [g for g in groups if g.prompt.engine_prompt.media] or groups
         # what is learned from most moves most
-        group = (
-            with_media[0] if self._shared else max(with_media, key=lambda g: max(map(abs, g.advantages)))
-        )
+        group = with_media[0] if self._shared else max(with_media, key=lambda g: max(map(abs, g.advantages)))
         # two prompts, because an engine may give one prompt's answers to another
         other_prompts = [g.prompt for g in groups if g.prompt is not group.prompt]
         longest = max((c.token_ids for c in group.completions), key=len)
