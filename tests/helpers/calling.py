@@ -35,8 +35,8 @@ class Calling(QwenVLProcessor):
 
 
 class Gallery:
-    """An environment that shows pictures, videos and texts of many sizes, and pays for what was seen: at the end, and for turns
-    that show no picture a little each."""
+    """An environment that shows pictures, videos and texts of many sizes, and pays for what was seen: at the end, and
+    for turns that show no picture a little each."""
 
     step_reward: float | None = None
 
