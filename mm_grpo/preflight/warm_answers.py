@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.data.columns import brief
-from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.errors import DataError
 from mm_grpo.preflight.gold_text import GOLD, as_text, gold_text
 from mm_grpo.rewards.builtins.answers import gold_texts
