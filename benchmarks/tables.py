@@ -118,6 +118,12 @@ TABLES: dict[str, Table] = {
         },
         shapes_by_name,
     ),
+    "videos": Table(
+        {
+            "frames": "{frames}", "side": "{side}", **SIZES, "ours, s": "{seconds_ours:.3f}",
+            "plain, s": "{seconds_plain:.3f}", "plain / ours": "{ratio:.2f}",
+        }
+    ),
     "memory": Table(
         {
             "V": "{V:,}", "M": "{M}", "D": "{D}", "head and gradient": "{bytes_head_and_gradient:.1f}",

@@ -402,6 +402,7 @@ def vllm_settings(
         max_model_len=limits.max_model_len,
         mm_processor_kwargs=tuple(mm_processor_kwargs(processor).items()),
         max_images=limits.max_images,
+        max_videos=limits.max_videos,
         gpu_memory_utilization=options.gpu_memory_utilization,
         sleep_level=options.sleep_level,
         trust_remote_code=config.model.trust_remote_code,
@@ -463,7 +464,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
             lora_rank=config.model.lora.rank if config.model.lora is not None else 0,
             sizes=model_sizes(model.config),
         ),
-        max_images=limits.max_images,
+        max_media={"image": max(1, limits.max_images), "video": limits.max_videos},
         ranks=ranks,
     )
 

@@ -26,8 +26,8 @@ class DataError(UserError):
     """A dataset or one of its rows cannot be used."""
 
 
-class BadImage(DataError):
-    """An image cannot be read, or the model's resize rule refuses it. `data.on_bad_image` may leave its row out."""
+class BadMedia(DataError):
+    """An image or a video cannot be read, or its size is refused. `data.on_bad_media` may leave its row out."""
 
 
 class RewardError(UserError):

@@ -108,7 +108,7 @@ def warm(
             f"model.processor: {type(loaded).__qualname__} has no answer_ids, which a warm start calls"
         )
     phase("reading the rows")
-    rows = readable(load_train(config, train), config.data.on_bad_image, ranks, loaded)
+    rows = readable(load_train(config, train), config.data.on_bad_media, ranks, loaded)
     golds.check(rows)
     order = rows.order(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
     folder = check_folder(config, inputs_of(config, train=train), ranks, resume=resume, saves=True)

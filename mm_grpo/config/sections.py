@@ -125,9 +125,9 @@ class DataConfig(Section):
     on_overlong: Annotated[Literal["stop", "drop"], Essential()] = "stop"
     """What a prompt that is too long does; stop ends the run, drop leaves the row out and counts it, also if prompt
     and longest completion may not fit optim.max_tokens_per_pack. Default: stop."""
-    on_bad_image: Literal["stop", "drop"] = "stop"
-    """What a row with an image that cannot be read does; stop ends the run, which looks at all files before its first
-    step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
+    on_bad_media: Literal["stop", "drop"] = "stop"
+    """What a row with an image or video that cannot be read does; stop ends the run, which looks at all files before
+    its first step, drop leaves the row out and counts it, of each source a tenth at most. Default: stop."""
     shuffle: bool = True
     """Put the rows of each pass over the data in a seeded random order. Default: true."""
     pass_rate: Number | None = Field(default=None, gt=0, le=1)
@@ -194,6 +194,8 @@ class VLLMConfig(Section):
     """Longest prompt and completion together, in tokens, >= 2; null is what the rows need. Default: null."""
     max_images: int | None = Field(default=None, ge=1)
     """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
+    max_videos: int | None = Field(default=None, ge=0)
+    """Most videos in one prompt, >= 0; null is what the rows have. Default: null."""
     gpu_memory_utilization: Annotated[Number, Essential()] = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
     sleep_level: Annotated[Literal[0, 1, 2], Essential()] = 2
@@ -274,7 +276,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)
-    """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    """Most images and videos that tools may show in one conversation, >= 0; a further one is refused. A video counts
+    as one, whatever its frames. Default: 8."""
     synchronous_turns: bool = False
     """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"

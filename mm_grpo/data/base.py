@@ -111,7 +111,7 @@ class Rows(Protocol):
         """Read row `index` with its images closed, in other columns too. DataError when it is wrong."""
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
-        """Read row `index` now; the function that is returned raises BadImage if `look_at_image` does for an image."""
+        """Read row `index` now; the function that is returned raises BadMedia if `look_at_image` does for an image."""
 
     def dataset_column(self, name: str) -> str:
         """Return the dataset's own name for one of our columns."""

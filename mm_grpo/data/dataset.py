@@ -42,7 +42,7 @@ from mm_grpo.data.images import Refusal, look_at_image, open_images, read_encode
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import BadImage, DataError, did_you_mean
+from mm_grpo.errors import BadMedia, DataError, did_you_mean
 from mm_grpo.types import Sample, messages_text, pixel_limits
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class Dataset(Rows):
         name, folder = self.row_name(index), self._image_folder(self._indices[index])
         images = list(fields.images)
         for place, source in enumerate(images):
-            with suppress(BadImage):
+            with suppress(BadMedia):
                 images[place] = read_encoded(source, name, folder, files=self._image_files)[0]
         columns = fields.other_columns  # of the prompt's, messages and images say all
         return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)

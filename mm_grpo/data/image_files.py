@@ -20,12 +20,12 @@ from mm_grpo.errors import DataError, by_cause
 
 log = logging.getLogger(__name__)
 MAX_DROPPED = 0.1
-"""Largest share of a source's rows that `data.on_bad_image: drop` leaves out."""
+"""Largest share of a source's rows that `data.on_bad_media: drop` leaves out."""
 
 
 def readable(
     rows: Rows,
-    on_bad_image: str,
+    on_bad_media: str,
     ranks: Ranks,
     processor: Any = None,
     before: Mapping[str, Sequence[int]] | None = None,
@@ -34,7 +34,7 @@ def readable(
 
     `processor` may have a `refusal` of sizes (`HFProcessor`). `before` are the rows that a resumed run left out of each
     source at its start: they stay left out, and no others are, because the order of rows would change.
-    DataError if an image cannot be used and `on_bad_image` is not drop, or if more than MAX_DROPPED of a source cannot.
+    DataError if an image cannot be used and `on_bad_media` is not drop, or if more than MAX_DROPPED of a source cannot.
     """
     refusal = getattr(processor, "refusal", None)
     refusal = refusal and lru_cache(2**16)(refusal)  # many images have the same size
@@ -47,13 +47,13 @@ def readable(
         bad = dict(sorted(fault for shard in shards for fault in shard))
         causes = "; ".join(by_cause(bad.values(), len(indices))[:3])
         dropped, looked = len(bad) + len(old), len(indices) + len(old)
-        if bad and (on_bad_image != "drop" or dropped > MAX_DROPPED * looked):
-            raise DataError(f"{causes}. Repair them; data.on_bad_image=drop leaves out a tenth at most")
+        if bad and (on_bad_media != "drop" or dropped > MAX_DROPPED * looked):
+            raise DataError(f"{causes}. Repair them; data.on_bad_media=drop leaves out a tenth at most")
         if ranks.first and old:
             log.warning("%s: %d rows stay left out, as at the start of the run", source.name, len(old))
         if ranks.first and bad:
             what = "are left out" if before is None else "leave their places in the steps empty"
-            log.warning("%s: %d rows %s (data.on_bad_image = drop): %s", source.name, len(bad), what, causes)
+            log.warning("%s: %d rows %s (data.on_bad_media = drop): %s", source.name, len(bad), what, causes)
         return source if before is not None or not bad else source.without(bad)
 
     return rows.map_sources(usable)

@@ -34,7 +34,7 @@ from PIL import Image, ImageOps
 
 from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.errors import BadImage
+from mm_grpo.errors import BadMedia
 from mm_grpo.files import expand_home, read_regular_file
 
 MAX_BYTES = 50 * 1024 * 1024
@@ -93,7 +93,7 @@ def open_image(source: Any, *, row: str, image_dir: Folder = None, files: Files 
         files: states of files at the first look; a file that changed since is a DataError.
 
     Raises:
-        BadImage: the image is missing, not an image, truncated, too large, animated, or of a kind that
+        BadMedia: the image is missing, not an image, truncated, too large, animated, or of a kind that
             has no faithful RGB form.
     """
     is_image = isinstance(source, Image.Image)
@@ -127,7 +127,7 @@ def look_at_image(
     if bool(why) != bool(refusal(size, limits)):  # EXIF may turn it
         why = refusal(open_image(source, row=row, image_dir=image_dir).size[::-1], limits)
     if why:
-        raise BadImage(f"{where} {why}")
+        raise BadMedia(f"{where} {why}")
 
 
 def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tuple[Size, str]:
@@ -137,7 +137,7 @@ def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tupl
         data, where = read_encoded(source, row, image_dir, at_most=at_most, files=files)
         try:
             return jpeg_size(data) or _identify(data, where).size, where
-        except BadImage as error:
+        except BadMedia as error:
             fault = error
     raise fault
 
@@ -178,7 +178,7 @@ def read_encoded(
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
-            raise BadImage(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
+            raise BadMedia(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
         label = label if path is None else _label(str(path))
         inner = path if inner is None else inner
         return read_encoded(inner, row, image_dir, label, at_most, files)
@@ -192,9 +192,9 @@ def read_encoded(
         where = f"{row}: image {_label(name)}"
         data = _read_file(name, where, image_dir, at_most or MAX_BYTES + 1, files)
     else:
-        raise BadImage(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
+        raise BadMedia(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
     if not data:
-        raise BadImage(f"{where} is empty (0 bytes); write the image again or leave the row out")
+        raise BadMedia(f"{where} is empty (0 bytes); write the image again or leave the row out")
     _limit_bytes(len(data), where)
     return data, where
 
@@ -206,22 +206,22 @@ def _label(name: str) -> str:
 def _read_data_url(url: str, where: str) -> bytes:
     header, _, payload = url.partition(",")
     if not header.lower().endswith(";base64"):
-        raise BadImage(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
+        raise BadMedia(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
     _limit_bytes(len(payload) * 3 // 4 - 2, where)  # base64 has up to two bytes of padding
     try:
         return base64.b64decode("".join(unquote(payload).split()), validate=True)
     except ValueError as error:
-        raise BadImage(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
+        raise BadMedia(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
 def _read_file(name: str, where: str, image_dir: Folder, at_most: int, files: Files) -> bytes:
     if len(name) > 64 and _BASE64.fullmatch(name):
-        raise BadImage(f"{where} is base64 alone; write it as data:image/png;base64,...")
+        raise BadMedia(f"{where} is base64 alone; write it as data:image/png;base64,...")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
         name = unquote(re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE))
     elif scheme:
-        raise BadImage(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
+        raise BadMedia(f"{where} is a URL, and nothing is fetched; download it and give the file's path")
     folder = str(image_dir or ".")
     try:
         path = os.path.join(expand_home(folder), expand_home(name))
@@ -233,10 +233,10 @@ def _read_file(name: str, where: str, image_dir: Folder, at_most: int, files: Fi
         why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
         missing = isinstance(error, FileNotFoundError) and image_dir is not None
     if missing and (near := _nearby_folder(folder, name)) is not None:
-        raise BadImage(f"{why}; '{os.path.join(near, name)}' exists: data.image_dir={near}")
+        raise BadMedia(f"{why}; '{os.path.join(near, name)}' exists: data.image_dir={near}")
     rule = ", which is data.image_dir, or the dataset file's folder if that is not set"
     start = f"relative paths start at {os.path.abspath(folder)}{'' if image_dir is None else rule}"
-    raise BadImage(f"{why}; {start}")
+    raise BadMedia(f"{why}; {start}")
 
 
 def _nearby_folder(folder: str, name: str) -> str | None:
@@ -255,14 +255,14 @@ def _folders_near(here: str) -> list[str]:
 def _limit_pixels(size: Size, where: str) -> None:
     width, height = size
     if not 0 < width * height <= MAX_PIXELS:
-        raise BadImage(
+        raise BadMedia(
             f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {MAX_PIXELS}: shrink the image"
         )
 
 
 def _limit_bytes(size: int, where: str) -> None:
     if size > MAX_BYTES:
-        raise BadImage(f"{where} has {size} bytes; {MAX_BYTES} are allowed: shrink the image")
+        raise BadMedia(f"{where} has {size} bytes; {MAX_BYTES} are allowed: shrink the image")
 
 
 def _identify(data: bytes, where: str) -> Image.Image:
@@ -270,7 +270,7 @@ def _identify(data: bytes, where: str) -> Image.Image:
     try:
         return Image.open(BytesIO(data), formats=FORMATS)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadImage(
+        raise BadMedia(
             f"{where} has too many pixels ({error}); legal are 1 to {MAX_PIXELS}: shrink the image"
         ) from None
     except MemoryError:
@@ -280,7 +280,7 @@ def _identify(data: bytes, where: str) -> Image.Image:
         looks = next((kind for magic, at, kind in _IMPOSTORS if head.startswith(magic, at)), "")
         looks = looks and f" (it looks like {looks})"
         legal = ", ".join(FORMATS)
-        raise BadImage(f"{where} is not an image that can be read{looks}; legal are {legal}") from None
+        raise BadMedia(f"{where} is not an image that can be read{looks}; legal are {legal}") from None
 
 
 def _decode(image: Image.Image, where: str) -> Image.Image:
@@ -294,10 +294,10 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
     except MemoryError:
         raise
     except Exception as error:  # as for the header: OSError, SyntaxError, struct.error, zlib.error, ...
-        raise BadImage(
+        raise BadMedia(
             f"{where} is damaged or truncated ({error}); write or download it again, or leave the row out"
         ) from None
-    raise BadImage(
+    raise BadMedia(
         f"{where} has more than one frame or page, and would lose all but the first; "
         "save the frame that is meant as PNG or JPEG"
     )
@@ -305,7 +305,7 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
 
 def _to_rgb(image: Image.Image, where: str) -> Image.Image:
     if image.mode not in _EIGHT_BITS:
-        raise BadImage(
+        raise BadMedia(
             f"{where} has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"
         )
     if not image.has_transparency_data:

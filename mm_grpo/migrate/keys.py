@@ -40,6 +40,7 @@ FIELDS: Mapping[str, str] = {
     "rollout.vllm.gpu_memory_utilization": "vllm_gpu_memory_utilization rollout.gpu_memory_utilization",
     "rollout.vllm.max_model_len": "vllm_max_model_length vllm_max_model_len rollout.max_model_len",
     "rollout.vllm.max_images": "limit_images vllm_limit_mm_per_prompt.image",
+    "rollout.vllm.max_videos": "vllm_limit_mm_per_prompt.video",
     "rollout.eval.num_generations": "num_generations_eval val_kwargs.n val_override_config.n",
     "rollout.eval.temperature": "val_kwargs.temperature val_override_config.temperature",
     "rollout.eval.top_p": "val_kwargs.top_p val_override_config.top_p",

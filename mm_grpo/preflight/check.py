@@ -27,7 +27,7 @@ from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import toolbox_of
-from mm_grpo.errors import BadImage, DataError, UserError, by_cause
+from mm_grpo.errors import BadMedia, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
@@ -116,7 +116,7 @@ def _check(  # noqa: PLR0915
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
     processor, template = processor_of(config), config.data.gold_template
-    if config.data.on_bad_image == "drop":
+    if config.data.on_bad_media == "drop":
         train, *evaluations = (readable(d, "drop", Ranks(), processor) for d in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     # the reward of an environment has no right answer
@@ -260,8 +260,8 @@ def _check_rows(
             message = find_fault(prompt)
         except UserError as error:
             message, key = str(error), prompt_builder.dropped_by(error)
-            if isinstance(error, BadImage) and key is None:
-                message += "; data.on_bad_image=drop leaves out a tenth of the rows at most"
+            if isinstance(error, BadMedia) and key is None:
+                message += "; data.on_bad_media=drop leaves out a tenth of the rows at most"
         if message:
             # An error about a sample begins with its uid, which counts rows from 0; a user looks for the file's line.
             message = message.removeprefix(f"{uid}: ")

@@ -50,7 +50,7 @@ def measure(
     success = Success.of(config, scorer.specs)
     train = load_train(config, needs=scorer.check, turns=several_turns)
     processor = processor_of(config)
-    all_rows = readable(train, config.data.on_bad_image, ranks, processor)
+    all_rows = readable(train, config.data.on_bad_media, ranks, processor)
     subset = evenly_spaced(all_rows, rows)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), subset.columns), processes=1)

@@ -53,7 +53,10 @@ class Processor(Protocol):
         """Process one sample. DataError, naming the row, when it cannot be used."""
 
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
-        """Return a bound on the tokens that `prompt` makes of a sample with so many images of any size."""
+        """Return a bound on the tokens that `prompt` makes of a sample with so many images of any size, and no video.
+
+        A processor that takes videos has `max_video_tokens(frames)`, the bound for a video of so many frames.
+        """
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a completion, without special tokens."""
@@ -66,10 +69,13 @@ class ConversationProcessor(Processor, Protocol):
     """Processor of conversations that go on for several turns."""
 
     def picture(self, medium: Medium, *, row: str) -> Picture:
-        """Process an image or a video of an observation. DataError, naming the row, when it cannot be used."""
+        """Process an image or a video of an observation.
+
+        BadMedia, naming the row, when this one cannot be used; DataError when none of its kind can.
+        """
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
+        """Append collapsed ids, with one placeholder for each of `pictures`, to a prompt. Its ids stay the same."""
 
     def observation(self, answers: Sequence[Sequence[str | Medium]], sample: Sample) -> list[int]:
         """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""
@@ -101,9 +107,10 @@ def load_processor(
 ) -> Processor:
     """Load the processor for the model at `path`.
 
-    `min_pixels` and `max_pixels` limit an image's area, `video_max_pixels` a frame's; None leaves the model's own limit. `processor` is the config's
-    `model.processor`: a user's class, as `file.py:Class` or `module:Class`. Raises ConfigError when the folder holds no
-    model, the family is unknown, the class is no processor, or chat_template_kwargs cannot be applied.
+    `min_pixels` and `max_pixels` limit an image's area, `video_max_pixels` a video frame's; None leaves the model's own
+    limit. `processor` is the config's `model.processor`: a user's class, as `file.py:Class` or `module:Class`. Raises
+    ConfigError when the folder holds no model, the family is unknown, the class is no processor, or an argument cannot
+    be applied.
     """
     cls, config = processor_class(path, processor=processor, trust_remote_code=trust_remote_code)
     # a user's class need not take arguments that most configs leave out

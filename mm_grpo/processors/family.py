@@ -87,6 +87,8 @@ class Family(ABC):
     """Kinds of text layers that its models may have, as `layer_types` of a text config. The learner refuses
     `linear_attention` that it cannot start from a state (learner/linear_attention.py), and masks `sliding_attention` by
     the config's `sliding_window`."""
+    video_token_id: int | None = None
+    """Id of the tokens of videos; None if it is the config's `video_token_id`, or if there are no videos."""
     looks_ahead: bool = False
     """True when an image's tokens see later tokens of it; refused with vLLM on a CPU, which does not follow that."""
 
@@ -136,7 +138,7 @@ class Family(ABC):
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)
-        video = getattr(model.config, "video_token_id", None)
+        video = getattr(model.config, "video_token_id", self.video_token_id)
         if "pixel_values" in inputs and video is not None:
             # features of videos are given in the place of images, with those, in the order of their tokens
             ids = inputs["input_ids"]

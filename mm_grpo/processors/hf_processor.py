@@ -28,14 +28,25 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
-from mm_grpo.errors import BadImage, ConfigError, DataError
+from mm_grpo.errors import BadMedia, ConfigError, DataError
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
 from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
-from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, pixel_limits, with_limits
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array
+from mm_grpo.types import (
+    EnginePrompt,
+    Medium,
+    Picture,
+    Prompt,
+    Sample,
+    Video,
+    message_part,
+    pixel_limits,
+    with_limits,
+)
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Layout
@@ -48,8 +59,8 @@ class HFProcessor(ABC):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
-    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a readable processor, chat template or vocabulary, and for
-    limits that no image of the family can keep.
+    then writes that. `video_max_pixels` bounds the area of a video's frame. Raises ConfigError for a folder without a
+    readable processor, chat template or vocabulary, and for limits that no image of the family can keep.
     """
 
     family: Family
@@ -61,6 +72,8 @@ class HFProcessor(ABC):
     follows_rows: ClassVar[bool] = True
     no_video = ""
     """Why a model of a family with videos takes none."""
+    frame: Size | None = None
+    """(height, width) of the frames of all videos, in a family that knows no other."""
     content_as_parts: ClassVar[bool] = True
     """True when the chat template gets a message's string as a list of one part: some templates take no string."""
 
@@ -134,11 +147,6 @@ class HFProcessor(ABC):
         Raises DataError with the row's name for videos that the family does not take, an image without a stable size,
         or special tokens in the text.
         """
-        if sample.videos and self.video_token_id is None:
-            raise DataError(
-                f"{sample.uid}: the row has {len(sample.videos)} video(s), and this model cannot be trained on them: "
-                f"{self.no_video or f'models of type {self.config.model_type!r} get images alone'}; leave the row out"
-            )
         limits = chain(pixel_limits(sample.messages), repeat({}))
         pairs = enumerate(zip(sample.media, limits, strict=False))
         media = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
@@ -214,8 +222,10 @@ class HFProcessor(ABC):
         """
         row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
-        marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
-        placeholders = (self.image_token_id, self.video_token_id)
+        marker, kinds = "mm-grpo-turn", {self.image_token_id: "image", self.video_token_id: "video"}
+        media = [
+            message_part(part)["type"] for parts in answers for part in parts if not isinstance(part, str)
+        ]
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
@@ -232,10 +242,10 @@ class HFProcessor(ABC):
         for as_tool in (True, False) if knows_tools(self.template) else (False,):
             messages = [*before, *answer_messages(plain, as_tool=as_tool)]
             ids = conversation_ids(render, self.tokenizer, messages, row)
-            if ids and sum(token in placeholders for token in ids) == images:
+            if ids and [kinds[token] for token in ids if token in kinds] == media:
                 return ids
         raise DataError(
-            f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
+            f"{row}: the model's chat template does not show an answer with {_kinds(media)} after a turn of the "
             "model that ends with a stop token; conversations of several turns need one that does (model.path)"
         )
 
@@ -269,6 +279,10 @@ class HFProcessor(ABC):
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
 
+    def max_video_tokens(self, frames: int) -> int:
+        """Return a bound on the ids that a video of so many frames of any size becomes."""
+        return frames * self.max_image_tokens()
+
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
@@ -289,7 +303,16 @@ class HFProcessor(ABC):
     def frame_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize the frames of a video to. NoFixedPoint if there is none."""
         high = min(limits.get("max_pixels", self.video_max_pixels), self.video_max_pixels)
-        return self.image_size(size, {**limits, "max_pixels": high})
+        if self.frame is None:
+            return self.image_size(size, {**limits, "max_pixels": high})
+        height, width = self.frame
+        row_size = limits.get("resized_height", height), limits.get("resized_width", width)
+        if row_size != self.frame or not limits.get("min_pixels", 0) <= height * width <= high:
+            raise NoFixedPoint(
+                f"the model sees every frame at {width}x{height} = {height * width} pixels, which the limits of the "
+                f"row or data.video_max_pixels = {self.video_max_pixels} do not allow; remove them"
+            )
+        return self.frame
 
     def fixed_size(self, size: Size) -> Size:
         """Return the size to resize to, which the model's own rule maps to itself. NoFixedPoint if there is none."""
@@ -301,10 +324,17 @@ class HFProcessor(ABC):
 
     def encode(self, media: Sequence[Medium]) -> tuple[list[list[int]], dict[str, Tensor]]:
         """Return the ids of each medium, which is at its final size, and the vision tensors of all."""
-        options = {"return_tensors": "pt", "add_special_tokens": False}
-        # one image a call, as in vLLM, which caches the result for each image
-        outputs = [self.hf(text=[self.placeholder()], images=[image], **options) for image in media]
+        outputs = [self.output_of(medium) for medium in media]
         return [output["input_ids"][0].tolist() for output in outputs], self.vision(outputs)
+
+    def output_of(self, medium: Medium) -> Any:
+        """Return the output of `hf` for one medium, which is at its final size."""
+        # one medium a call, as in vLLM, which caches the result for each medium
+        options = {"return_tensors": "pt", "add_special_tokens": False}
+        if not isinstance(medium, Video):
+            return self.hf(text=[self.placeholder()], images=[medium], **options)
+        videos = {"videos": [frames_array(medium)], "videos_kwargs": FRAMES_UNCHANGED}
+        return self.hf(text=[self.video_placeholder()], **videos, **options)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Render a conversation by the chat template, by default up to the beginning of the answer."""
@@ -395,13 +425,18 @@ class HFProcessor(ABC):
     def _resize(self, uid: str, index: int, medium: Medium, limits: Mapping[str, int]) -> Medium:
         size = medium.size[::-1]
         if isinstance(medium, Video):
+            if self.video_token_id is None:
+                raise DataError(
+                    f"{uid}: a video is shown, and this model cannot be trained on videos: "
+                    f"{self.no_video or f'models of type {self.config.model_type!r} get images alone'}; leave it out"
+                )
             try:
                 final = self.frame_size(size, limits)
             except NoFixedPoint as error:
-                raise BadImage(f"{uid}: video {index}: its frames have no stable size: {error}") from None
+                raise BadMedia(f"{uid}: video {index}: its frames have no stable size: {error}") from None
             return replace(medium, frames=tuple(resize_to(frame, final) for frame in medium.frames))
         if why := self.refusal(size, limits.items()):
-            raise BadImage(f"{uid}: image {index} {why}")
+            raise BadMedia(f"{uid}: image {index} {why}")
         return resize_to(medium, self.image_size(size, limits))
 
     def _check_placeholders(self, uid: str, token_ids: Sequence[int], media: Sequence[Medium]) -> None:
@@ -409,7 +444,7 @@ class HFProcessor(ABC):
         # ids that the template wrote in another order than the media would show one in the place of another
         kinds = {self.image_token_id: "image", self.video_token_id: "video"}
         actual = [kinds[token] for token in token_ids if token in kinds]
-        expected = ["video" if isinstance(medium, Video) else "image" for medium in media]
+        expected = [message_part(medium)["type"] for medium in media]
         if actual != expected:
             raise DataError(
                 f"{uid}: the prompt has {len(actual)} placeholder(s), {_kinds(actual)}, for {len(expected)} media, "

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mm_grpo.errors import BadImage
+from mm_grpo.errors import BadMedia
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -22,7 +22,7 @@ Size = tuple[int, int]
 """(height, width) in pixels."""
 
 
-class NoFixedPoint(BadImage):
+class NoFixedPoint(BadMedia):
     """The resize rule refuses this image under these limits, or never settles."""
 
 

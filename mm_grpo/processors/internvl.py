@@ -24,6 +24,8 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import TiledFamily
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
+from mm_grpo.types import Medium, Video
 
 
 class InternVLFamily(TiledFamily):
@@ -49,6 +51,9 @@ class InternVLProcessor(HFProcessor):
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         images = self.hf.image_processor
         self.tile: Size = (int(images.size["height"]), int(images.size["width"]))
+        self.frame = self.tile
+        self.family = InternVLFamily()
+        self.family.video_token_id = self.video_token_id  # the config has none
         area = self.tile[0] * self.tile[1]
         if min_pixels is not None:
             images.min_patches = math.ceil(min_pixels / area)
@@ -65,7 +70,8 @@ class InternVLProcessor(HFProcessor):
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         images = self.hf.image_processor
-        return {"min_patches": images.min_patches, "max_patches": images.max_patches}
+        limits = {"min_patches": images.min_patches, "max_patches": images.max_patches}
+        return {**limits, "videos_kwargs": FRAMES_UNCHANGED}
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         area = math.prod(self.tile)
@@ -76,6 +82,20 @@ class InternVLProcessor(HFProcessor):
             )
         columns, rows = get_optimal_tiled_canvas(size, self.tile, least, most)
         return rows * self.tile[0], columns * self.tile[1]
+
+    def max_video_tokens(self, frames: int) -> int:
+        text = self.tokenizer(f"Frame{frames}: \n", add_special_tokens=False)["input_ids"]
+        return int(frames * (len(text) + 2 + self.hf.image_seq_length))
+
+    def video_placeholder(self) -> str:
+        return str(self.hf.video_token)
+
+    def output_of(self, medium: Medium) -> Any:
+        output = super().output_of(medium)
+        if isinstance(medium, Video):  # in transformers its tokens are an image's, in vLLM a video's
+            ids = output["input_ids"]
+            ids[ids == self.image_token_id] = self.video_token_id
+        return output
 
     def max_image_tokens(self) -> int:
         tiles = self.hf.image_processor.max_patches

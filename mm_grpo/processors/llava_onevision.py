@@ -7,6 +7,9 @@ number of tokens is the number of features that are left, so it depends on the i
 A picture at the model's size touches two borders of its canvas: nothing is resized but the small picture of the whole,
 which is made from it. Every image of a prompt is tiled, as vLLM does it. (Transformers' own processor shows several
 images as one small picture each, if it gets them as one nested list.)
+
+A frame of a video is one tile, whose features are pooled to a quarter; one newline ends the video. Vision tensors have
+the frames of a video in the place of tiles, and `frames`, their number: 0 for an image.
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
-from mm_grpo.processors.family import Family
+from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 
 
 class LlavaOnevisionFamily(Family):
@@ -42,10 +47,41 @@ class LlavaOnevisionFamily(Family):
         return {
             "pixel_values": torch.zeros(tiles, model.config.vision_config.num_channels, side, side),
             "image_sizes": torch.tensor([[height, width]]),
+            "frames": torch.zeros(1, dtype=torch.long),
         }
 
     def count(self, vision: Mapping[str, Tensor]) -> int:
         return len(vision["image_sizes"]) if vision else 0
+
+    def hidden_states(self, model: Any, *, frames: Tensor | None = None, **inputs: Any) -> Tensor:
+        if frames is not None:
+            # the model's forward takes the images of all rows before the videos, and videos of one length alone
+            vision = {
+                "frames": frames,
+                **{name: inputs.pop(name) for name in ("pixel_values", "image_sizes")},
+            }
+            ids = inputs.pop("input_ids")
+            embeds = model.get_input_embeddings()(ids)
+            features = torch.cat(self.features(model, vision).images).to(embeds)
+            is_medium = (ids == model.config.image_token_id) | (ids == model.config.video_token_id)
+            inputs["inputs_embeds"] = embeds.masked_scatter(is_medium[..., None], features)
+        return super().hidden_states(model, **inputs)
+
+    def features(self, model: Any, vision: Mapping[str, Tensor]) -> VisionFeatures:
+        """Run the tower over all images together, and over each video."""
+        backbone, sizes, config = model.model, vision["image_sizes"], model.config
+        frames = dict(enumerate(vision["frames"].tolist()))
+        resolutions, side = config.image_grid_pinpoints, config.vision_config.image_size
+        counts = [frames[i] or image_size_to_num_patches(sizes[i], resolutions, side) for i in frames]
+        pixels = vision["pixel_values"].split(counts)
+        features: dict[int, Tensor] = {}
+        if images := [i for i in frames if not frames[i]]:
+            tiles = torch.cat([pixels[i] for i in images])
+            output = backbone.get_image_features(tiles, sizes[images], return_dict=True)
+            features = dict(zip(images, output.pooler_output, strict=True))
+        for i in frames.keys() - features.keys():
+            features[i] = backbone.get_video_features(pixels[i][None], return_dict=True).pooler_output[0]
+        return VisionFeatures(tuple(features[i] for i in frames))
 
 
 @register("llava_onevision")
@@ -64,6 +100,7 @@ class LlavaOnevisionProcessor(HFProcessor):
     def limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[int, int]:
         resolutions: list[list[int]] = self.hf.image_processor.image_grid_pinpoints
         low, high = min_pixels or 0, max_pixels or max(map(math.prod, resolutions))
+        self.frame = (self.config.vision_config.image_size,) * 2
         self.resolutions = [sides for sides in resolutions if low <= math.prod(sides) <= high]
         if not self.resolutions:
             areas = sorted(set(map(math.prod, resolutions)))
@@ -94,6 +131,13 @@ class LlavaOnevisionProcessor(HFProcessor):
             raise NoFixedPoint(f"no resolution of the model has an area from {min_pixels} to {max_pixels}")
         return _fit(size, select_best_resolution(size, resolutions))
 
+    def video_placeholder(self) -> str:
+        return str(self.hf.video_token)
+
+    @property
+    def mm_processor_kwargs(self) -> Mapping[str, Any]:
+        return {"videos_kwargs": FRAMES_UNCHANGED}
+
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""
         picture_tokens = int(self.hf.num_image_tokens)
@@ -107,9 +151,18 @@ class LlavaOnevisionProcessor(HFProcessor):
             for rows, columns in tiles
         )
 
+    def max_video_tokens(self, frames: int) -> int:
+        return frames * math.ceil(math.isqrt(int(self.hf.num_image_tokens)) / 2) ** 2 + 1
+
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        sizes = torch.cat([o["image_sizes"] for o in outputs])
-        return {"pixel_values": torch.cat([o["pixel_values"][0] for o in outputs]), "image_sizes": sizes}
+        videos = [output.get("pixel_values_videos", [()])[0] for output in outputs]
+        pixels = [v if len(v) else o["pixel_values"][0] for v, o in zip(videos, outputs, strict=True)]
+        sizes = [output.get("image_sizes", torch.tensor([self.frame])) for output in outputs]
+        return {
+            "pixel_values": torch.cat(pixels),
+            "image_sizes": torch.cat(sizes),
+            "frames": torch.tensor([len(video) for video in videos]),
+        }
 
 
 def _fit(size: Size, resolution: Sequence[int]) -> Size:

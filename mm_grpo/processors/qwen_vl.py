@@ -17,21 +17,22 @@ the positions; in Qwen3-VL and Qwen3.5 it is a run of tokens for each pair of fr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+from transformers.video_utils import VideoMetadata
 
-from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.types import Medium, Video
 
 IMAGE_TOKENS = 1280
@@ -39,6 +40,9 @@ IMAGE_TOKENS = 1280
 16,384, and a 12-megapixel photo has some 15,000."""
 FRAME_TOKENS = 256
 """Most tokens of two frames of a video if `data.video_max_pixels` is not set."""
+
+LATEST = 99_999
+"""Seconds that no time of a frame has more digits than."""
 
 
 class QwenVLFamily(Family):
@@ -114,14 +118,27 @@ class QwenVLProcessor(HFProcessor):
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
         return {
             "images_kwargs": {"size": size},
-            "videos_kwargs": {"size": size, "do_resize": False, "do_sample_frames": False},
+            "videos_kwargs": {"size": size, **self._frames_unchanged},
         }
+
+    @property
+    def _frames_unchanged(self) -> dict[str, bool]:
+        """Return arguments of the video processor that let it choose and resize no frame."""
+        # transformers 5.19 warns if this is not said, and other versions do not take it
+        has_cap = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
+        return FRAMES_UNCHANGED | ({"cap_pixels_per_frame": False} if has_cap else {})
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
         return _rule(size, self.factor, min_pixels, max_pixels)
 
     def max_image_tokens(self) -> int:
         return self.max_pixels // self.factor**2
+
+    def max_video_tokens(self, frames: int) -> int:
+        pair = max(self.video_max_pixels, self.min_pixels) // self.factor**2
+        if self.writes_times:
+            pair += len(self.tokenizer(f"<{LATEST:.1f} seconds>", add_special_tokens=False)["input_ids"]) + 2
+        return -(-frames // 2) * pair
 
     def video_placeholder(self) -> str:
         return str(self.hf.video_token)
@@ -138,11 +155,7 @@ class QwenVLProcessor(HFProcessor):
             )
             return output
         output = self.hf.video_processor(
-            [frames_array(medium)],
-            do_resize=False,
-            do_sample_frames=False,
-            cap_pixels_per_frame=False,
-            return_tensors="pt",
+            [frames_array(medium)], return_tensors="pt", **self._frames_unchanged
         )
         return {"pixel_values": output["pixel_values_videos"], "image_grid_thw": output["video_grid_thw"]}
 
@@ -205,8 +218,9 @@ class QwenVLProcessor(HFProcessor):
             if isinstance(medium, Video) and self.writes_times:
                 time, runs = 1, time
             elif isinstance(medium, Video) and (rate := getattr(sizes, "tokens_per_second", None)):
-                # in float32, as engines have it: floor could differ
-                step = float(np.float32(self.hf.video_processor.temporal_patch_size / medium.fps)) * rate
+                # from these numbers and in float32, as engines have it: floor could differ
+                fps = VideoMetadata(**video_metadata(medium)).sampled_fps
+                step = float(np.float32(self.hf.video_processor.temporal_patch_size / fps)) * rate
             block = torch.from_numpy(np.indices((time, height, width)).reshape(3, -1))
             block[0] = (block[0] * step).long()
             yield from [block] * runs
@@ -217,11 +231,6 @@ class QwenVLProcessor(HFProcessor):
             super().save(path)
         finally:
             self.hf.image_processor.size = size
-
-
-def frames_array(video: Video) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the frames of a video as an array [F, height, width, 3]."""
-    return np.stack([np.asarray(frame) for frame in video.frames])
 
 
 def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:

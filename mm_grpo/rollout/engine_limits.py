@@ -1,15 +1,15 @@
 """Limits in tokens: of a prompt, and of vLLM if the config leaves them to the rows.
 
 vLLM reserves room for one sequence of `rollout.vllm.max_model_len` at least. The whole context of a model (128,000
-tokens of Qwen2.5-VL) is more than a run needs and often more than fits. So rows are read with their images closed; an
-image counts as large as `data.max_pixels` lets it be.
+tokens of Qwen2.5-VL) is more than a run needs and often more than fits. So rows are read with their media closed; an
+image counts as large as `data.max_pixels` lets it be, a video as `data.video_max_frames` and `data.video_max_pixels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.types import Sample
@@ -17,13 +17,14 @@ from mm_grpo.types import Sample
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
+    from mm_grpo.data.rows import Fields
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
 
 ROWS = 1000
 """Rows of a set that are looked at: the longest ones of a list, else evenly spaced ones."""
-IMAGE = 5000
-"""Characters that an image counts as when the longest rows are chosen."""
+MEDIUM = 5000
+"""Characters that an image or a video counts as when the longest rows are chosen."""
 MARGIN = 1.25
 """Factor on the longest row that was looked at, if there are more rows."""
 STEP = 256
@@ -65,17 +66,18 @@ def prompt_limit(
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Largest sequence, in tokens, and largest number of images in a prompt."""
+    """Largest sequence, in tokens, and largest numbers of images and of videos in a prompt."""
 
     max_model_len: int
     max_images: int
+    max_videos: int
     sentence: str = ""
-    """Origin of the limits, for the user; "" if the config sets both."""
+    """Origin of the limits, for the user; "" if the config sets all."""
 
     def in_config(self, config: GRPOConfig) -> GRPOConfig:
         """Return the config with these limits."""
-        fields = {"max_model_len": self.max_model_len, "max_images": self.max_images}
-        return config.with_values({f"rollout.vllm.{name}": value for name, value in fields.items()})
+        names = ("max_model_len", "max_images", "max_videos")
+        return config.with_values({f"rollout.vllm.{name}": getattr(self, name) for name in names})
 
 
 def engine_limits(
@@ -92,39 +94,53 @@ def engine_limits(
     """
     vllm, rollout = config.rollout.vllm, config.rollout
     answer = max(rollout.max_completion_length, rollout.eval.max_completion_length or 0) + 1
-    if vllm.max_model_len is not None and vllm.max_images is not None:
-        return EngineLimits(vllm.max_model_len, vllm.max_images)
+    if vllm.max_model_len is not None and vllm.max_images is not None and vllm.max_videos is not None:
+        return EngineLimits(vllm.max_model_len, vllm.max_images, vllm.max_videos)
     parts = [part for dataset in datasets for part in dataset.sources]
     places, total = [(part, i) for part in parts for i in _rows_to_look_at(part)], sum(map(len, parts))
-    longest = images = 1
+    longest, images, videos = 1, 1, 0
+    video_tokens = getattr(processor, "max_video_tokens", lambda frames: 0)(config.data.video_max_frames)
     for dataset, index in places:
         fields = dataset.fields(index)
-        count, kwargs = len(fields.images), fields.chat_template_kwargs
+        counts, kwargs = [len(sources) for sources in _media(fields)], fields.chat_template_kwargs
         closed = Sample(dataset.row_name(index), fields.messages, chat_template_kwargs=kwargs)
-        longest = max(longest, processor.max_prompt_tokens(closed, count))
-        images = max(images, count)
+        longest = max(longest, processor.max_prompt_tokens(closed, counts[0]) + counts[1] * video_tokens)
+        images, videos = max(images, counts[0]), max(videos, counts[1])
     if toolbox is not None:
         added = [_added(toolbox, processor, dataset.sample(index)) for dataset, index in places[:OPENED]]
-        longest += max((tokens for tokens, _ in added), default=0)
-        images += max((more for _, more in added), default=0) + rollout.max_images_per_episode
+        more_tokens, more_images, more_videos = map(max, zip(*added, strict=True)) if added else (0, 0, 0)
+        longest += more_tokens
+        images += more_images + rollout.max_images_per_episode
+        videos += more_videos
+        videos += (
+            rollout.max_images_per_episode if videos else 0
+        )  # room that most runs would not use costs memory
     if len(places) < total:
         longest = int(longest * MARGIN)
     prompt = min(longest, config.data.max_prompt_length or longest)
     need = -(-(prompt + answer) // STEP) * STEP if total else context or UNKNOWN
     length, images = vllm.max_model_len or min(need, context or need), vllm.max_images or images
+    videos = videos if vllm.max_videos is None else vllm.max_videos
     return EngineLimits(
         length,
         images,
-        f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len) and "
-        f"{images} image(s) in a prompt (rollout.vllm.max_images), for {len(places):,} of {total:,} rows",
+        videos,
+        f"vLLM: up to {length:,} tokens of prompt and completion (rollout.vllm.max_model_len), {images} image(s) "
+        f"(max_images) and {videos} video(s) (max_videos) in a prompt, for {len(places):,} of {total:,} rows",
     )
 
 
-def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int]:
-    """Return the tokens and images that tools and environment add to the prompt of a row."""
+def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int, int, int]:
+    """Return the tokens, images and videos that tools and environment add to the prompt of a row."""
     prepared = toolbox.prepare(sample)
     before, after = (len(processor.prompt(version).token_ids) for version in (sample, prepared))
-    return after - before, len(prepared.images) - len(sample.images)
+    images, videos = len(prepared.images) - len(sample.images), len(prepared.videos) - len(sample.videos)
+    return after - before, images, videos
+
+
+def _media(fields: Fields) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the sources of images and of videos of a row."""
+    return fields.images, getattr(fields, "videos", ())
 
 
 def _rows_to_look_at(dataset: Rows) -> list[int]:
@@ -133,6 +149,6 @@ def _rows_to_look_at(dataset: Rows) -> list[int]:
 
     def size(index: int) -> int:
         fields = dataset.fields(index)
-        return len(str(fields.messages)) + IMAGE * len(fields.images)
+        return len(str(fields.messages)) + MEDIUM * sum(map(len, _media(fields)))
 
     return sorted(range(len(dataset)), key=size, reverse=True)[:ROWS]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.errors import BadImage, DataError, UserError
+from mm_grpo.errors import BadMedia, DataError, UserError
 from mm_grpo.rewards.thinking import OPEN
 from mm_grpo.rollout.engine_limits import prompt_limit
 from mm_grpo.rollout.prefetch import Prefetched, Prefetcher
@@ -65,7 +65,7 @@ class PromptBuilder:
         preparer: SamplePreparer | None = None,
     ) -> None:
         self.processor, self.prefetcher = processor, Prefetcher(processor, WORKERS, preparer)
-        self.policy, self.bad_images = config.data.on_overlong, config.data.on_bad_image
+        self.policy, self.bad_media = config.data.on_overlong, config.data.on_bad_media
         sizes = context, max_model_len
         self.limit_name, self.limit = prompt_limit(config, *sizes, training=True)
         self.evaluation = self
@@ -121,7 +121,7 @@ class PromptBuilder:
         """Return the field by which an error about a prompt leaves its row out; None if it ends the run."""
         if isinstance(error, TooLong) and self.policy == "drop":
             return "data.on_overlong"
-        return "data.on_bad_image" if isinstance(error, BadImage) and self.bad_images == "drop" else None
+        return "data.on_bad_media" if isinstance(error, BadMedia) and self.bad_media == "drop" else None
 
     def _usable(self, wait: Callable[[], Prefetched]) -> Prefetched | None:
         """Wait for a row's prompt; None when it is dropped."""
@@ -131,9 +131,9 @@ class PromptBuilder:
         except DataError as error:
             if self.dropped_by(error) is not None:
                 return None
-            if isinstance(error, BadImage):
-                remedy = "data.on_bad_image=drop leaves the row out, also with --resume of a run that stopped"
-                raise BadImage(f"{error}. {remedy}") from None
+            if isinstance(error, BadMedia):
+                remedy = "data.on_bad_media=drop leaves the row out, also with --resume of a run that stopped"
+                raise BadMedia(f"{error}. {remedy}") from None
             raise
 
     def _checked(self, prompt: Prompt) -> Prompt:

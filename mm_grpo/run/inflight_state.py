@@ -22,7 +22,7 @@ from PIL.Image import Image
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.run.json_records import decode, encode
 from mm_grpo.run.rollout_log import plain_value
-from mm_grpo.types import Group, Picture, Prompt, Tail
+from mm_grpo.types import Group, Picture, Prompt, Tail, Video
 
 if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks
@@ -138,13 +138,15 @@ def _groups(
 
 
 def _tail(values: Values, prompt: Prompt, processor: Processor, pictures: dict[str, Picture]) -> Tail:
-    """Make a tail, with its pictures from their images, equal images once."""
-    images = [picture["image"] for picture in values["pictures"]]
-    for image in images:
-        if image not in pictures:
+    """Make a tail, with its pictures from their media, equal media once."""
+    media = [json.dumps(picture["medium"]) for picture in values["pictures"]]
+    for medium in media:
+        if medium not in pictures:
             conversational = cast("ConversationProcessor", processor)  # it made the tails
-            pictures[image] = conversational.picture(decode(Image, image), row=prompt.uid)
+            pictures[medium] = conversational.picture(
+                decode(Image | Video, json.loads(medium)), row=prompt.uid
+            )
     positions = torch.tensor(values["position_ids"], dtype=prompt.position_ids.dtype)
-    tensors = {"position_ids": positions, "pictures": [pictures[image] for image in images]}
+    tensors = {"position_ids": positions, "pictures": [pictures[medium] for medium in media]}
     tail: Tail = decode(Tail, {**values, **tensors})
     return tail

@@ -31,7 +31,7 @@ logger = logging.getLogger("mm_grpo")
 NEUTRAL = (
     "model.device",
     "data.gold_template",
-    "data.on_bad_image",  # rows left out at the start show in the fingerprint
+    "data.on_bad_media",  # rows left out at the start show in the fingerprint
     "rollout.environment_workers",
     "rollout.vllm.gpu_memory_utilization",
     "rollout.vllm.sleep_level",

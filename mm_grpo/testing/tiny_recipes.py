@@ -149,7 +149,7 @@ def _internvl(options: Options) -> tuple[Any, Any]:
         image_processor=images,
         video_processor=transformers.InternVLVideoProcessor(size={"height": TILE, "width": TILE}),
         tokenizer=tokenizer,
-        chat_template=CHATML.replace("IMAGE", "<IMG_CONTEXT>\n"),
+        chat_template=CHATML.replace("IMAGE", "<IMG_CONTEXT>\n").replace("VIDEO", "<video>\n"),
         image_seq_length=(TILE // PATCH // 2) ** 2,
     )
     config = transformers.InternVLConfig(
@@ -222,7 +222,7 @@ def _llava_onevision(options: Options) -> tuple[Any, Any]:
         image_processor=transformers.LlavaOnevisionImageProcessor(**sizes, image_grid_pinpoints=pinpoints),
         video_processor=transformers.LlavaOnevisionVideoProcessor(**sizes),
         tokenizer=tokenizer,
-        chat_template=CHATML.replace("IMAGE", "<image>"),
+        chat_template=CHATML.replace("IMAGE", "<image>").replace("VIDEO", "<video>"),
         num_image_tokens=(TILE // PATCH) ** 2,
         vision_feature_select_strategy="full",
         vision_aspect_ratio="anyres_max_4",

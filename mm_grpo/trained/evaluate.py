@@ -76,7 +76,7 @@ def evaluate_config(
         raise ConfigError("data.eval = null: there are no rows to evaluate on; name some")
     section = config.model if model.config is None else model.config.model
     sampled_config = config.model_copy(update={"model": section})
-    processor, drop = processor_of(sampled_config), config.data.on_bad_image
+    processor, drop = processor_of(sampled_config), config.data.on_bad_media
     sets = {name: readable(rows, drop, ranks, processor) for name, rows in sets.items()}
     for name, rows in sets.items():
         if by is not None and by not in (columns := rows.columns):

@@ -218,8 +218,8 @@ def test_lost_images_are_one_cause(command: Any, config_path: Path, monkeypatch:
     assert "4 of 4 rows" in lost.out and "data.image_dir=photos" in lost.out, lost.out
     assert command("check", config_path, "data.image_dir=photos").code == 0
     (photos / "2.png").write_bytes((photos / "2.png").read_bytes()[:200])  # shows in decoding alone
-    drop = command("check", config_path, "data.image_dir=photos", "data.on_bad_image=drop")
-    assert "(data.on_bad_image = drop): 1 of 4" in drop.out
+    drop = command("check", config_path, "data.image_dir=photos", "data.on_bad_media=drop")
+    assert "(data.on_bad_media = drop): 1 of 4" in drop.out
 
 
 def test_a_bad_first_picture_of_an_environments_rows_is_listed(command: Any, config_path: Path) -> None:

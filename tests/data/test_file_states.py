@@ -14,7 +14,7 @@ from reading import config, numbered, png, read, write_rows
 
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.image_files import readable
-from mm_grpo.data.images import BadImage
+from mm_grpo.data.images import BadMedia
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
@@ -85,7 +85,7 @@ def test_an_image_that_changes_later(tmp_path: Path, form: str, change: Callable
         try:
             found.sample(index)
         except DataError as error:
-            assert not isinstance(error, BadImage)
+            assert not isinstance(error, BadMedia)
             messages.append((str(error), found.row_name(index)))
     ((message, row_name),) = messages
     assert "2.png" in message and row_name in message and "--resume" in message
@@ -97,7 +97,7 @@ def load(rows: object, folder: Path) -> Dataset:
 
 def test_an_image_that_was_never_there_may_come(tmp_path: Path) -> None:
     rows = load([{"prompt": "?", "image": "0.png"}], tmp_path)
-    with pytest.raises(BadImage):
+    with pytest.raises(BadMedia):
         rows.sample(0)
     (tmp_path / "0.png").write_bytes(png())
     assert len(rows.sample(0).images) == len(rows.sample(0).images) == 1

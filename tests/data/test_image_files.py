@@ -20,7 +20,7 @@ from mm_grpo.data.images import jpeg_size
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.errors import BadImage, DataError
+from mm_grpo.errors import BadMedia, DataError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.prompts import PromptBuilder
 
@@ -50,7 +50,7 @@ def numbers(found: Rows) -> list[int]:
 @pytest.mark.parametrize("data", [None, b"", b"<html>no</html>"])
 def test_a_file_that_is_no_picture_ends_the_run_or_is_left_out(tmp_path: Path, data: bytes | None) -> None:
     found = dataset(rows(tmp_path, bad={7: data}))
-    with pytest.raises(DataError, match=r"^train row 7: image .*data\.on_bad_image"):
+    with pytest.raises(DataError, match=r"^train row 7: image .*data\.on_bad_media"):
         readable(found, "stop", Ranks())
     left = readable(found, "drop", Ranks())
     assert numbers(left) == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
@@ -94,12 +94,12 @@ def test_a_truncated_picture_is_left_out_later(tmp_path: Path, models: dict[str,
     given = rows(tmp_path, 4)
     path = Path(given[1]["image"])
     path.write_bytes(path.read_bytes()[:900])
-    made = config(on_bad_image="drop").with_values({"model.path": str(models["qwen2_5_vl"])})
+    made = config(on_bad_media="drop").with_values({"model.path": str(models["qwen2_5_vl"])})
     builder = PromptBuilder(load_processor(made.model.path), made, None)
     step = builder.prompts(dataset(given), {0: 0, 1: 1, 2: 2})
     assert (step.slots, step.dropped) == ([0, 2], 1)
     builder.close()
-    stopping = made.with_values({"data.on_bad_image": "stop"})
+    stopping = made.with_values({"data.on_bad_media": "stop"})
     strict = PromptBuilder(load_processor(made.model.path), stopping, None)
     with pytest.raises(DataError, match=r"train row 1: "):
         strict.prompts(dataset(given), {0: 0, 1: 1})
@@ -158,7 +158,7 @@ def test_sizes_that_the_model_refuses_are_bad_images(
     )
     processor = load_processor(str(models["qwen2_5_vl"]))
     assert len(readable(given, "drop", Ranks(), processor)) == 10 - bad
-    with pytest.raises(BadImage, match=r"train row 0|train:0") if bad else nullcontext():
+    with pytest.raises(BadMedia, match=r"train row 0|train:0") if bad else nullcontext():
         processor.prompt(given.sample(0))
     with pytest.raises(DataError, match="train row 0") if bad else nullcontext():
         readable(given, "stop", Ranks(), processor)

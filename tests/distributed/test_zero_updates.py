@@ -19,7 +19,7 @@ import pytest
 import torch
 import updates
 from helpers import processes
-from helpers.families import is_rounding
+from helpers.families import is_rounding, limit_of
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.health.checks import update_happens
@@ -27,10 +27,6 @@ from mm_grpo.types import UpdateRecord
 
 pytestmark = pytest.mark.lowest
 
-LIMIT = 1e-5
-DECAYS = (".A_log", ".dt_bias")
-"""Whose gradients, sums of large parts that cancel, round more (learner/linear_attention.py): prompt and completions
-are added up one after the other where packs share a prompt."""
 LOSSES = ("grpo", "dr_grpo", "luspo")
 """One for each way to count completions and tokens; dapo's, the default, is in all other cases."""
 Case = dict[str, Any]
@@ -135,10 +131,9 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
     still = want["update"].keys() - moved.keys()
     moved = {name: change for name, change in moved.items() if not is_rounding(name)}
     for got in results:
-        decays = {n: t for n, t in moved.items() if n.endswith(DECAYS)}
-        for limit, part in ((LIMIT, moved.keys() - decays.keys()), (3 * LIMIT, decays.keys())):
-            distance, name = updates.far(got["update"], {n: moved[n] for n in part}) if part else (0.0, "")
-            assert distance <= limit, (case["name"], name, distance)
+        for name, change in moved.items():
+            distance = updates.far(got["update"], {name: change})[0]
+            assert distance <= limit_of(name), (case["name"], name, distance)
         assert not any(bool(got["update"][n].any()) for n in still)
         assert got["metrics"]["loss"] == pytest.approx(want["metrics"]["loss"], rel=1e-4, abs=1e-4)
         for name in want["metrics"].keys() & {"entropy", "twin_view/kl", "twin_view/share"}:

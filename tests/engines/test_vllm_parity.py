@@ -84,7 +84,7 @@ class OtherImage(VLLMEngine):
 
         def flipped(group: Sequence[Request]) -> Any:
             sent = sampled(group)
-            return replace(sent, images=tuple(image.transpose(1) for image in sent.images))
+            return replace(sent, media=tuple(image.transpose(1) for image in sent.media))
 
         self.requests.sampled = flipped  # type: ignore[method-assign]
 

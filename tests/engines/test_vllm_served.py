@@ -86,7 +86,7 @@ class Half(Rig):
             limits=ServerLimits(
                 **{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}
             ),
-            max_images=3,
+            max_media={"image": 3, "video": 1},
         )
         self.engines.append(engine)
         WeightLedger().send(engine, self.tensors(), 0)
@@ -106,7 +106,7 @@ class Half(Rig):
         found = 0.0
         for prompt in (self.prompt("one", tiny.picture(1)), self.prompt("none", text="say something")):
             sent, params = prompt.engine_prompt, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            work = EngineRequest("row", (*sent.token_ids, *IDS), sent.images, params)
+            work = EngineRequest("row", (*sent.token_ids, *IDS), sent.media, params)
             answer = wait(in_background(ask(client, str(BASE), work, 60.0)))
             pairs = zip(
                 answer.prompt_logprobs[-len(IDS) :], self.expected(prompt, IDS, mask=False), strict=True
@@ -130,7 +130,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Half]:
             transfer="gloo",
             host=host,
             port=processes.free_port(),
-            engine=replace(one.engine, max_model_len=512, max_images=3, lora_rank=8),
+            engine=replace(one.engine, max_model_len=512, max_images=3, max_videos=1, lora_rank=8),
         )
         for one, host in zip(server_settings(config, 2), (None, "127.0.0.1"), strict=True)
     ]

@@ -37,6 +37,7 @@ class Rig:
             max_model_len=1024,
             mm_processor_kwargs=tuple(mm_processor_kwargs(self.processor).items()),
             max_images=3,
+            max_videos=2,
             engine_kwargs=tuple(kwargs.items()),
         )
         started = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Conversations of random turns and observations with images, for every family, and transformers' forward of them."""
+"""Conversations of random turns and observations with images and videos, for every family, and transformers' forward of
+them."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
-from helpers.families import legal_tokens
+from helpers.families import legal_tokens, media_inputs
+from helpers.positions import defined_positions
 from mm_grpo.learner.pack import Item
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.types import Completion, Picture, Prompt
+from mm_grpo.types import Completion, Picture, Prompt, Video
 
 SIZES = [(84, 84), (56, 140), (112, 84)]
 
@@ -34,11 +36,20 @@ def conversation(
 
 
 def cases(processor: Any, seed: int, groups: int = 3, each: int = 4) -> tuple[list[Conversation], list[int]]:
-    """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures."""
+    """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures.
+
+    In families with videos the prompt with one image has a video too, and one of the pictures is a video.
+    """
     rng = random.Random(seed)
     shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(SIZES)]
     images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
-    starts = [processor.prompt(tiny.sample(str(g), "what is it", images[g % 3])) for g in range(groups)]
+    videos: list[tuple[Video, ...]] = [(), (), ()]
+    if processor.video_token_id is not None:
+        videos[1] = (tiny.video(4, 6, 56, 56),)
+        shown[1] = processor.picture(tiny.video(5, 7, 56, 84, fps=1.0), row="a")
+    rows = zip(images, videos, strict=True)
+    samples = [tiny.sample(str(g), "what is it", *media) for g, media in enumerate(rows)]
+    starts = [processor.prompt(samples[g % 3]) for g in range(groups)]
     pairs = [(start, g) for g, start in enumerate(starts) for _ in range(each)]
     made = [conversation(start, processor, rng, shown, rng.randint(1, 4)) for start, _ in pairs]
     return made, [g for _, g in pairs]
@@ -54,15 +65,21 @@ def items_of(conversations: list[Conversation], groups: list[int]) -> list[Item]
 def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
     """Log-probs [T] of what was sampled, by transformers' own processor and forward of the whole conversation.
 
-    Its processor is given all images of the conversation at once, and no text but their placeholders.
+    Its processor is given all media of the conversation at once, and no text but their placeholders. Positions after
+    videos are those of the definition (helpers/positions.py).
     """
-    ids, images = torch.tensor([c.prompt.token_ids]), list(c.prompt.engine_prompt.images)
+    ids, media = torch.tensor([c.prompt.token_ids]), c.prompt.engine_prompt.media
     inputs: dict[str, Any] = {}
-    if images:
-        text = processor.placeholder() * len(images)
-        made = processor.hf(text=[text], images=images, return_tensors="pt", add_special_tokens=False)
+    if media:
+        names = (
+            processor.video_placeholder() if isinstance(m, Video) else processor.placeholder() for m in media
+        )
+        made = media_inputs(processor, "".join(names), media)
         inputs = {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask")}
+    if any(isinstance(m, Video) for m in media):
+        inputs["position_ids"] = defined_positions(processor, c.prompt.token_ids, media)[:, None]
     kinds = (ids == model.config.image_token_id).long()
+    kinds[ids == processor.video_token_id] = 2
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in inputs or processor.config.model_type.startswith("qwen") is (name == "mm_token_type_ids"):
             inputs[name] = kinds

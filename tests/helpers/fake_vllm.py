@@ -441,7 +441,7 @@ def engine_of(
         transfer,
         Processor(),  # type: ignore[arg-type]
         limits=ServerLimits(**given),
-        max_images=2,
+        max_media={"image": 2, "video": 1},
         ranks=ranks,
     )
 

@@ -18,13 +18,13 @@ from mm_grpo.learner.pack import Pack, pictured_of, plan
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.types import Completion, Sample
+from mm_grpo.types import Completion, Medium, Sample, Video
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "checkpointing"),
-    [("qwen2_5_vl", False), ("internvl", False), (tiny.HYBRID, True)],
+    [("qwen2_5_vl", False), ("qwen3_vl", False), ("internvl", False), (tiny.HYBRID, True)],
 )
 def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models: dict[str, Any]) -> None:
     model = AutoModelForImageTextToText.from_pretrained(models[family], dtype=torch.float32).train()
@@ -33,7 +33,10 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     conversations, groups = cases(processor, seed=3)
-    assert sum(len(c.tail().pictures) for c in conversations if c.tail()) > 8  # type: ignore[union-attr]
+    pictures = [picture for c in conversations if (tail := c.tail()) for picture in tail.pictures]
+    assert len(pictures) > 8
+    has_videos = processor.video_token_id is not None  # type: ignore[attr-defined]
+    assert any(isinstance(picture.medium, Video) for picture in pictures) == has_videos  # type: ignore[attr-defined]
     items = items_of(conversations, groups)
     weights = [torch.linspace(-1, 2, len(i.token_ids)) * (1 + i.index % 3) for i in items]
     expected = [plain(reference, processor, c) for c in conversations]
@@ -65,13 +68,17 @@ def test_packs_equal_the_plain_forward(family: str, checkpointing: bool, models:
 def test_an_observation_is_laid_out_as_in_one_long_prompt(family: str, models: dict[str, Any]) -> None:
     """Where the model's turn is what a tokenizer would make of its text."""
     processor: Any = load_processor(str(models[family]))
-    pictures = [processor.picture(tiny.picture(5 + i, 84, 84), row="a") for i in range(3)]
+    media: list[Medium] = [tiny.picture(5 + i, 84, 84) for i in range(3)]
+    if processor.video_token_id is not None:
+        media[1] = tiny.video(6, 7, 84, 84)
+    pictures = [processor.picture(medium, row="a") for medium in media]
     asked = tiny.sample("a", "what", (tiny.picture(1, 84, 84),))
     parts = [[pictures[0].medium, "one", pictures[1].medium, pictures[2].medium], ["two"]]
     answered = answer_messages(parts, as_tool=knows_tools(processor.template))
     messages = [*asked.messages, {"role": "assistant", "content": "ab"}, *answered]
-    images = (*asked.images, *(picture.medium for picture in pictures))
-    whole, start = processor.prompt(Sample("a", messages, images)), processor.prompt(asked)
+    images = (*asked.images, *(medium for medium in media if not isinstance(medium, Video)))
+    videos = tuple(medium for medium in media if isinstance(medium, Video))
+    whole, start = processor.prompt(Sample("a", messages, images, videos)), processor.prompt(asked)
     after = whole.token_ids[len(start.token_ids) :]
     end = after.index(processor.tokenizer.eos_token_id)
     said = after[: end + 1]  # in some templates with a space before it

@@ -30,9 +30,9 @@ Plan = list[list[list[Item]]]
 LENGTHS = (5, 2, 9, 4, 7, 3, 8, 6)
 
 
-def items_of(processor: Processor) -> list[Item]:
-    """Eight completions each after three images, a text and one image."""
-    prompts = prompts_of("mixed", processor)
+def items_of(processor: Processor, kind: str = "mixed") -> list[Item]:
+    """Eight completions each after the three prompts of a batch: three images, a text and one image."""
+    prompts = prompts_of(kind, processor)
     pairs = [(g, p, ids) for g, p in enumerate(prompts) for ids in answers_of(processor, g, LENGTHS)]
     return [Item(i, g, prompt, ids) for i, (g, prompt, ids) in enumerate(pairs)]
 
@@ -122,11 +122,16 @@ def test_gradients_of_a_prompts_packs_are_summed_in_float32(dtype: torch.dtype) 
         ("qwen3_vl", "frozen"),
         ("qwen3_5", "trained, checkpointed"),
         ("gemma3", "adapters, checkpointed"),
+        ("qwen2_5_vl", "adapters, checkpointed, videos"),
+        ("qwen3_vl", "untied, frozen, videos"),
+        ("qwen3_5", "untied, checkpointed, videos"),
     ],
 )
-def test_groups_over_packs_equal_plain_forwards(case: str, family: str, models: dict[str, Path]) -> None:
-    """Log-probs, entropies and gradients; and below everything a prompt and its images are seen once."""
-    path = models[family]
+def test_groups_over_packs_equal_plain_forwards(
+    case: str, family: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Log-probs, entropies and gradients; and below everything a prompt and its media are seen once."""
+    path = tiny.build(family, tmp_path, tie=False) if "untied" in case else models[family]
     processor, model = load_processor(str(path)), load(path)
     if case.startswith("adapters"):
         generator = torch.Generator().manual_seed(0)
@@ -135,14 +140,18 @@ def test_groups_over_packs_equal_plain_forwards(case: str, family: str, models: 
             for name, parameter in model.named_parameters():
                 if ".lora_B" in name:
                     parameter.normal_(std=0.05, generator=generator)
-    if case.startswith("frozen"):
+    if "frozen" in case:
         processor.family.tower(model).requires_grad_(False)
-    items = items_of(processor)
+    items = items_of(processor, "mixed videos" if "videos" in case else "mixed")
     reference = Reference(model, processor, items)
     if "checkpointed" in case:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     module, media = forward_of(model, processor), processor.media_token_ids
-    images = sum(p.vision["pixel_values"].numel() for p in prompts_of("mixed", processor) if p.vision)
+    prompts = {id(i.prompt): i.prompt for i in items}.values()
+    video, image = processor.video_token_id, processor.image_token_id  # type: ignore[attr-defined]
+    # features of videos are put in the place of images
+    token_ids = [[image if t == video else t for t in prompt.token_ids] for prompt in prompts]
+    pixels = sum(p.vision["pixel_values"].numel() for p in prompts if p.vision)
 
     def loss(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
         numbers = dict.fromkeys(pack.completion_index.tolist())
@@ -156,8 +165,8 @@ def test_groups_over_packs_equal_plain_forwards(case: str, family: str, models: 
         model.zero_grad()
         with counted(model) as seen:
             work = backward_of(module, planned, media, loss)
-        assert work.prompts == 3 and all(seen.runs(i.prompt.token_ids) == 1 for i in items[:: len(LENGTHS)])
-        assert sum(seen.pixels) == images
+        assert work.prompts == 3 == len(token_ids) and all(seen.runs(ids) == 1 for ids in token_ids)
+        assert sum(seen.pixels) == pixels
         assert work.tokens == sum(len(i.prompt.token_ids) for i in items[:: len(LENGTHS)]) + 3 * sum(LENGTHS)
         reference.assert_gradients(gradients(model))
         assert module.prompts is None and module.features is None

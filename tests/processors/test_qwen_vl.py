@@ -84,3 +84,14 @@ def test_media_tokens_beyond_the_images_are_refused(text: str, words: str, model
     with pytest.raises(DataError) as caught:
         processor.prompt(tiny.sample("train:5", "look", (tiny.picture(1),)))
     assert "train:5" in str(caught.value) and words in str(caught.value)
+
+
+@pytest.mark.parametrize(("family", "bound", "actual"), [("qwen2_5_vl", 15, 12), ("qwen3_vl", 69, 57)])
+def test_the_tokens_of_a_video_are_bounded_by_its_frames(
+    models: dict[str, Any], family: str, bound: int, actual: int
+) -> None:
+    """Three pairs of frames; in Qwen3-VL each with 2 boundaries and a time, one token a character."""
+    processor: Any = load_processor(str(models[family]), video_max_pixels=4 * 32**2)
+    prompt = processor.prompt(tiny.sample("row", videos=(tiny.video(1, frames=5, width=300, height=300),)))
+    ids = processor.encode(prompt.engine_prompt.media)[0][0]
+    assert (processor.max_video_tokens(5), len(ids)) == (bound, actual)

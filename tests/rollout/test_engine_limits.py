@@ -11,7 +11,7 @@ from helpers.configs import small_config
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import load_processor
-from mm_grpo.rollout.engine_limits import engine_limits
+from mm_grpo.rollout.engine_limits import EngineLimits, engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong
 
 CONTEXT = 2048
@@ -54,10 +54,10 @@ def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[s
     found, _ = limits(models, rows("x" * 900), data={"max_prompt_length": 300})
     assert found.max_model_len == 512  # 300 + 100 + 1
     config = small_config(
-        "model", rollout={"engine": "vllm", "vllm": {"max_model_len": 333, "max_images": 4}}
+        "model", rollout={"engine": "vllm", "vllm": {"max_model_len": 333, "max_images": 4, "max_videos": 0}}
     )
     found = engine_limits(config, None, [], None)  # type: ignore[arg-type]
-    assert (found.max_model_len, found.max_images, found.sentence) == (333, 4, "")
+    assert found == EngineLimits(333, 4, 0)
 
 
 def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], monkeypatch: Any) -> None:

@@ -78,7 +78,7 @@ def test_a_run_with_a_repaired_row_is_the_same_up_to_that_row(
 def test_rows_that_break_leave_their_slots_empty_and_rows_left_out_stay_so(
     model: Path, tmp_path: Path
 ) -> None:
-    rows, drop = rows_on_disk(tmp_path / "rows"), {"data": {"on_bad_image": "drop"}}
+    rows, drop = rows_on_disk(tmp_path / "rows"), {"data": {"on_bad_media": "drop"}}
     broken, late = Path(rows[2]["images"][0]), Path(rows[LATE]["images"][0])
     tiny.picture(3, 2000, 9).save(broken)
     with pytest.raises(DataError, match=r"train row 2: .*2000x9"):

@@ -11,7 +11,7 @@ from helpers.run_folders import metrics_of
 from helpers.small_runs import ROWS, config_for, vowels
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.data.images import BadImage
+from mm_grpo.data.images import BadMedia
 from mm_grpo.errors import DataError
 
 
@@ -37,9 +37,9 @@ class Exchange:
             self.paths[self.row].write_bytes(self.paths[2].read_bytes())
 
 
-def trainer(model: Path, folder: Path, rows: Any, on_bad_image: str, **options: Any) -> GRPOTrainer:
+def trainer(model: Path, folder: Path, rows: Any, on_bad_media: str, **options: Any) -> GRPOTrainer:
     run = {"max_steps": 4, "save_every": 1, "report": False, "save_model": False}
-    data, rollout = {"shuffle": False, "on_bad_image": on_bad_image}, {"prompts_per_step": 2}
+    data, rollout = {"shuffle": False, "on_bad_media": on_bad_media}, {"prompts_per_step": 2}
     config = config_for(model, folder, data=data, rollout=rollout, run=run)
     return GRPOTrainer(config, train=rows, rewards=[vowels], **options)
 
@@ -56,7 +56,7 @@ def test_an_exchanged_image_ends_a_run(model: Path, tmp_path: Path, row: int, af
     kept = Path(rows[row]["images"][0]).read_bytes()
     with pytest.raises(DataError, match=rf"train row {row}: image .*{row}\.png' changed") as caught:
         run.train()
-    assert not isinstance(caught.value, BadImage) and len(metrics_of(tmp_path / "run")) == steps
+    assert not isinstance(caught.value, BadMedia) and len(metrics_of(tmp_path / "run")) == steps
     Path(rows[row]["images"][0]).write_bytes(kept)  # put back, as the message says
     assert trainer(model, tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "same")
@@ -67,7 +67,7 @@ def test_a_run_that_met_a_cut_picture_goes_on_without_its_row(model: Path, tmp_p
     rows = rows_on_disk(tmp_path / "rows")
     cut = Path(rows[3]["images"][0])
     os.truncate(cut, cut.stat().st_size * 2 // 3)
-    with pytest.raises(BadImage, match=r"train row 3: .*data\.on_bad_image=drop.*--resume"):
+    with pytest.raises(BadMedia, match=r"train row 3: .*data\.on_bad_media=drop.*--resume"):
         trainer(model, tmp_path / "run", rows, "stop").train()
     assert trainer(model, tmp_path / "run", rows, "drop", resume=True).train()["steps"] == 4
     trainer(model, tmp_path / "straight", rows, "drop").train()

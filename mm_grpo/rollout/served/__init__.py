@@ -3,6 +3,7 @@
 engine         ServedEngine: the rollout engine over one or many servers; ServedReplica: one server for checks
 pool           load balancing and failover over servers
 protocol       endpoints, bodies of requests and their answers: ids, images, log-probs, weight versions
+videos         frames of videos in requests, and the server's reader of them
 client         ServerClient: one server's HTTP calls, with deadlines and a key
 launch         servers of this machine: command line, start, watch, end
 with_adapters  a server with LoRA layers

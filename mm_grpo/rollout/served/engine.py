@@ -11,7 +11,7 @@ arrived.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class ServedEngine(RolloutEngine):
         processor: Processor,
         *,
         limits: ServerLimits,
-        max_images: int,
+        max_media: Mapping[str, int],
         ranks: Ranks | None = None,
     ) -> None:
         self.transfer, self.ranks = transfer, ranks or Ranks()
@@ -69,7 +69,7 @@ class ServedEngine(RolloutEngine):
         self.requests = RequestFormat(
             processor,
             limits.max_model_len,
-            max_images,
+            max_media,
             mask={str(token): MASKED for token in sorted(processor.media_token_ids)},
             params={"detokenize": False},
             version=lambda: self.version,

@@ -27,6 +27,7 @@ import torch
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served import videos
 from mm_grpo.rollout.served.broadcast import listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError
 from mm_grpo.rollout.served.plugin import BACKENDS, EXTENSION
@@ -96,10 +97,17 @@ def server_command(settings: ServerSettings) -> list[str]:
         "worker_extension_cls": EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate
     }
+    middleware = []
+    if settings.engine.max_videos:
+        arguments["media_io_kwargs"] = {"video": {"video_backend": videos.BACKEND}}
+        middleware.append(videos.MIDDLEWARE)
     if settings.host is None:
         arguments["uds"] = str(settings.socket)
     else:
-        arguments |= {"host": settings.host, "port": settings.port, "middleware": MIDDLEWARE}
+        arguments |= {"host": settings.host, "port": settings.port}
+        middleware.append(MIDDLEWARE)
+    if middleware:
+        arguments["middleware"] = middleware
     # -P: imports nothing from the working folder, which may hold a json.py
     start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
     return [sys.executable, "-P", "-m", *start, *flags(arguments)]
@@ -121,6 +129,8 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             if value or name not in ONLY_ON:
                 words.append(f"--{option}" if value else f"--no-{option}")
+        elif name == "middleware":  # an option that takes one value, and may be repeated
+            words += [word for path in value for word in (f"--{option}", path)]
         elif isinstance(value, Mapping):
             if value:
                 words += [f"--{option}", json.dumps(dict(value))]

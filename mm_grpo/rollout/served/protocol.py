@@ -1,8 +1,8 @@
 """The protocol of vLLM servers, as of vLLM 0.32: endpoints, bodies of requests, and their answers.
 
-A prompt goes to `/inference/v1/generate` as collapsed ids with its images (`content_parts`), as in the in-process
-engine. The answer has the ids that were run, log-probs, and the name of the weights. Images go as PNG, which changes no
-pixel.
+A prompt goes to `/inference/v1/generate` as collapsed ids with its media (`content_parts`), as in the in-process
+engine. The answer has the ids that were run, log-probs, and the name of the weights. Images and frames go as PNG, which
+changes no pixel.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.served import videos
 from mm_grpo.rollout.served.client import ServerRefused, reading
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
+from mm_grpo.types import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from mm_grpo.rollout.served.client import ServerClient
+    from mm_grpo.rollout.served import videos
+from mm_grpo.rollout.served.client import ServerClient
 
 GENERATE = "/inference/v1/generate"
 RPC = "/collective_rpc"
@@ -183,8 +186,13 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
         "model": model,
         "return_token_ids": True,
     }
-    if work.images:
-        body["content_parts"] = [{"type": "image_url", "url": data_url(image)} for image in work.images]
+    if work.media:
+        body["content_parts"] = [
+            {"type": "video_url", "url": videos.data_url(medium)}
+            if isinstance(medium, Video)
+            else {"type": "image_url", "url": data_url(medium)}
+            for medium in work.media
+        ]
     return body
 
 

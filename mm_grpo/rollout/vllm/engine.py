@@ -64,7 +64,7 @@ class VLLMEngine(RolloutEngine):
         self.requests = RequestFormat(
             processor,
             settings.max_model_len,
-            settings.max_images,
+            settings.max_media,
             # -inf, not vLLM's documented floor of -100: a hard mask that leaves the others' sum exact
             mask={token: -math.inf for token in sorted(processor.media_token_ids)},
             params={"flat_logprobs": True},

@@ -19,7 +19,7 @@ from mm_grpo.errors import EngineError
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.vllm.launch import Handle, first_line
 from mm_grpo.rollout.vllm.read_back import quiet_reload
-from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
+from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled, multi_modal_data
 
 # running -------------------------------------------------------------------------------------
 
@@ -37,8 +37,8 @@ def add(handle: Handle, item: EngineRequest) -> str:
     from vllm import SamplingParams
 
     prompt: dict[str, Any] = {"prompt_token_ids": list(item.token_ids)}
-    if item.images:
-        prompt["multi_modal_data"] = {"image": list(item.images)}
+    if item.media:
+        prompt["multi_modal_data"] = multi_modal_data(item.media)
     with _abort_on_failure(handle, [item.uid]), _eager():
         (name,) = handle.llm.enqueue(
             [prompt], [SamplingParams(**item.params)], lora_request=handle.adapter, use_tqdm=False

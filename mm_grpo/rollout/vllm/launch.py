@@ -60,7 +60,8 @@ class EngineSettings:
     mm_processor_kwargs: tuple[tuple[str, Any], ...] = ()
     """Limits of one image."""
     max_images: int = 1
-    """Most images of a prompt."""
+    max_videos: int = 0
+    """Most images and videos of a prompt."""
     gpu_memory_utilization: float = 0.4
     """Share of a GPU's memory that vLLM may hold."""
     sleep_level: int = 0
@@ -74,6 +75,12 @@ class EngineSettings:
     """Layers that run the learner's own weights (`four_bits.py`)."""
     engine_kwargs: tuple[tuple[str, Any], ...] = ()
     """Further arguments of `vllm.LLM`."""
+
+    @property
+    def max_media(self) -> dict[str, int]:
+        """Return the most media of a prompt by kind."""
+        # 0 images would leave the vision tower out, and its weights could not be sent
+        return {"image": max(1, self.max_images), "video": self.max_videos}
 
 
 @dataclass
@@ -196,8 +203,7 @@ def engine_arguments(settings: EngineSettings, *, dedicated: bool = False) -> di
         "seed": 0,  # requests carry their own
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        # 0 images would leave the vision tower out, and its weights could not be sent
-        "limit_mm_per_prompt": {"image": max(1, settings.max_images), "video": 0},
+        "limit_mm_per_prompt": settings.max_media,
         "mm_processor_kwargs": dict(settings.mm_processor_kwargs),
     }
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.processors.video_input import frames_array, video_metadata
 from mm_grpo.rollout.engine import RequestStream
-from mm_grpo.types import Completion, FinishReason
+from mm_grpo.types import Completion, FinishReason, Medium, Video
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mm_grpo.processors.base import Processor
     from mm_grpo.rollout.engine import Follows, Request, Sampling
     from mm_grpo.types import Prompt
@@ -29,12 +28,12 @@ TEMPERATURES = (0.01, 2.0)
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """Request with collapsed ids and images, and vLLM's sampling parameters for its `n` generations."""
+    """Request with collapsed ids and media, and vLLM's sampling parameters for its `n` generations."""
 
     uid: str
     """Name of the row in messages."""
     token_ids: Sequence[int]
-    images: Sequence[Image]
+    media: Sequence[Medium]
     params: Mapping[str, Any]
 
     @property
@@ -69,20 +68,21 @@ class EngineAnswer:
 class RequestFormat:
     """Maker of requests, within the limits that vLLM was started with.
 
-    `mask` is a logit bias against media tokens, `params` join those of each request, `version` numbers the weights.
+    `max_media` are the most media of a prompt by kind, `mask` is a logit bias against media tokens, `params` join those
+    of each request, `version` numbers the weights.
     """
 
     def __init__(
         self,
         processor: Processor,
         max_model_len: int,
-        max_images: int,
+        max_media: Mapping[str, int],
         *,
         mask: Mapping[Any, float],
         params: Mapping[str, Any],
         version: Callable[[], int],
     ) -> None:
-        self.processor, self.max_model_len, self.max_images = processor, max_model_len, max_images
+        self.processor, self.max_model_len, self.max_media = processor, max_model_len, max_media
         self.mask, self.params, self.version = mask, params, version
         self.stops = sorted(processor.stop_token_ids)
 
@@ -91,15 +91,15 @@ class RequestFormat:
         prompt, sampling, seed = group[0].prompt, group[0].sampling, group[0].seed
         params = sampling_params(prompt, sampling, seed, len(group), self.stops)
         params |= {"logit_bias": self.mask, **self.params}
-        check_size(prompt, sampling.max_tokens, self.max_model_len, self.max_images)
-        return EngineRequest(prompt.uid, prompt.engine_prompt.token_ids, prompt.engine_prompt.images, params)
+        check_size(prompt, sampling.max_tokens, self.max_model_len, self.max_media)
+        return EngineRequest(prompt.uid, prompt.engine_prompt.token_ids, prompt.engine_prompt.media, params)
 
     def scored(self, prompt: Prompt, token_ids: Sequence[int]) -> EngineRequest:
         """Make the request that scores a completion after its prompt: no mask, temperature 1."""
-        check_size(prompt, len(token_ids) + 1, self.max_model_len, self.max_images)
+        check_size(prompt, len(token_ids) + 1, self.max_model_len, self.max_media)
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, **self.params}
         ids = (*prompt.engine_prompt.token_ids, *token_ids)
-        return EngineRequest(prompt.uid, ids, prompt.engine_prompt.images, params)
+        return EngineRequest(prompt.uid, ids, prompt.engine_prompt.media, params)
 
     def completions(self, group: Sequence[Request], answer: EngineAnswer) -> list[Completion]:
         """Return one completion per request of the group. GuardStop if vLLM ran other ids than the learner's."""
@@ -197,8 +197,19 @@ def sampling_params(
     }
 
 
-def check_size(prompt: Prompt, room: int, max_model_len: int, max_images: int) -> None:
-    """Raise DataError if a prompt leaves no `room`, in tokens, or has more images than the engine takes."""
+def multi_modal_data(media: Sequence[Medium]) -> dict[str, list[Any]]:
+    """Return media as vLLM takes them in process: by kind, a video with metadata about its frames."""
+    images = [medium for medium in media if not isinstance(medium, Video)]
+    videos = [
+        (frames_array(medium), {**video_metadata(medium), "do_sample_frames": False})
+        for medium in media
+        if isinstance(medium, Video)
+    ]
+    return {kind: items for kind, items in (("image", images), ("video", videos)) if items}
+
+
+def check_size(prompt: Prompt, room: int, max_model_len: int, max_media: Mapping[str, int]) -> None:
+    """Raise DataError if a prompt leaves no `room`, in tokens, or has more media than the engine takes."""
     length = len(prompt.token_ids)
     if length + room > max_model_len:
         raise DataError(
@@ -207,12 +218,13 @@ def check_size(prompt: Prompt, room: int, max_model_len: int, max_images: int) -
             "data.max_pixels or rollout.max_completion_length, or drop such rows with data.max_prompt_length and "
             "data.on_overlong=drop"
         )
-    images, limit = len(prompt.engine_prompt.images), max(1, max_images)
-    if images > limit:
-        raise DataError(
-            f"{prompt.uid}: the row has {images} images, and the engine was started for at most {limit} in a "
-            "prompt; raise rollout.vllm.max_images, or leave the row out"
-        )
+    counts = {"image": len(prompt.engine_prompt.images), "video": len(prompt.engine_prompt.videos)}
+    for kind, count in counts.items():
+        if count > max_media.get(kind, 0):
+            raise DataError(
+                f"{prompt.uid}: the row has {count} {kind}s, and the engine was started for at most "
+                f"{max_media.get(kind, 0)} in a prompt; raise rollout.vllm.max_{kind}s, or leave the row out"
+            )
 
 
 def check_ids(prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) -> None:
