@@ -46,7 +46,7 @@ def cases(processor: Any, seed: int, groups: int = 3, each: int = 4) -> tuple[li
     videos: list[tuple[Video, ...]] = [(), (), ()]
     if processor.video_token_id is not None:
         videos[1] = (tiny.video(4, 6, 56, 56),)
-        shown[1] = processor.picture(tiny.video(5, 7, 56, 84, fps=1.0), row="a")
+        shown[1] = processor.picture(tiny.video(5, 6, 56, 84, fps=1.0), row="a")
     rows = zip(images, videos, strict=True)
     samples = [tiny.sample(str(g), "what is it", *media) for g, media in enumerate(rows)]
     starts = [processor.prompt(samples[g % 3]) for g in range(groups)]
@@ -76,10 +76,13 @@ def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
         )
         made = media_inputs(processor, "".join(names), media)
         inputs = {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask")}
-    if any(isinstance(m, Video) for m in media):
+    if c.prompt.engine_prompt.videos and c.prompt.position_ids.ndim == 2:
         inputs["position_ids"] = defined_positions(processor, c.prompt.token_ids, media)[:, None]
     kinds = (ids == model.config.image_token_id).long()
-    kinds[ids == processor.video_token_id] = 2
+    if processor.config.model_type == "internvl":  # there a video's tokens are an image's
+        ids = ids.masked_fill(ids == processor.video_token_id, processor.image_token_id)
+    elif processor.video_token_id is not None:
+        kinds[ids == processor.video_token_id] = 2
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in inputs or processor.config.model_type.startswith("qwen") is (name == "mm_token_type_ids"):
             inputs[name] = kinds
