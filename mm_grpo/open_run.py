@@ -30,7 +30,7 @@ from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.migrate.arguments import explain_arguments as explain_arguments  # for the trainer, too
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage
-from mm_grpo.parity.gaps import first_with_image
+from mm_grpo.parity.gaps import first_with_media
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
 from mm_grpo.preflight.gold_warnings import warn_of_golds
@@ -159,7 +159,7 @@ class OpenRun:
     def first_prompt(self) -> tuple[int, int, Prompt]:
         """Step, slot and prompt of the first row with an image among the first P rows, else of the first row."""
         prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
-        return first_with_image(islice(prompts, self.config.rollout.prompts_per_step))
+        return first_with_media(islice(prompts, self.config.rollout.prompts_per_step))
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
         """Return measures of a step that are taken while the engine is awake. Every process calls it."""

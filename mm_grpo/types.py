@@ -67,6 +67,8 @@ class Sample:
     """JSON schemas of the tools that the model may call."""
     row: Sample | None = None
     """The sample before the first messages of a conversation were added to it; None when nothing was added."""
+    opening_digest: bytes | None = None
+    """Digest of what was added to `row`; None when nothing was added."""
     prompt_columns: frozenset[str] = frozenset()
     """Names of `columns` that prompt and images were made of."""
 
@@ -93,11 +95,11 @@ class EnginePrompt:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        return tuple(medium for medium in self.media if not isinstance(medium, Video))
+        return split_media(self.media)[0]
 
     @property
     def videos(self) -> tuple[Video, ...]:
-        return tuple(medium for medium in self.media if isinstance(medium, Video))
+        return split_media(self.media)[1]
 
 
 @dataclass(frozen=True)
@@ -288,6 +290,25 @@ class UpdateRecord:
 def content_parts(content: Any) -> Sequence[Mapping[str, Any]]:
     """Return the parts of a message's content; a string is one text part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+
+
+def message_part(content: str | Medium) -> dict[str, str]:
+    """Return the part of a message that shows a text or stands for a medium."""
+    if isinstance(content, str):
+        return {"type": "text", "text": content}
+    return {"type": "video" if isinstance(content, Video) else "image"}
+
+
+def split_media(media: Iterable[Medium]) -> tuple[tuple[Image, ...], tuple[Video, ...]]:
+    """Return the images and the videos of media, each in order."""
+    images: list[Image] = []
+    videos: list[Video] = []
+    for medium in media:
+        if isinstance(medium, Video):
+            videos.append(medium)
+        else:
+            images.append(medium)
+    return tuple(images), tuple(videos)
 
 
 def messages_text(messages: Iterable[Mapping[str, Any]]) -> str:

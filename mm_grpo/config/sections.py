@@ -195,7 +195,7 @@ class VLLMConfig(Section):
     max_images: int | None = Field(default=None, ge=1)
     """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
     max_videos: int | None = Field(default=None, ge=0)
-    """Most videos in one prompt, >= 0; null is what the rows have. Default: null."""
+    """Most videos in one prompt, >= 0; null is what the rows have: set it if tools alone show videos. Default: null."""
     gpu_memory_utilization: Annotated[Number, Essential()] = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
     sleep_level: Annotated[Literal[0, 1, 2], Essential()] = 2
@@ -276,7 +276,8 @@ class RolloutConfig(Section):
     max_turns: int = Field(default=8, ge=2)
     """Most turns of the model in a conversation with tools, >= 2. Default: 8."""
     max_images_per_episode: int = Field(default=8, ge=0)
-    """Most images that tools may show in one conversation, >= 0; a further one is refused. Default: 8."""
+    """Most images and videos that tools may show in one conversation, >= 0; a further one is refused. A video counts
+    as one, whatever its frames. Default: 8."""
     synchronous_turns: bool = False
     """Begin a turn when all conversations have ended the one before (docs/turns.md). Default: false."""
     on_tool_error: Literal["reply", "mask", "stop"] = "reply"

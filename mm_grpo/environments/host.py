@@ -110,6 +110,7 @@ class Host(ABC):
         self.config, self.functions, self.factory = config, functions, factory
         self.reward_arguments = reward_arguments
         self.policy, self.timeout = config.rollout.on_tool_error, config.rollout.tool_timeout
+        self.video_limits = {"fps": config.data.video_fps, "max_frames": config.data.video_max_frames}
         self.opened: list[Episode] = []
 
     def open(self, rows: Sequence[tuple[Sample, Mapping[str, Any]]]) -> list[Episode]:
@@ -276,7 +277,7 @@ class LocalHost(Host):
     def _answer(self, task: Task) -> CallResult:
         episode, late = task.episode, f"had not answered after rollout.tool_timeout = {self.timeout:g} s"
         if episode.place is None:
-            episode.place = Session(self.functions, self.factory)
+            episode.place = Session(self.functions, self.factory, self.video_limits)
         self._thread = self._thread or BackgroundThreads(1, "tools")
         call = partial(episode.place.answer, task.operation, task.name, own_copy(task.arguments))
         try:

@@ -1,33 +1,37 @@
-"""Observations: a tool's answer as texts and images in order.
+"""Observations: a tool's answer as texts, images and videos in order.
 
-A tool may return text, a PIL image, None, a list of these or of the chat format's parts ({"type": "text", "text": ...},
-{"type": "image", "image": ...}), or any other value, which the model sees as JSON. If it cannot be shown, the model
-sees a fault instead.
+A tool may return text, a PIL image, a `Video`, None, a list of these or of the chat format's parts ({"type": "text",
+"text": ...}, {"type": "image", "image": ...}, {"type": "video", "video": ...} with the fields of `VideoSource`), or any
+other value, which the model sees as JSON. If it cannot be shown, the model sees a fault instead.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Literal
 
 from PIL import Image
 
 from mm_grpo.data.images import open_images
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
+from mm_grpo.types import Video
 
-Part = str | Image.Image
+Part = str | Image.Image | Video
 FaultKind = Literal[
     "unknown_tool", "bad_arguments", "raised", "bad_result", "too_many_images", "malformed_call", "timed_out", "died"
 ]  # fmt: skip
 LONGEST_FAULT = 500
 """Characters of an exception's message that the model sees."""
+ROW = "the tool's answer"
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Texts and images of a tool's answer; with a `fault` the text describes a failure of that kind."""
+    """Texts and media of a tool's answer; with a `fault` the text describes a failure of that kind."""
 
     parts: tuple[Part, ...]
     fault: FaultKind | None = None
@@ -37,7 +41,7 @@ class Observation:
         return "".join(part for part in self.parts if isinstance(part, str))
 
     @property
-    def images(self) -> tuple[Image.Image, ...]:
+    def media(self) -> tuple[Image.Image | Video, ...]:
         return tuple(part for part in self.parts if not isinstance(part, str))
 
 
@@ -51,13 +55,43 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {_encodable(str(error)[:2000])}"
 
 
-def observation_of(result: Any) -> Observation:
-    """Convert a tool's answer. Return a fault if it cannot be shown, or an image exceeds the limits of a row's."""
+def digest(parts: Iterable[Part]) -> bytes:
+    """Return a digest of texts, pixels and the times of frames."""
+    state = sha256()
+    for part in parts:
+        state.update(repr(part_fields(part)).encode())
+        for frame in frames_of(part):
+            state.update(frame.tobytes())
+    return state.digest()
+
+
+def part_fields(part: Part) -> Any:
+    """Return a part without its pixels, as JSON."""
+    if isinstance(part, str):
+        return part
+    times, fps = (part.times, part.fps) if isinstance(part, Video) else (None, None)
+    return {"size": part.size, "times": times, "fps": fps}
+
+
+def frames_of(part: Part) -> tuple[Image.Image, ...]:
+    """Return the pictures of a part: the frames of a video, an image itself, of a text none."""
+    if isinstance(part, Video):
+        return part.frames
+    return () if isinstance(part, str) else (part,)
+
+
+def observation_of(result: Any, *, fps: float, max_frames: int) -> Observation:
+    """Convert a tool's answer. Return a fault if it cannot be shown, or a medium exceeds the limits of a row's.
+
+    Of a video's file `fps` frames per second are shown, and of any video `max_frames` at most.
+    """
     try:
         unopened = _parts(result)
         sources = [part.source for part in unopened if isinstance(part, _Image)]
-        images = iter(open_images(sources, row="the tool's answer"))
-        parts = tuple(next(images) if isinstance(part, _Image) else part for part in unopened)
+        images = iter(open_images(sources, row=ROW))
+        parts = tuple(
+            next(images) if isinstance(part, _Image) else _opened(part, fps, max_frames) for part in unopened
+        )
     except DataError as error:
         return failed("bad_result", str(error))
     except Exception as error:  # out of the user's object: __str__, __iter__, get
@@ -72,19 +106,46 @@ class _Image:
     source: Any
 
 
-def _parts(result: Any) -> list[str | _Image]:
+def _opened(part: str | VideoSource | Video, fps: float, max_frames: int) -> Part:
+    """Open a video, whose frames become upright and RGB. Raise DataError if its fields do not fit together."""
+    if isinstance(part, str):
+        return part
+    if isinstance(part, VideoSource):
+        from mm_grpo.data.videos import open_video
+
+        return open_video(part, row=ROW, fps=fps, max_frames=max_frames)
+    count, sizes, times = (
+        len(part.frames),
+        {frame.size for frame in part.frames},
+        tuple(map(float, part.times)),
+    )
+    if not (0 < count == len(times) <= max_frames and len(sizes) == 1 and part.fps > 0):
+        raise DataError(
+            f"{ROW}: a video of {count} frames of {len(sizes)} size(s), {len(times)} times and fps {part.fps}; legal "
+            f"are 1 to {max_frames} frames (data.video_max_frames) of one size, as many times, and fps above 0"
+        )
+    return Video(open_images(part.frames, row=f"{ROW}: video"), times, float(part.fps))
+
+
+def _parts(result: Any) -> list[str | _Image | VideoSource | Video]:
     if result is None:
         return []
     if isinstance(result, str):
         return [_encodable(result)]
     if isinstance(result, Image.Image):
         return [_Image(result)]
+    if isinstance(result, Video):
+        return [result]
     if isinstance(result, list | tuple) and any(_is_part(item) for item in result):
         return [part for item in result for part in _parts(item)]
     if isinstance(result, Mapping) and result.get("type") == "text":
         return [_encodable(str(result.get("text")))]
     if isinstance(result, Mapping) and result.get("type") == "image":
         return [_Image(result.get("image"))]
+    if isinstance(result, Mapping) and result.get("type") == "video":
+        options = {key: value for key, value in result.items() if key not in ("type", "video")}
+        video = result.get("video")
+        return [video if isinstance(video, Video) and not options else VideoSource(video, **options)]
     try:
         return [_encodable(json.dumps(result, ensure_ascii=False))]
     except (TypeError, ValueError, RecursionError):
@@ -93,8 +154,8 @@ def _parts(result: Any) -> list[str | _Image]:
 
 def _is_part(item: Any) -> bool:
     if isinstance(item, Mapping):
-        return item.get("type") in ("text", "image")
-    return isinstance(item, Image.Image)
+        return item.get("type") in ("text", "image", "video")
+    return isinstance(item, Image.Image | Video)
 
 
 def _encodable(text: str) -> str:

@@ -73,7 +73,7 @@ class OpenEnv(OwnTools):
         """
         self.close()
         self.rewards = []
-        columns = row.keys() - {"prompt", "images"}
+        columns = row.keys() - {"prompt", "images", "videos"}
         data = {key: value for key, value in row.items() if key in columns and _is_json(value)}
         if "seed" not in data:
             texts = [str(m.get("content")) for m in row.get("prompt") or () if isinstance(m, Mapping)]

@@ -1,7 +1,7 @@
 """Environment and tools of one conversation; each call returns a `CallResult`.
 
 The same code runs in the trainer's process and in workers, so both answer alike. A result is plain, whatever a tool
-raises or returns: text and upright RGB images within the limits, or one line about the failure.
+raises or returns: text and upright RGB media within the limits, or one line about the failure.
 """
 
 from __future__ import annotations
@@ -42,10 +42,18 @@ class CallResult:
 
 
 class Session:
-    """Environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`."""
+    """Environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`.
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], factory: Factory | None) -> None:
-        self.functions, self.factory = functions, factory
+    `video_limits` are the limits of `observation_of`.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., Any]],
+        factory: Factory | None,
+        video_limits: Mapping[str, Any],
+    ) -> None:
+        self.functions, self.factory, self.video_limits = functions, factory, video_limits
         self.environment: Any = None
         self.tools = dict(functions)
 
@@ -58,7 +66,7 @@ class Session:
                 self.environment = _call(self.factory, {})
                 self.tools = {**self.functions, **methods(self.environment)}
                 opening = _call(self.environment.reset, arguments)
-                return CallResult(None if opening is None else observation_of(opening))
+                return CallResult(None if opening is None else observation_of(opening, **self.video_limits))
             if operation == "call":
                 if pays := hasattr(type(self.environment), "step_reward"):  # which its methods set
                     # a call that sets none must not be paid for the last one
@@ -96,7 +104,7 @@ class Session:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             return failed("bad_arguments", f"{name}: {error}")
-        return observation_of(_call(tool, arguments))
+        return observation_of(_call(tool, arguments), **self.video_limits)
 
 
 def methods(environment: Any) -> dict[str, Callable[..., Any]]:

@@ -4,9 +4,10 @@ An environment's class follows TRL's `environment_factory`: the constructor take
 columns and may return an observation, which ends the prompt; every other public method is a tool; `get_reward`
 (optional) scores the finished conversation.
 
-In addition, `reset` may take only the columns that it names, any method may return images, `get_reward` may ask for
-`turns`, `close` is called at the end, and the attribute `done` ends a conversation when true. A class with an attribute
-`step_reward` is paid turn by turn: it is None before each call, and its value after the call is a reward of that turn.
+In addition, `reset` may take only the columns that it names, any method may return images and videos, `get_reward` may
+ask for `turns`, `close` is called at the end, and the attribute `done` ends a conversation when true. A class with an
+attribute `step_reward` is paid turn by turn: it is None before each call, and its value after the call is a reward of
+that turn.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of, factory_named, make_environment, source_of, tools_of
 from mm_grpo.environments.host import Episode, Host, LocalHost
-from mm_grpo.environments.observation import Observation
+from mm_grpo.environments.observation import digest
 from mm_grpo.environments.own_tools import Tool
 from mm_grpo.environments.session import Factory
 from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import load_named
 from mm_grpo.rewards.spec import RewardSpec, make_spec
-from mm_grpo.types import content_parts, messages_text
+from mm_grpo.types import content_parts, message_part, split_media
 from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:
@@ -142,18 +143,24 @@ class Toolbox:
             return replace(sample, row=sample)
         *messages, last = sample.messages
         parts = [*content_parts(last["content"])]
-        for part in opening.parts:
-            parts.append({"type": "text", "text": part} if isinstance(part, str) else {"type": "image"})
-        messages, images = [*messages, {**last, "content": parts}], (*sample.images, *opening.images)
-        return replace(sample, messages=messages, images=images, row=sample)
+        parts += map(message_part, opening.parts)
+        images, videos = split_media(opening.media)
+        return replace(
+            sample,
+            messages=[*messages, {**last, "content": parts}],
+            images=(*sample.images, *images),
+            videos=(*sample.videos, *videos),
+            row=sample,
+            opening_digest=digest(opening.parts),
+        )
 
     def look(self, rows: Rows) -> None:
-        """Prepare the first row, before a model is loaded. Raise as `prepare`; warn if nothing shows an image."""
+        """Prepare the first row, before a model is loaded. Raise as `prepare`; warn if nothing shows a medium."""
         sample = rows.sample(0)
-        if not self.prepare(sample).images and not rows.text_only:
+        if not self.prepare(sample).media and not rows.text_only:
             log.warning(
-                "%s: the row has no image, and reset of an environment showed none: the model sees what tools return; "
-                "name the column of images in data.columns, or set data.text_only=true",
+                "%s: the row has no image or video, and reset of an environment showed none: the model sees what tools "
+                "return; name the column of images in data.columns, or set data.text_only=true",
                 rows.row_name(0),
             )
 
@@ -176,10 +183,11 @@ class Toolbox:
         return [name for name in row.columns if name in names]
 
     def _row(self, sample: Sample) -> dict[str, Any]:
-        """Return the columns of a row that `reset` takes, with `prompt` and `images` at full size."""
+        """Return the columns of a row that `reset` takes, with `prompt`, and `images` and `videos` at full size."""
         from mm_grpo.user_code.lazy_image import with_pil_images
 
-        columns = {**sample.columns, "prompt": list(sample.messages), "images": list(sample.images)}
+        columns = {**sample.columns, "prompt": list(sample.messages)}
+        columns |= {"images": list(sample.images), "videos": list(sample.videos)}
         names = self._names(sample)
         return {name: with_pil_images(value) for name, value in columns.items() if name in names}
 
@@ -190,16 +198,14 @@ class Toolbox:
         parameters = inspect.signature(self._example.reset).parameters.values()
         names = {p.name for p in parameters}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):  # what prompt and images say is sent once
-            names |= {*row.other_columns, "prompt", "images"}
+            names |= {*row.other_columns, "prompt", "images", "videos"}
         return names
 
 
 def _check_opening(episode: Episode, sample: Sample) -> None:
     """Raise ToolError if an environment shows something else than when its row was prepared."""
-    opening, text = episode.opening or Observation(()), messages_text(sample.messages[-1:])
-    prepared = sample.images[len((sample.row or sample).images) :]
-    same = [(i.size, i.tobytes()) for i in opening.images] == [(i.size, i.tobytes()) for i in prepared]
-    if not same or opening.text not in text:
+    parts = () if episode.opening is None else episode.opening.parts
+    if (digest(parts) if parts else None) != sample.opening_digest:
         raise ToolError(
             f"{sample.uid}: reset of the environment showed another beginning than before for the same row; it must "
             "depend on the row alone (seed its random numbers from a column)"

@@ -10,15 +10,23 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from PIL import Image
 
 from mm_grpo.data.images import MAX_PIXELS
 from mm_grpo.environments.factories import load_code
-from mm_grpo.environments.observation import Observation, describe_error
+from mm_grpo.environments.observation import (
+    Observation,
+    Part,
+    describe_error,
+    frames_of,
+    part_fields,
+)
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
+from mm_grpo.types import Video
 from mm_grpo.user_code.worker import require_unchanged
 
 HEADER = struct.Struct("!I")
@@ -30,6 +38,7 @@ class ToolSources:
 
     functions: Mapping[str, tuple[str, str | None]]
     factory: tuple[str, str | None] | None
+    video_limits: Mapping[str, Any]
 
 
 class ToolWorker:
@@ -38,6 +47,7 @@ class ToolWorker:
     def __init__(self, sources: ToolSources) -> None:
         self.functions = {name: _load(*source) for name, source in sources.functions.items()}
         self.factory = None if sources.factory is None else _load(*sources.factory)
+        self.video_limits = sources.video_limits
         self.sessions: dict[int, Session] = {}
 
     def __call__(self, body: bytes) -> bytes:
@@ -48,7 +58,7 @@ class ToolWorker:
             result = CallResult(raised=f"cannot be made in a worker process: {describe_error(error)}")
         else:
             if number not in self.sessions:
-                self.sessions[number] = Session(self.functions, self.factory)
+                self.sessions[number] = Session(self.functions, self.factory, self.video_limits)
             result = self.sessions[number].answer(operation, name, arguments)
             if operation == "close" or result.gone is not None:
                 del self.sessions[number]
@@ -56,15 +66,15 @@ class ToolWorker:
 
 
 def pack_result(result: CallResult) -> bytes:
-    """Return a result as JSON, in which images are sizes, followed by the pixels."""
+    """Return a result as JSON, in which media have their sizes, followed by the pixels of images and frames."""
     observation = result.observation
+    parts = () if observation is None else observation.parts
     fields = None
     if observation is not None:
-        parts = [part if isinstance(part, str) else part.size for part in observation.parts]
-        fields = {"parts": parts, "fault": observation.fault}
+        fields = {"parts": [*map(part_fields, parts)], "fault": observation.fault}
     text = json.dumps({**vars(result), "observation": fields}, ensure_ascii=False).encode()
-    images = () if observation is None else observation.images
-    return b"".join([HEADER.pack(len(text)), text, *(image.tobytes() for image in images)])
+    frames = chain.from_iterable(map(frames_of, parts))
+    return b"".join([HEADER.pack(len(text)), text, *(frame.tobytes() for frame in frames)])
 
 
 def unpack_result(body: bytes) -> CallResult:
@@ -72,15 +82,19 @@ def unpack_result(body: bytes) -> CallResult:
     (size,) = HEADER.unpack_from(body)
     at = HEADER.size + size
     result = json.loads(body[HEADER.size : at])
-    observation, parts = result.pop("observation"), list[str | Image.Image]()
+    observation, parts = result.pop("observation"), list[Part]()
     for part in [] if observation is None else observation["parts"]:
-        if not isinstance(part, str):
-            width, height = map(int, part)
-            if not 0 < width * height <= MAX_PIXELS:
-                raise ValueError(f"an image of {width} × {height} pixels")
-            part = Image.frombytes("RGB", (width, height), body[at : at + 3 * width * height])
-            at += 3 * width * height
-        parts.append(part)
+        if isinstance(part, str):
+            parts.append(part)
+            continue
+        width, height = map(int, part["size"])
+        if not 0 < width * height <= MAX_PIXELS:
+            raise ValueError(f"an image of {width} × {height} pixels")
+        frames, size, times = list[Image.Image](), 3 * width * height, part["times"]
+        for _ in times or [0.0]:
+            frames.append(Image.frombytes("RGB", (width, height), body[at : at + size]))
+            at += size
+        parts.append(Video(tuple(frames), tuple(times), float(part["fps"])) if times else frames[0])
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes too many")
     fault = None if observation is None else observation["fault"]

@@ -54,7 +54,8 @@ class WorkerHost(Host):
         super().__init__(config, functions, factory, reward_arguments)
         self.slots = [_Slot() for _ in range(count)]
         function_sources = {name: _source_of(function) for name, function in functions.items()}
-        sources = ToolSources(function_sources, None if factory is None else _source_of(factory))
+        factory_source = None if factory is None else _source_of(factory)
+        sources = ToolSources(function_sources, factory_source, self.video_limits)
         target = "mm_grpo.environments.worker:ToolWorker"
         self.workers = Workers(target, sources, "the tools of the run", _start_error)
 

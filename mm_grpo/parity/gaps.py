@@ -46,7 +46,8 @@ class PromptParity:
 
     uid: str
     prompt_tokens: int
-    images: int
+    media: int
+    """Images and videos of the prompt."""
     completions: int
     distinct: int
     """Number of different completions."""
@@ -82,7 +83,7 @@ def compare(
     return PromptParity(
         uid=prompt.uid,
         prompt_tokens=len(prompt.token_ids),
-        images=len(prompt.engine_prompt.images),
+        media=len(prompt.engine_prompt.media),
         completions=len(completions),
         distinct=len(set(sampled)),
         seeds=tuple(c.seed for c in completions),
@@ -101,20 +102,21 @@ def past_limit(parity: PromptParity, limit: float) -> list[str]:
     return [message for message in messages if message]
 
 
-def first_with_image(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, int, Prompt]:
-    """Return the first (step, slot, prompt) with an image in the prompt, else the first of all.
+def first_with_media(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, int, Prompt]:
+    """Return the first (step, slot, prompt) with an image or a video in the prompt, else the first of all.
 
     Raises DataError if there are no places.
     """
     first = None
     for place in places:
-        if place[2].engine_prompt.images:
+        if place[2].engine_prompt.media:
             return place
         first = first or place
     if first is None:
         raise DataError(
             "data.train: no row is left, because all prompts are longer than the limit and data.on_overlong = drop "
-            "leaves them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
+            "leaves them out; raise data.max_prompt_length, or lower data.max_pixels, data.video_max_frames or "
+            "rollout.max_completion_length"
         )
     return first
 

@@ -48,7 +48,7 @@ SAMPLED_ROUNDING = {"float32": 2e-6, "bfloat16": 5e-3}
 
 @dataclass(frozen=True)
 class Canary:
-    """Completions of a group of the step, which measure the coming update and whether images are read."""
+    """Completions of a group of the step, which measure the coming update and whether media are read."""
 
     prompt: Prompt
     prompts: Sequence[Prompt]
@@ -144,18 +144,16 @@ class VerifiedSync:
         return len(transfer.digests), transfer.bytes
 
     def canary(self, groups: Sequence[Group]) -> Canary | None:
-        """Choose a group, one with images if there are any, and score what the coming update is measured by.
+        """Choose a group, one with media if there are any, and score what the coming update is measured by.
 
         Return None if there are no groups, or if the coming update is not checked.
         """
         due = is_due(self.version + 1)
         if not groups or (self._shared and not due):
             return None
-        with_images = [g for g in groups if g.prompt.engine_prompt.images] or groups
+        with_media = [g for g in groups if g.prompt.engine_prompt.media] or groups
         # what is learned from most moves most
-        group = (
-            with_images[0] if self._shared else max(with_images, key=lambda g: max(map(abs, g.advantages)))
-        )
+        group = with_media[0] if self._shared else max(with_media, key=lambda g: max(map(abs, g.advantages)))
         # two prompts, because an engine may give one prompt's answers to another
         other_prompts = [g.prompt for g in groups if g.prompt is not group.prompt]
         longest = max((c.token_ids for c in group.completions), key=len)

@@ -173,7 +173,8 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         ]
     for before, after in zip_longest(report.before, report.after):
         gaps = f"{_gaps(before)}; after the update {_gaps(after) if after else '-'}"
-        counts = f"{before.prompt_tokens} tokens, {before.images} image(s), {before.distinct} of {before.completions}"
+        media = f"{before.media} image(s) or video(s)"
+        counts = f"{before.prompt_tokens} tokens, {media}, {before.distinct} of {before.completions}"
         lines += [f"  {before.uid}: {counts} completions distinct; {gaps}"]
     if (update := report.update) is not None:
         lines += [

@@ -21,7 +21,7 @@ from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
-WHOLE = ("iou", "giou", "box_match", "clicking", "contains")
+WHOLE = ("iou", "giou", "box_match", "clicking", "contains", "temporal_iou")
 """Built-ins whose column is one right answer also if it is a list."""
 Lists = Literal["first", "each"]
 

@@ -69,10 +69,13 @@ class ConversationProcessor(Processor, Protocol):
     """Processor of conversations that go on for several turns."""
 
     def picture(self, medium: Medium, *, row: str) -> Picture:
-        """Process an image or a video of an observation. DataError, naming the row, when it cannot be used."""
+        """Process an image or a video of an observation.
+
+        BadMedia, naming the row, when this one cannot be used; DataError when none of its kind can.
+        """
 
     def extended(self, prompt: Prompt, token_ids: Sequence[int], pictures: Sequence[Picture]) -> Prompt:
-        """Append collapsed ids, with one image token for each of `pictures`, to a prompt. Its ids stay the same."""
+        """Append collapsed ids, with one placeholder for each of `pictures`, to a prompt. Its ids stay the same."""
 
     def observation(self, answers: Sequence[Sequence[str | Medium]], sample: Sample) -> list[int]:
         """Return the collapsed ids between two turns of the model with these answers to its calls, by the template."""

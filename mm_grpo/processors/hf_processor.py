@@ -36,7 +36,17 @@ from mm_grpo.processors.model_folder import refuse_own_code
 from mm_grpo.processors.special_tokens import conversation_ids, defused
 from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
 from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array
-from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, pixel_limits, with_limits
+from mm_grpo.types import (
+    EnginePrompt,
+    Medium,
+    Picture,
+    Prompt,
+    Sample,
+    Video,
+    message_part,
+    pixel_limits,
+    with_limits,
+)
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Layout
@@ -137,11 +147,6 @@ class HFProcessor(ABC):
         Raises DataError with the row's name for videos that the family does not take, an image without a stable size,
         or special tokens in the text.
         """
-        if sample.videos and self.video_token_id is None:
-            raise DataError(
-                f"{sample.uid}: the row has {len(sample.videos)} video(s), and this model cannot be trained on them: "
-                f"{self.no_video or f'models of type {self.config.model_type!r} get images alone'}; leave the row out"
-            )
         limits = chain(pixel_limits(sample.messages), repeat({}))
         pairs = enumerate(zip(sample.media, limits, strict=False))
         media = tuple(self._resize(sample.uid, i, *pair) for i, pair in pairs)
@@ -217,8 +222,10 @@ class HFProcessor(ABC):
         """
         row, arguments = sample.uid, sample.chat_template_kwargs
         # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
-        marker, images = "mm-grpo-turn", sum(not isinstance(part, str) for parts in answers for part in parts)
-        placeholders = (self.image_token_id, self.video_token_id)
+        marker, kinds = "mm-grpo-turn", {self.image_token_id: "image", self.video_token_id: "video"}
+        media = [
+            message_part(part)["type"] for parts in answers for part in parts if not isinstance(part, str)
+        ]
         before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
         ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
 
@@ -235,10 +242,10 @@ class HFProcessor(ABC):
         for as_tool in (True, False) if knows_tools(self.template) else (False,):
             messages = [*before, *answer_messages(plain, as_tool=as_tool)]
             ids = conversation_ids(render, self.tokenizer, messages, row)
-            if ids and sum(token in placeholders for token in ids) == images:
+            if ids and [kinds[token] for token in ids if token in kinds] == media:
                 return ids
         raise DataError(
-            f"{row}: the model's chat template does not show an answer with {images} image(s) after a turn of the "
+            f"{row}: the model's chat template does not show an answer with {_kinds(media)} after a turn of the "
             "model that ends with a stop token; conversations of several turns need one that does (model.path)"
         )
 
@@ -418,6 +425,11 @@ class HFProcessor(ABC):
     def _resize(self, uid: str, index: int, medium: Medium, limits: Mapping[str, int]) -> Medium:
         size = medium.size[::-1]
         if isinstance(medium, Video):
+            if self.video_token_id is None:
+                raise DataError(
+                    f"{uid}: a video is shown, and this model cannot be trained on videos: "
+                    f"{self.no_video or f'models of type {self.config.model_type!r} get images alone'}; leave it out"
+                )
             try:
                 final = self.frame_size(size, limits)
             except NoFixedPoint as error:
@@ -432,7 +444,7 @@ class HFProcessor(ABC):
         # ids that the template wrote in another order than the media would show one in the place of another
         kinds = {self.image_token_id: "image", self.video_token_id: "video"}
         actual = [kinds[token] for token in token_ids if token in kinds]
-        expected = ["video" if isinstance(medium, Video) else "image" for medium in media]
+        expected = [message_part(medium)["type"] for medium in media]
         if actual != expected:
             raise DataError(
                 f"{uid}: the prompt has {len(actual)} placeholder(s), {_kinds(actual)}, for {len(expected)} media, "

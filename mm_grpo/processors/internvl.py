@@ -83,6 +83,10 @@ class InternVLProcessor(HFProcessor):
         columns, rows = get_optimal_tiled_canvas(size, self.tile, least, most)
         return rows * self.tile[0], columns * self.tile[1]
 
+    def max_video_tokens(self, frames: int) -> int:
+        text = self.tokenizer(f"Frame{frames}: \n", add_special_tokens=False)["input_ids"]
+        return int(frames * (len(text) + 2 + self.hf.image_seq_length))
+
     def video_placeholder(self) -> str:
         return str(self.hf.video_token)
 

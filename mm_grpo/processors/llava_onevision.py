@@ -151,6 +151,9 @@ class LlavaOnevisionProcessor(HFProcessor):
             for rows, columns in tiles
         )
 
+    def max_video_tokens(self, frames: int) -> int:
+        return frames * math.ceil(math.isqrt(int(self.hf.num_image_tokens)) / 2) ** 2 + 1
+
     def vision(self, outputs: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         videos = [output.get("pixel_values_videos", [()])[0] for output in outputs]
         pixels = [v if len(v) else o["pixel_values"][0] for v, o in zip(videos, outputs, strict=True)]

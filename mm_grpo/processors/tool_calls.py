@@ -15,6 +15,7 @@ from typing import Any
 
 from mm_grpo.files import parse_json
 from mm_grpo.processors.chat_template import names_read
+from mm_grpo.types import Medium, message_part
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>)?\s*\Z", re.DOTALL)
@@ -83,12 +84,9 @@ def with_tools(
     return [{**first, "content": [*content, {"type": "text", "text": f"\n\n{description}"}]}, *following]
 
 
-def answer_messages(answers: Sequence[Sequence[Any]], *, as_tool: bool) -> list[dict[str, Any]]:
-    """Make messages of tools' answers, texts and images each: of the role `tool`, or together as a user's turn."""
-    contents = [
-        [{"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in parts]
-        for parts in answers
-    ]
+def answer_messages(answers: Sequence[Sequence[str | Medium]], *, as_tool: bool) -> list[dict[str, Any]]:
+    """Make messages of tools' answers, texts and media each: of the role `tool`, or together as a user's turn."""
+    contents = [[message_part(part) for part in parts] for parts in answers]
     if as_tool:
         return [{"role": "tool", "content": content} for content in contents]
     wrapped = [

@@ -40,7 +40,7 @@ class Conversation:
     def add_observation(
         self, token_ids: Sequence[int], pictures: Sequence[Picture], below: int | None = None
     ) -> int | None:
-        """Append an observation: collapsed ids, with one image token for each picture. Returns the count of new tokens.
+        """Append an observation: collapsed ids, with one placeholder for each picture. Returns the count of new tokens.
 
         Returns None, and appends nothing, if `run_length` would not stay below `below`.
         """

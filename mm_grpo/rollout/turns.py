@@ -15,19 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol, cast
 
-from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.errors import DataError
+from mm_grpo.environments.observation import Observation, digest, failed
+from mm_grpo.errors import BadMedia
 from mm_grpo.processors.tool_calls import ToolCall, tool_calls
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import BatchStream, Follows, Request, require_answers
-from mm_grpo.types import Completion, FinishReason, Medium, Picture, Turn, Video
+from mm_grpo.types import Completion, FinishReason, Medium, Picture, Turn, split_media
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from mm_grpo.config import GRPOConfig
     from mm_grpo.environments.host import Episode, Task
     from mm_grpo.environments.toolbox import Toolbox
@@ -52,14 +49,14 @@ class _Talk:
     conversation: Conversation
     episode: Episode
     turns: list[Turn] = field(default_factory=list)
-    image_count: int = 0
-    """Images of all observations."""
+    media_count: int = 0
+    """Images and videos of all observations."""
     finish_reason: FinishReason | None = None
     """None while the conversation goes on."""
     number: int | None = None
     """Number of its last request in the engine's stream."""
     new_pictures: Sequence[Picture] = ()
-    """Images of observations since that request."""
+    """Media of observations since that request."""
     calls: Sequence[ToolCall] = ()
     """Calls of its last turn."""
     tasks: Sequence[Task] = ()
@@ -188,19 +185,17 @@ class TurnLoop:
         new_pictures: list[Picture] = []
         limit = self.config.rollout.max_images_per_episode
         for call, observation in talk.tool_answers():
-            if talk.image_count + len(observation.images) > limit:
-                text = f"no more than {limit} images are shown in a conversation"
+            if talk.media_count + len(observation.media) > limit:
+                text = f"no more than {limit} images and videos are shown in a conversation"
                 observation = failed("too_many_images", text)
             try:
-                resized = [self._picture(talk, image, pictures) for image in observation.images]
-            except DataError as error:  # a strip of pixels, say, that no resizing makes legal
+                resized = [self._picture(talk, medium, pictures) for medium in observation.media]
+            except BadMedia as error:  # a strip of pixels, say, that no resizing makes legal
                 observation, resized = failed("bad_result", str(error)), []
-            talk.image_count += len(resized)
+            talk.media_count += len(resized)
             media = tuple(picture.medium for picture in resized)
-            images = tuple(m for m in media if not isinstance(m, Video))
-            videos = tuple(m for m in media if isinstance(m, Video))
-            arguments, fault = dict(call.arguments), observation.fault
-            turns.append(Turn("tool", observation.text, 0, None, call.name, arguments, images, videos, fault))
+            about = call.name, dict(call.arguments), *split_media(media), observation.fault
+            turns.append(Turn("tool", observation.text, 0, None, *about))
             contents.append(_content(observation, media))
             new_pictures += resized
         conversation = talk.conversation
@@ -215,11 +210,11 @@ class TurnLoop:
         if talk.episode.done:
             talk.finish_reason = "stop"
 
-    def _picture(self, talk: _Talk, image: Image, pictures: dict[bytes, Picture]) -> Picture:
-        """Return an image at its final size; equal images are one object, which the learner encodes once."""
-        key = sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).digest()
+    def _picture(self, talk: _Talk, medium: Medium, pictures: dict[bytes, Picture]) -> Picture:
+        """Return a medium at its final size; equal ones are one object, which the learner encodes once."""
+        key = digest([medium])
         if key not in pictures:
-            pictures[key] = self.processor.picture(image, row=talk.conversation.start.uid)
+            pictures[key] = self.processor.picture(medium, row=talk.conversation.start.uid)
         return pictures[key]
 
     def _completion(self, talk: _Talk, reward: float | None) -> Completion:

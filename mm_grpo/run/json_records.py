@@ -1,6 +1,6 @@
 """Convert records (dataclasses) to JSON values, and back by the type hints of their fields.
 
-A field may be a number, a text, None, a record, an image, a tensor, or a tuple, list or mapping of these.
+A field may be a number, a text, None, a record, an image, a tensor, a tuple, list or mapping of these, or a union.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def decode(kind: Any, value: Any) -> Any:
         record: Any = kind
         hints = _hints(record)
         return record(**{name: decode(hints[name], entry) for name, entry in value.items()})
-    if origin in (Union, UnionType):  # X | None
-        return value if value is None else decode(inner[0], value)
+    if origin in (Union, UnionType):
+        matches = (member for member in inner if _is_of(value, member))
+        return decode(next(matches, inner[0]), value)
     if origin is tuple:
         kinds = inner[:1] * len(value) if inner[-1] is ... else inner
         return tuple(map(decode, kinds, value))
@@ -69,6 +70,12 @@ def decode(kind: Any, value: Any) -> Any:
         image.load()
         return image
     return tensor(value) if kind is Tensor else value
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Return True for an object of a class, and for the encoded one of a record."""
+    is_record = is_dataclass(kind) and isinstance(value, Mapping)
+    return is_record or (isinstance(kind, type) and isinstance(value, kind))
 
 
 def as_png(image: Image) -> bytes:

@@ -1,16 +1,17 @@
-"""rollouts/step-000001.jsonl: all completions of a step; rollouts/images/: the images that the model saw.
+"""rollouts/step-000001.jsonl: all completions of a step; rollouts/images/: the images and frames that the model saw.
 
 Evaluations are in rollouts/eval-step-000000.jsonl, one file for all sets after a step. Files of the evaluation before
 the first step, of the best one and of the newest one are kept.
 
 Each line is one completion, in the order of the groups. Images are written once, named by their content.
 
-Keys: step, slot, attempt, uid, generation, messages, images, completion, tokens, finish_reason, seed,
-weight_versions, reward, parts, advantage, columns. Optional keys: `extra`, columns that rewards logged; `sight`, if it
-was measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
-pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
-evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
-the row, their `advantage` is null.
+Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
+weight_versions, reward, parts, advantage, columns. `images` are names; each of `videos` has its `times` and `fps`
+(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
+(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in pixels of the
+row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an evaluation also
+have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of the row, their
+`advantage` is null.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from mm_grpo.files import atomic_write
 from mm_grpo.run.json_records import as_png
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
-from mm_grpo.types import Group, Turn, content_parts
+from mm_grpo.types import EnginePrompt, Group, Turn, content_parts
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -114,7 +115,7 @@ def _rows(
         shared: dict[str, Any] = {
             "uid": prompt.uid,
             "messages": _plain_messages(prompt.sample.messages),
-            "images": [_save_image(paths, image) for image in prompt.engine_prompt.images],
+            **_save_media(paths, prompt.engine_prompt),
         }
         gold, _ = gold_overlays(specs, prompt)
         columns = _plain_columns(prompt.sample.other_columns)
@@ -170,9 +171,8 @@ def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
     common = {"role": turn.role, "text": turn.text, "tokens": turn.tokens}
     if turn.role == "assistant":
         return {**common, "seed": turn.seed}
-    images = [_save_image(paths, image) for image in turn.images]
-    arguments = _plain_columns(turn.arguments)
-    return {**common, "name": turn.name, "arguments": arguments, "images": images, "fault": turn.fault}
+    answer = {"name": turn.name, "arguments": _plain_columns(turn.arguments), **_save_media(paths, turn)}
+    return {**common, **answer, "fault": turn.fault}
 
 
 def logged_steps(paths: RunPaths) -> list[int]:
@@ -205,6 +205,22 @@ def _read(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
 
 
+def _save_media(paths: RunPaths, shown: EnginePrompt | Turn) -> dict[str, Any]:
+    """Save images and frames of videos; return the keys `images` and `videos` of a row or a turn."""
+
+    def names(images: Iterable[Image]) -> list[str]:
+        return [_save_image(paths, image) for image in images]
+
+    videos = [{"frames": names(v.frames), "times": v.times, "fps": v.fps} for v in shown.videos]
+    return {"images": names(shown.images), "videos": videos}
+
+
+def picture_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the images and of the frames of a row or a turn."""
+    frames = (name for video in row.get("videos", ()) for name in video["frames"])
+    return [*row.get("images", ()), *frames]
+
+
 def _save_image(paths: RunPaths, image: Image) -> str:
     """Save an image once; return its file name, the first 128 bits of its content's SHA-256."""
     digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
@@ -215,7 +231,7 @@ def _save_image(paths: RunPaths, image: Image) -> str:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with media parts reduced to their type; the images are under `images`."""
+    """Return the messages with media parts reduced to their type."""
 
     def plain(content: str | Sequence[Mapping[str, Any]]) -> Any:
         if isinstance(content, str):

@@ -5,7 +5,7 @@ which picks devices and joins process groups. To add one: a class with `log`, `l
 `close`, and its line in TRACKERS.
 
 Tables go over a network, so they are small: the `MAX_GROUPS` groups of a step with the widest range of rewards,
-`MAX_COMPLETIONS` of each, and the first image of a row, with at most `MAX_SIDE` pixels.
+`MAX_COMPLETIONS` of each, and the first image or frame of a row, with at most `MAX_SIDE` pixels.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.rollout_log import GOLD, message_text, reward_range
 from mm_grpo.terminal import redact
+from mm_grpo.types import Video
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from mm_grpo.config import GRPOConfig
-    from mm_grpo.types import Group
+    from mm_grpo.types import Group, Medium
 
 MAX_GROUPS = 4
 MAX_COMPLETIONS = 8
@@ -185,7 +186,7 @@ def rollout_table(step: int, groups: Sequence[Group]) -> list[TableRow]:
         shared = {
             "step": step,
             "row": group.prompt.uid,
-            "image": _small_image(group.prompt.engine_prompt.images),
+            "image": _small_image(group.prompt.engine_prompt.media),
             "prompt": message_text(questions[-1])[:MAX_TEXT] if questions else "",
             "answer": next((str(sample.columns[n])[:MAX_TEXT] for n in GOLD if n in sample.columns), ""),
         }
@@ -196,10 +197,11 @@ def rollout_table(step: int, groups: Sequence[Group]) -> list[TableRow]:
     return rows
 
 
-def _small_image(images: Sequence[Image]) -> Image | None:
-    """Return the first image of a row in RGB, reduced to MAX_SIDE; None without images."""
-    if not images:
+def _small_image(media: Sequence[Medium]) -> Image | None:
+    """Return the first image or frame of a row in RGB, reduced to MAX_SIDE; None without media."""
+    if not media:
         return None
-    small = images[0].convert("RGB")
+    first = media[0]
+    small = (first.frames[0] if isinstance(first, Video) else first).convert("RGB")
     small.thumbnail((MAX_SIDE, MAX_SIDE))
     return small

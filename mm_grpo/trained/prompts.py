@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from PIL.Image import Image
 from transformers import AutoTokenizer
 
 from mm_grpo.config import GRPOConfig
@@ -13,8 +14,8 @@ from mm_grpo.data.images import open_image
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import Processor
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
-from mm_grpo.run.rollout_log import logged_steps, read_rollouts
-from mm_grpo.types import Prompt, Sample
+from mm_grpo.run.rollout_log import logged_steps, picture_names, read_rollouts
+from mm_grpo.types import Prompt, Sample, Video
 
 COUNT = 4  # prompts of a comparison
 MAX_TOKENS = 64  # of a completion
@@ -24,11 +25,11 @@ ProofPrompts = list[tuple[Prompt, tuple[int, ...]]]
 
 
 def prompts_of_run(paths: RunPaths, processor: Processor, config: GRPOConfig) -> ProofPrompts:
-    """Return COUNT logged prompts, preferably with images, each with a completion; ConfigError if there are none."""
+    """Return COUNT logged prompts, preferably with media, each with a completion; ConfigError if there are none."""
     prompts = list(itertools.islice(_logged_prompts(paths, processor, config), 8 * COUNT))
     if not prompts:
         raise ConfigError(f"'{paths.root}' has no rollouts/ to compare on; put them back")
-    prompts.sort(key=lambda pair: not pair[0].engine_prompt.images)
+    prompts.sort(key=lambda pair: not pair[0].engine_prompt.media)
     return prompts[:COUNT]
 
 
@@ -38,15 +39,23 @@ def _logged_prompts(
     uids: set[str] = set()
     for step in reversed(logged_steps(paths)):
         for row in read_rollouts(paths, step):
-            images_exist = all(
-                IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in row["images"]
+            pictures_exist = all(
+                IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in picture_names(row)
             )
-            if row["uid"] in uids or not images_exist:
+            if row["uid"] in uids or not pictures_exist:
                 continue
             uids.add(row["uid"])
-            images = tuple(open_image(str(paths.images / n), row=row["uid"]) for n in row["images"])
-            prompt = processor.prompt(Sample(uid=row["uid"], messages=row["messages"], images=images))
-            yield prompt, _text_ids(processor, config, row["completion"])
+            yield processor.prompt(_sample(paths, row)), _text_ids(processor, config, row["completion"])
+
+
+def _sample(paths: RunPaths, row: Mapping[str, Any]) -> Sample:
+    """Return the sample that was logged in a row, with its media at their final size."""
+
+    def read(names: Sequence[str]) -> tuple[Image, ...]:
+        return tuple(open_image(str(paths.images / name), row=row["uid"]) for name in names)
+
+    videos = (Video(read(v["frames"]), tuple(v["times"]), v["fps"]) for v in row["videos"])
+    return Sample(row["uid"], row["messages"], read(row["images"]), tuple(videos))
 
 
 def _text_ids(processor: Processor, config: GRPOConfig, text: str) -> tuple[int, ...]:

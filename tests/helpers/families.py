@@ -34,10 +34,10 @@ TABLE: dict[str, Row] = {
     "qwen2_5_vl": Row(videos=True),
     "qwen3_vl": Row(videos=True),
     "qwen3_5": Row(vllm="bfloat16", videos=True, build={"linear_width": 128}),
-    "internvl": Row(),
+    "internvl": Row(videos=True),
     "smolvlm": Row(),
     "idefics3": Row(),
-    "llava_onevision": Row(),
+    "llava_onevision": Row(videos=True),
     "gemma3": Row(vllm=""),
 }
 KINDS = ("text", "one image", "three images", "mixed")
@@ -85,7 +85,8 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
     )
     video = tiny.sample("video", "and that one there", videos=(tiny.video(3, 6, 84, 56),))
     # the first is longer in time than in space, and has an odd number of frames
-    videos = tiny.video(1, 9, 56, 84, fps=1.0), tiny.video(2, 4, 84, 84, fps=3.0)
+    lengths = video_lengths(processor, 9, 4)
+    videos = tiny.video(1, lengths[0], 56, 84, fps=1.0), tiny.video(2, lengths[1], 84, 84, fps=3.0)
     between = tiny.sample("videos", "what is it", (tiny.picture(1, 84, 56),), videos)
     image, *others, question = between.messages[0]["content"]
     content = [others[0], {"type": "text", "text": "and"}, image, others[1], question]
@@ -95,6 +96,12 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
         "one video": [video], "two videos and an image": [between], "mixed videos": [between, text, video],
     }  # fmt: skip
     return [processor.prompt(sample) for sample in batches[kind]]
+
+
+def video_lengths(processor: Any, *lengths: int) -> Sequence[int]:
+    """These numbers of frames, or the last in place of each: some processors of transformers stack a row's videos."""
+    stacked = processor.config.model_type in ("internvl", "llava_onevision")
+    return lengths[-1:] * len(lengths) if stacked else lengths
 
 
 THINKING = (
@@ -159,16 +166,24 @@ def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> 
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in made:
             made[name] = torch.nn.functional.pad(made[name], (0, len(answer)))
-    if prompt.engine_prompt.videos:
+    if prompt.engine_prompt.videos and processor.family.position_axes:
         ids = made["input_ids"][0].tolist()
         made["position_ids"] = defined_positions(processor, ids, prompt.engine_prompt.media)[:, None]
     return made
 
 
+def transformers_ids(processor: Any, token_ids: Sequence[int]) -> list[int]:
+    """Ids as transformers' model takes them: InternVL's of a video are there those of an image."""
+    image, video = processor.image_token_id, processor.family.video_token_id
+    return [image if token == video else token for token in token_ids]
+
+
 def media_inputs(processor: Any, text: str, media: Sequence[Medium]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a text with placeholders of media, which are at their final size."""
     videos = [medium for medium in media if isinstance(medium, Video)]
-    options: dict[str, Any] = {"images": [medium for medium in media if not isinstance(medium, Video)] or None}
+    options: dict[str, Any] = {
+        "images": [medium for medium in media if not isinstance(medium, Video)] or None
+    }
     if videos:
         options["videos"] = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
         options["video_metadata"] = list(map(metadata_of, videos))

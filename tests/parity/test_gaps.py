@@ -20,7 +20,7 @@ from mm_grpo.health.checks import LogprobGap
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.parity import fixed_completions
-from mm_grpo.parity.gaps import check_start, compare, first_with_image, gap_of, past_limit
+from mm_grpo.parity.gaps import check_start, compare, first_with_media, gap_of, past_limit
 from mm_grpo.parity.sync import SyncReport, VerifiedSync, stale_samples
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of
@@ -103,7 +103,7 @@ def test_the_learner_scores_as_the_engine_does(models: dict[str, Path]) -> None:
         assert gap_of(ours, sampled).mean > 1e-3
         parity = compare(both.engine, both.learner, prompt, done)
         assert parity.score.max < 1e-5 and parity.sampled.max < 1e-5
-        assert parity.score.tokens == sum(map(len, ids)) and parity.images == len(prompt.engine_prompt.images)
+        assert parity.score.tokens == sum(map(len, ids)) and parity.media == len(prompt.engine_prompt.media)
         assert (parity.completions, parity.seeds, parity.versions) == (4, tuple(SEEDS), (0,))
         assert parity.distinct == len(set(ids)) and past_limit(parity, 1e-4) == []
 
@@ -132,10 +132,10 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
 def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> None:
     both = Both(models["qwen2_vl"])
     places = [(1, 0, both.plain), (1, 1, both.pictured), (1, 2, both.plain)]
-    assert first_with_image(places) == places[1]
-    assert first_with_image(places[2:]) == places[2]
+    assert first_with_media(places) == places[1]
+    assert first_with_media(places[2:]) == places[2]
     with pytest.raises(DataError, match=r"data.train: no row is left, .* data.on_overlong"):
-        first_with_image([])
+        first_with_media([])
 
 
 def test_new_samples_of_older_weights_show_against_the_noise() -> None:
