@@ -1,7 +1,8 @@
 """Blind controls: which row lends each row its images, and a prompt without its images.
 
 A model that answers as well with the images of other rows, or without any, does not look at them. Exchanging keeps the
-form of every prompt and the share of right guesses; removing also shows how much the text alone gives away.
+form of every prompt and the share of right guesses; removing also shows how much the text alone gives away. Videos can
+also keep their frames and lose their order, or keep their first frame alone.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import hashlib
 import os
 import random
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from PIL import Image
+
+from mm_grpo.types import Sample
 
 
 def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:
@@ -66,3 +70,51 @@ def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any
         else dict(m)
         for m in messages
     )
+
+
+# the frames of videos ------------------------------------------------------------------------
+
+Frames = tuple[Image.Image, ...]
+ORDERS = 100
+"""Orders that are drawn for a video; the one that moves most is taken."""
+
+
+def has_order(frames: Frames) -> bool:
+    """Return True if at least three frames differ: of fewer, another order shows hardly another course of events."""
+    return len({frame.tobytes() for frame in frames}) > 2
+
+
+def reordered(frames: Frames, rng: random.Random) -> Frames:
+    """Return frames in another order, or as they are if they have none (`has_order`).
+
+    No two neighbours that become one patch, the frames 2k and 2k + 1, stay in place, if frames differ enough for that.
+    """
+    if not has_order(frames):
+        return frames
+    numbers: dict[bytes, int] = {}
+    keys = [numbers.setdefault(frame.tobytes(), len(numbers)) for frame in frames]
+
+    def patches_moved(order: Sequence[int]) -> int:
+        moved = [keys[place] != keys[frame] for place, frame in enumerate(order)]
+        return sum(any(moved[first : first + 2]) for first in range(0, len(moved), 2))
+
+    orders = (rng.sample(range(len(frames)), len(frames)) for _ in range(ORDERS))
+    return tuple(frames[frame] for frame in max(orders, key=patches_moved))
+
+
+def first_frame(frames: Frames, rng: random.Random) -> Frames:
+    """Return the first frame in the place of all."""
+    return (frames[0],) * len(frames)
+
+
+FRAME_CONTROLS: Mapping[str, Callable[[Frames, random.Random], Frames]] = {
+    "frames": reordered,
+    "first_frame": first_frame,
+}
+"""Changes of a video's frames, which keep its times, by their names in `run.eval_blind`."""
+
+
+def with_frames(sample: Sample, control: str) -> Sample:
+    """Return the sample with the frames of its videos changed by one of FRAME_CONTROLS, the same at every call."""
+    change, rng = FRAME_CONTROLS[control], random.Random(f"{control}/{sample.uid}")
+    return replace(sample, videos=tuple(replace(v, frames=change(v.frames, rng)) for v in sample.videos))

@@ -7,8 +7,8 @@ Each line is one completion, in the order of the groups. Images are written once
 
 Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns. `images` are names, each of `videos` has `frames`, names too, `times`
-and `fps` (types.Video). Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
-(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
+and `fps` (types.Video). Optional keys: `extra`, columns that rewards logged; `sight` and `order`, if they were
+measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
 pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
 evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
 the row, their `advantage` is null.
