@@ -24,14 +24,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 from mm_grpo.data.blind import has_order, with_frames
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.alternate_prompts import AlternatePrompts, moved_tail
+from mm_grpo.learner.alternate_prompts import fits, moved_tail
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Medium, Prompt, Video, split_media
+from mm_grpo.types import Completion, Group, Medium, Prompt, Sample, Video, split_media
 
 GROUPS = 4
 """Groups of a step of which sight, and order, is measured: with G = 8 the mean of 32 completions, which vary by a few
@@ -137,25 +138,15 @@ def _alternates(
         if lender_slot in by_slot:
             lender = by_slot[lender_slot].prompt
             parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.media))
-    parcels_received = ranks.all_to_all(parcels, "media")
-    lent = {slot: (uid, media) for parcel in parcels_received for slot, uid, media in parcel}
-
-    def with_another_row(group: Group) -> Prompt:
-        return with_media(processor, group.prompt, lent[group.slot][1])
-
-    def with_another_order(group: Group) -> Prompt:
-        return processor.prompt(with_frames(group.prompt.sample, "frames"))
-
+    lent = sorted((p for parcel in ranks.all_to_all(parcels, "media") for p in parcel), key=itemgetter(0))
     ordered = _few([slot for slot in sorted(all_rows) if all_rows[slot].has_order])
-    controls: list[tuple[Group, str | None, Prompt]] = []
-    for slots, make in ((sorted(lent), with_another_row), (ordered, with_another_order)):
-        alternates = AlternatePrompts([by_slot[s] for s in slots if s in by_slot], make, max_tokens)
-        with ranks.fail_together("other media"):
-            for number, group in enumerate(alternates.groups):
-                if (prompt := alternates.of(number)) is not None:
-                    uid = lent[group.slot][0] if make is with_another_row else None
-                    controls.append((group, uid, prompt))
-    return controls
+    samples: list[tuple[Group, str | None, Sample]] = [
+        *((by_slot[slot], uid, with_media(by_slot[slot].prompt, media)) for slot, uid, media in lent),
+        *((g, None, with_frames(g.prompt.sample, "frames")) for slot in ordered if (g := by_slot.get(slot))),
+    ]
+    with ranks.fail_together("other media"):
+        controls = [(group, uid, processor.prompt(sample)) for group, uid, sample in samples]
+    return [(group, uid, prompt) for group, uid, prompt in controls if fits(prompt, group, max_tokens)]
 
 
 def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, int]]:
@@ -183,12 +174,11 @@ def replacing(media: Sequence[T], count: int) -> tuple[T, ...]:
     return tuple(media[k % len(media)] for k in range(count))
 
 
-def with_media(processor: Processor, prompt: Prompt, media: Sequence[Medium]) -> Prompt:
-    """Return the prompt of the same row with other media."""
+def with_media(prompt: Prompt, media: Sequence[Medium]) -> Sample:
+    """Return the sample of a prompt with other media."""
     images, videos = split_media(media)
-    sample, shown = prompt.sample, prompt.engine_prompt
-    images, videos = replacing(images, len(shown.images)), replacing(videos, len(shown.videos))
-    return processor.prompt(replace(sample, images=images, videos=videos))
+    counts = len(prompt.engine_prompt.images), len(prompt.engine_prompt.videos)
+    return replace(prompt.sample, images=replacing(images, counts[0]), videos=replacing(videos, counts[1]))
 
 
 def _few(items: Sequence[T], count: int = GROUPS) -> list[T]:
