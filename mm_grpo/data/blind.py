@@ -1,4 +1,4 @@
-"""Blind controls: which row lends each row its images, and a prompt without its images.
+"""Blind controls: which row lends each row its images and videos, and a prompt without its own.
 
 A model that answers as well with the images of other rows, or without any, does not look at them. Exchanging keeps the
 form of every prompt and the share of right guesses; removing also shows how much the text alone gives away. Videos can
@@ -18,7 +18,8 @@ from typing import Any
 
 from PIL import Image
 
-from mm_grpo.types import Sample
+from mm_grpo.data.videos import VideoSource
+from mm_grpo.types import MEDIA_TYPES, Sample
 
 
 def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:
@@ -47,13 +48,19 @@ def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:
     return lenders
 
 
-def image_key(source: Any, folder: object = None) -> Hashable:
-    """Return a key that is equal for equal pictures, as far as that shows without opening a file.
+def media_key(source: Any, folder: object = None) -> Hashable:
+    """Return a key that is equal for equal images and for equal parts of videos, as far as no opened file shows it.
 
     Relative paths start at `folder`.
     """
+    if isinstance(source, VideoSource):
+        return tuple(
+            media_key(value, folder) if name == "source" else value for name, value in vars(source).items()
+        )
+    if isinstance(source, list | tuple):
+        return tuple(media_key(frame, folder) for frame in source)
     if isinstance(source, Mapping):
-        return image_key(source.get("path") if source.get("bytes") is None else source["bytes"], folder)
+        return media_key(source.get("path") if source.get("bytes") is None else source["bytes"], folder)
     if isinstance(source, bytes | bytearray | memoryview):
         return hashlib.sha256(source).digest()
     if isinstance(source, Image.Image):
@@ -63,10 +70,10 @@ def image_key(source: Any, folder: object = None) -> Hashable:
     return os.path.join(str(folder or ""), str(source))
 
 
-def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the messages without their image parts."""
+def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the messages without their image and video parts."""
     return tuple(
-        {**m, "content": [part for part in m["content"] if part["type"] != "image"]}
+        {**m, "content": [part for part in m["content"] if part["type"] not in MEDIA_TYPES]}
         if not isinstance(m["content"], str)
         else dict(m)
         for m in messages

@@ -14,7 +14,7 @@ from PIL import Image
 from reading import colour_of
 
 from mm_grpo.config import DataConfig
-from mm_grpo.data.blind import exchange, image_key, reordered, with_frames
+from mm_grpo.data.blind import exchange, media_key, reordered, with_frames
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import DataError
 
@@ -34,12 +34,12 @@ def test_nobody_gets_an_equal_one_wherever_that_can_be(keys: list[int], seed: in
 
 def test_one_picture_has_one_key(tmp_path: Path) -> None:
     red, again, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "red", "blue"))
-    assert image_key(red) == image_key(again) != image_key(blue)
-    assert image_key({"bytes": b"abc", "path": "x.png"}) == image_key(b"abc") != image_key(b"abd")
-    assert image_key({"bytes": None, "path": "x.png"}) == image_key("x.png") == image_key(Path("x.png"))
+    assert media_key(red) == media_key(again) != media_key(blue)
+    assert media_key({"bytes": b"abc", "path": "x.png"}) == media_key(b"abc") != media_key(b"abd")
+    assert media_key({"bytes": None, "path": "x.png"}) == media_key("x.png") == media_key(Path("x.png"))
     red.save(tmp_path / "red.png")
     opened: Any = Image.open(tmp_path / "red.png")
-    assert image_key(opened) == str(tmp_path / "red.png") and opened.fp is not None  # not read
+    assert media_key(opened) == str(tmp_path / "red.png") and opened.fp is not None  # not read
 
 
 def dataset(*shades: int | tuple[int, ...]) -> Dataset:
