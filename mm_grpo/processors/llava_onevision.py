@@ -28,7 +28,6 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
-from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 
 
 class LlavaOnevisionFamily(Family):
@@ -136,7 +135,8 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        return {"videos_kwargs": FRAMES_UNCHANGED}
+        # frames have the size that vLLM resizes to; those of its own trial at the start have another
+        return {"videos_kwargs": {"do_sample_frames": False}}
 
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""
