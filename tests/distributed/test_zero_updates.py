@@ -47,6 +47,7 @@ def matrix() -> list[Case]:
             ("sgd", 0, "many"), ("sgd", 2, "one"), ("sgd", 2, "many"), ("adamw", 1, "many"), ("adamw", 2, "many"),
         )
     ]  # fmt: skip
+    cases.append(case("videos", set="videos"))
     cases += [case(f"loss-{name}", algorithm={"loss_type": name}) for name in LOSSES]
     for stage in (0, 2):
         cases.append(case(f"clipped-{stage}", optim={"zero_stage": stage, "max_grad_norm": 100.0}))
@@ -205,8 +206,8 @@ def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> Non
 @pytest.mark.long
 def test_other_families_on_two_processes(models: dict[str, Path], launched: Any, alone: Any) -> None:
     """Those whose modules are others than Qwen2.5-VL's and SmolVLM's, in one start of the processes."""
-    families = ["qwen3_5", "gemma3", "internvl"]
-    cases = tuple(case(f, set="apart", model=str(models[f])) for f in families)
+    families = {"qwen3_5": "videos", "gemma3": "apart", "internvl": "videos"}
+    cases = tuple(case(f, set=rows, model=str(models[f])) for f, rows in families.items())
     results = launched("qwen2_5_vl", 2, cases)
     for each in cases:
         check(each, results[each["name"]], alone(each["name"], each))

@@ -30,12 +30,13 @@ from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group, Turn
 
-# What the rows of a set look at, by slot: t is text alone, i an image, m two images.
+# What the rows of a set look at, by slot: t is text alone, i an image, m two images, v a video, b an image and a video.
 SETS: dict[str, str] = {
     "flat": "iiii",  # 4 groups of 4 completions of equal length: 1 pack of 16 or 16 packs of 1
     "even": "mtii",
     "uneven": "mtiti",  # 5 groups: with 2 processes 3 and 2, with 4 one of them has 2
     "apart": "itit",  # with 2 processes all images on one and all text on the other
+    "videos": "btvi",  # with 2 processes all videos on one
     "few": "i",  # one group: with 2 processes one of them has nothing
     "hole": "m-ti",  # a dropped row leaves slot 1 empty
 }
@@ -48,7 +49,12 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
     `scale` makes SGD's update large beside the rounding of the weights that it is added to; AdamW's is
     large anyway, and its elements would only become signs.
     """
-    images = {"t": (), "i": (tiny.picture(3),), "m": (tiny.picture(1), tiny.picture(2, 56, 112))}
+    images = {
+        "i": (tiny.picture(3),),
+        "m": (tiny.picture(1), tiny.picture(2, 56, 112)),
+        "b": (tiny.picture(4),),
+    }
+    videos = {"v": (tiny.video(5, 6, 56, 56),), "b": (tiny.video(6, 4, 84, 56),)}
     generator = torch.Generator().manual_seed(7)
     groups = []
     for slot, kind in enumerate(rows):
@@ -66,7 +72,8 @@ def make_groups(processor: Processor, rows: str, advantages: str, scale: float) 
         }[advantages]
         if kind == "-":
             continue
-        sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], images[kind], box=[4, 4, 60, 40])
+        media = images.get(kind, ()), videos.get(kind, ())
+        sample = tiny.sample(f"r:{slot}", "what is it"[: 4 + slot], *media, box=[4, 4, 60, 40])
         ends = ["length" if len(ids) == 8 else "stop" for ids in tokens]
         completions = tuple(
             Completion(ids, (-5.0,) * len(ids), "", end, slot * GENERATIONS + g)

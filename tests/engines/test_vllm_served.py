@@ -170,6 +170,20 @@ def test_ids_logprobs_and_scores_are_the_learners(half: Half) -> None:
             assert replica.score(prompt, completion.token_ids) == pytest.approx(plain, abs=NEAR)
 
 
+def test_frames_and_their_times_reach_the_servers(half: Half) -> None:
+    """Equal frames at other times have other positions, and other log-probs."""
+    slow = tiny.video(1, 6, fps=0.9)
+    prompts = [
+        half.prompt("film", videos=(tiny.video(1, 6),)),
+        half.prompt("slow", videos=(slow,)),
+        half.prompt("both", tiny.picture(1), videos=(tiny.video(2, 5, 112, 56, fps=3.0),)),
+    ]
+    engine = half.engine_of(half.urls)
+    done = engine.generate(requests_for(prompts, [range(50 * i, 50 * i + 4) for i in range(3)], TWELVE))
+    assert half.gap(prompts, done) <= NEAR
+    assert half.gap(prompts[1:2], done[:4]) > 10 * NEAR
+
+
 def test_which_server_answers_and_in_what_company_changes_no_bit(half: Half) -> None:
     """In float32: one server, the other, both, one request at a time, and the engine in this process."""
     one, other = (half.engine_of([url]) for url in half.urls)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 from helpers import tiny
+from helpers.families import plain_inputs
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -71,8 +72,10 @@ class Rig:
         """Bring the engine to the learner's weights as a run does; the record of what was sent."""
         return self.ledger.send(self.engine, self.tensors() if tensors is None else tensors, version)
 
-    def prompt(self, uid: str, *images: Any, text: str = "what is it") -> Prompt:
-        return self.processor.prompt(tiny.sample(uid, text, images))
+    def prompt(
+        self, uid: str, *images: Any, videos: tuple[Any, ...] = (), text: str = "what is it"
+    ) -> Prompt:
+        return self.processor.prompt(tiny.sample(uid, text, images, videos))
 
     def prompts(self) -> list[Prompt]:
         """One image, two of different sizes, none."""
@@ -87,9 +90,7 @@ class Rig:
         self, prompt: Prompt, token_ids: Sequence[int], *, temperature: float = 1.0, mask: bool = True
     ) -> list[float]:
         """Log-probs [T] by a plain transformers forward."""
-        ids = torch.tensor([[*prompt.token_ids, *token_ids]])
-        kinds = (ids == self.model.config.image_token_id).int()
-        logits = self.model(input_ids=ids, mm_token_type_ids=kinds, **prompt.vision).logits[0].float()
+        logits = self.model(**plain_inputs(self.processor, prompt, token_ids)).logits[0].float()
         logits = logits[len(prompt.token_ids) - 1 : -1] / temperature
         if mask:
             logits[:, sorted(self.processor.media_token_ids)] = -torch.inf

@@ -232,9 +232,18 @@ processors/hf_processor.py < trained/test_warm_answers.py
     off by one | return answer[: end + 1] ==> return answer[:end]
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
-    skipped check | if count != images * self.template_tokens.get(name, 0): ==> if False:
+    skipped check | if count != len(media) * self.template_tokens.get(name, 0): ==> if False:
 processors/qwen_vl.py < processors/test_qwen_vl.py processors/test_resize.py processors/test_families.py
     wrong key | image_processor.size if max_pixels else ==> image_processor.size if True else
+processors/qwen_vl.py < processors/test_video_positions.py
+    transformers' rule | int(positions[-1].max()) + 1, count ==> int(positions[-1][1:].max()) + 1, count
+    dropped factor | block[0] = (block[0] * step).long() ==> block[0] = block[0].long()
+    wrong time | {(first + last) / 2:.1f} seconds ==> {first:.1f} seconds
+    one run | time, runs = 1, time ==> runs = 1
+processors/family.py < processors/test_families.py
+    wrong tokens | = ids.masked_fill(ids == video, model.config.image_token_id) ==> = ids
+types.py < processors/test_families.py
+    wrong order | for part in media_parts(self.messages)] ==> for part in media_parts(self.messages)[::-1]]
 processors/special_tokens.py < processors/test_special_tokens.py
     wrong order | key=lambda token: (-len(token), token) ==> key=lambda token: (len(token), token)
 data/order.py < data/test_order.py

@@ -225,7 +225,7 @@ def test_adapters_alone_train_and_merges_are_the_adapted_model(
     assert adapted == wanted and len(wanted) >= 6
     assert processor.family.tower_is_frozen(model) is not vision
     base, learner = base_of(model), learner_for(path, model)
-    groups = groups_of(processor)
+    groups = groups_of(processor, "mixed" if vision else "mixed videos")
     ids = [c.token_ids for c in groups[0].completions]
     start = learner.score(groups[0].prompt, ids)
     assert start == learner_for(path, plain).score(groups[0].prompt, ids)

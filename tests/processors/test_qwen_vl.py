@@ -71,9 +71,9 @@ def test_a_saved_processor_has_the_models_limit_or_the_configs(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("<|image_pad|>", "2 image token(s) for 1 image(s)"),
+        ("<|image_pad|>", "2 placeholder(s), 2 image, for 1 media"),
         ("<|vision_start|>", "2 '<|vision_start|>' for 1 image(s)"),
-        ("<|video_pad|>", "1 '<|video_pad|>'"),
+        ("<|video_pad|>", "1 image, 1 video, for 1 media"),
     ],
 )
 def test_media_tokens_beyond_the_images_are_refused(text: str, words: str, models: dict[str, Any]) -> None:
