@@ -78,8 +78,11 @@ class LlavaOnevisionFamily(Family):
             tiles = torch.cat([pixels[i] for i in images])
             output = backbone.get_image_features(tiles, sizes[images], return_dict=True)
             features = dict(zip(images, output.pooler_output, strict=True))
+        pooled = math.ceil(side // config.vision_config.patch_size / 2) ** 2
         for i in frames.keys() - features.keys():
-            features[i] = backbone.get_video_features(pixels[i][None], return_dict=True).pooler_output[0]
+            video = backbone.get_video_features(pixels[i][None], return_dict=True).pooler_output[0]
+            # transformers 5.10 leaves the newline to its forward
+            features[i] = torch.cat([video, backbone.image_newline[None]])[: frames[i] * pooled + 1]
         return VisionFeatures(tuple(features[i] for i in frames))
 
 
