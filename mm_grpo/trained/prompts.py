@@ -49,7 +49,7 @@ def _logged_prompts(
 
 
 def _sample(paths: RunPaths, row: Mapping[str, Any]) -> Sample:
-    """Return the sample that was logged in a row, with its media at their final size."""
+    """Return the sample that was logged in a row, with its media at their final size; frames were compressed."""
 
     def read(names: Sequence[str]) -> tuple[Image, ...]:
         return tuple(open_image(str(paths.images / name), row=row["uid"]) for name in names)
