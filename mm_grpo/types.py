@@ -68,7 +68,7 @@ class Sample:
     row: Sample | None = None
     """The sample before the first messages of a conversation were added to it; None when nothing was added."""
     opening_digest: bytes | None = None
-    """Digest of what `reset` of an environment added to the messages; None when it added nothing."""
+    """Digest of what was added to `row`; None when nothing was added."""
     prompt_columns: frozenset[str] = frozenset()
     """Names of `columns` that prompt and images were made of."""
 

@@ -195,7 +195,7 @@ class VLLMConfig(Section):
     max_images: int | None = Field(default=None, ge=1)
     """Most images in one prompt, >= 1; null is what the rows have. Default: null."""
     max_videos: int | None = Field(default=None, ge=0)
-    """Most videos in one prompt, >= 0; null is what the rows have. Default: null."""
+    """Most videos in one prompt, >= 0; null is what the rows have: set it if tools alone show videos. Default: null."""
     gpu_memory_utilization: Annotated[Number, Essential()] = Field(default=0.3, gt=0, le=1)
     """Share of a GPU's memory that vLLM may hold, > 0 and <= 1. Default: 0.3."""
     sleep_level: Annotated[Literal[0, 1, 2], Essential()] = 2

@@ -130,6 +130,7 @@ def _message(turn: Turn) -> dict[str, Any]:
     """Return a turn in TRL's form."""
     if turn.role == "assistant":
         return {"role": "assistant", "content": turn.text}
-    images = [{"type": "image", "image": image} for image in turn.images]
-    content = [*images, {"type": "text", "text": turn.text}] if images else turn.text
+    media = [{"type": "image", "image": image} for image in turn.images]
+    media += [{"type": "video", "video": video} for video in turn.videos]
+    content = [*media, {"type": "text", "text": turn.text}] if media else turn.text
     return {"role": "tool", "name": turn.name, "content": content}

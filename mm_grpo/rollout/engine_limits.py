@@ -112,9 +112,8 @@ def engine_limits(
         longest += more_tokens
         images += more_images + rollout.max_images_per_episode
         videos += more_videos
-        videos += (
-            rollout.max_images_per_episode if videos else 0
-        )  # room that most runs would not use costs memory
+        if videos:  # most tools show none, and room for videos costs memory
+            videos += rollout.max_images_per_episode
     if len(places) < total:
         longest = int(longest * MARGIN)
     prompt = min(longest, config.data.max_prompt_length or longest)

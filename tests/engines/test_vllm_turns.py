@@ -36,7 +36,8 @@ class Setting:
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.processor: Any = load_processor(rig.settings.model, processor=f"{calling.__file__}:Calling")
-        self.engine = VLLMEngine(replace(rig.settings, max_images=MOST_TURNS * 2 + 2), self.processor)
+        most = MOST_TURNS * 2 + 2
+        self.engine = VLLMEngine(replace(rig.settings, max_images=most, max_videos=most), self.processor)
         self.engine.update_weights(rig.tensors(), 0)
         config = small_config("model", rollout={"max_turns": MOST_TURNS})
         self.toolbox = Toolbox(config, [], calling.Gallery)
@@ -47,7 +48,7 @@ class Setting:
             for sample in (
                 tiny.sample("one", images=(tiny.picture(1),)),
                 tiny.sample("two", images=(tiny.picture(2, 112, 84), tiny.picture(3, 56, 140))),
-                tiny.sample("none"),
+                tiny.sample("video", videos=(tiny.video(4, 5, 56, 56),)),
             )
         ]
 
@@ -88,18 +89,19 @@ def setting(rigs: Callable[[str], Rig]) -> Iterator[Setting]:
 @pytest.mark.long
 def test_what_is_learned_is_what_was_sampled(setting: Setting) -> None:
     """vLLM's ids of each turn are compared with the learner's by the engine itself, which stops where they differ."""
-    turns = images = step = 0
+    turns = images = videos = step = 0
     worst = 0.0
     while turns < TURNS:
         step += 1
         done = setting.step(step)
         turns += sum(t.role == "assistant" for c in done for t in c.turns)
         images += sum(len(t.images) for c in done for t in c.turns)
+        videos += sum(len(t.videos) for c in done for t in c.turns)
         worst = max(worst, setting.gap(done))
         assert all(c.run_length <= TOKENS for c in done)
-    assert images > TURNS / 10
+    assert images > TURNS / 10 and videos > TURNS / 20
     assert worst <= 1e-5
-    print(f"{turns} turns, {images} images of observations, largest gap {worst:.2g}")
+    print(f"{turns} turns, {images} images and {videos} videos of observations, largest gap {worst:.2g}")
 
 
 @pytest.mark.long

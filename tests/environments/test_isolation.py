@@ -15,7 +15,7 @@ import pytest
 from helpers.configs import small_config
 from helpers.patience import PATIENCE
 from helpers.sessions import died, workers
-from helpers.tiny import picture, sample
+from helpers.tiny import picture, sample, video
 from tools_to_isolate import World, misbehave, nap
 
 from mm_grpo.environments.builtins import Zoom
@@ -23,6 +23,7 @@ from mm_grpo.environments.host import Episode, LocalHost
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, ToolError
+from mm_grpo.types import Video
 from mm_grpo.user_code.workers import default_size
 
 Make = Callable[..., Toolbox]
@@ -36,9 +37,16 @@ def begun(box: Toolbox, count: int = 1, **columns: Any) -> list[Episode]:
     return box.host.open([(row, box._row(row))] * count)
 
 
+def plain(part: Any) -> Any:
+    """A part of an observation, which can be compared."""
+    if isinstance(part, Video):
+        return [*map(plain, part.frames)], part.times, part.fps
+    return part if isinstance(part, str) else (part.mode, part.size, part.tobytes())
+
+
 def story(box: Toolbox) -> list[Any]:
     """Everything that three conversations show."""
-    rows = [sample(f"train:{n}", images=(picture(n, 90, 70),), start=n) for n in (3, 98, 7)]
+    rows = [sample(f"train:{n}", "look", (picture(n, 90, 70),), (video(n),), start=n) for n in (3, 98, 7)]
     prepared = [box.prepare(row) for row in rows]
     episodes = box.episodes(prepared)
     calls = [(e, "act", {}) for e in episodes for _ in range(2)]
@@ -50,14 +58,12 @@ def story(box: Toolbox) -> list[Any]:
         (episodes[2], "act", {"what": 1}),
         (episodes[2], "nap", {"seconds": 0}),
     ]
-    calls += [(episodes[2], "act", {"how": how}) for how in ("unshowable", "many images")]
+    ways = ("unshowable", "many images", "video", "long video", "torn video")
+    calls += [(episodes[2], "act", {"how": how}) for how in ways]
     seen = box.host.call_all(calls)
-    seen[-3] = seen[0]  # the process that napped
-    shown = [
-        ([p if isinstance(p, str) else (p.mode, p.size, p.tobytes()) for p in one.parts], one.fault)
-        for one in [*(e.opening for e in episodes), *seen]
-        if one is not None
-    ]
+    seen[-6] = seen[0]  # the process that napped
+    observations = [*(e.opening for e in episodes), *seen]
+    shown = [([*map(plain, one.parts)], one.fault) for one in observations if one is not None]
     return [shown, [e.done for e in episodes], box.host.rewards(episodes), [p.messages for p in prepared]]
 
 
@@ -68,14 +74,18 @@ def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
     )
     assert inside == outside
     shown, done, rewards, _ = inside
-    assert done == [False, True, False] and rewards == [9 / 3, 100 / 3, 11 / 3]
+    assert done == [False, True, False] and rewards == [9 / 3, 100 / 3, 14 / 3]
     assert [fault for _, fault in shown if fault] == [
-        "raised", "bad_result", "raised", "unknown_tool", "bad_arguments", "bad_result",
+        "raised", "bad_result", "raised", "unknown_tool", "bad_arguments", "bad_result", "bad_result", "bad_result",
     ]  # fmt: skip
     texts = [text for parts, _ in shown for text in parts if isinstance(text, str)]
     assert "total 4" in texts and "a?b" in texts and "error: SystemExit: 0" in texts
     assert "error: the answer cannot be shown (RuntimeError: nor shown)" in texts
-    assert shown[0][0][1][:2] == ("RGB", (90, 70))
+    assert shown[0][0][1][:2] == ("RGB", (90, 70)) and shown[0][0][2] == plain(video(3))
+    text, clip, frame = shown[-3][0]
+    pixels = [("RGB", (8, 6), bytes((number, 9, 9)) * 48) for number in range(3)]
+    assert (text, clip, frame) == ("now", (pixels, (7, 7 + 1 / 3, 7 + 2 / 3), 3), pixels[1])
+    assert all("40 frames" in text or "2 size(s)" in text for (text,), _ in shown[-2:])
 
 
 @pytest.mark.slow

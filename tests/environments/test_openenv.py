@@ -50,8 +50,8 @@ def test_a_conversation_with_a_server() -> None:
         assert row.messages[-1]["content"][-1] == {"type": "text", "text": "You are at 2."}
         one, other = box.episodes([row, row])
         seen = one.call("walk", {"direction": "left"})
-        assert seen.text == '{"at": 1}' and [i.size for i in seen.images] == [(40, 40)]
-        assert seen.images[0].getpixel((3, 3)) == (255, 0, 0) and not one.done
+        assert seen.text == '{"at": 1}' and [i.size for i in seen.media] == [(40, 40)]
+        assert seen.media[0].getpixel((3, 3)) == (255, 0, 0) and not one.done
         assert other.call("walk", {"direction": "right", "steps": 2}).text == '{"at": 4}' and other.done
         assert (one.reward(), other.reward()) == (0.25, 1.0)
         assert other.call("walk", {"direction": "left"}).fault == "raised"  # it is over

@@ -97,7 +97,7 @@ def test_one_environment_for_all_rows() -> None:
     one = box.episode(row)
     assert one.call("switch", {"times": 3}).text == "on" and one.environment.reward == 0.75
     assert one.call("switch", {"times": 9}).text == "error: ValueError: Game over."
-    assert one.environment.columns == ["images", "level", "prompt"]
+    assert one.environment.columns == ["images", "level", "prompt", "videos"]
     assert one.environment is not box.episode(row).environment
 
 
@@ -118,7 +118,7 @@ def test_reset_gets_columns_of_the_prompt_that_it_names() -> None:
     row = replace(sample("train:0", **columns), prompt_columns=frozenset({"problem", "image", "system"}))
     riddle: Any = box.episode(box.prepare(row)).environment
     assert (riddle.problem, riddle.image.size) == ("Why?", (8, 6))
-    assert riddle.columns == ["images", "level", "prompt"], "**kwargs get the prompt and the images once"
+    assert riddle.columns == ["images", "level", "prompt", "videos"], "**kwargs get prompt and media once"
 
 
 def test_what_reset_shows_is_put_at_the_end_of_the_prompt() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from mm_grpo.environments.openenv import OpenEnv
+from mm_grpo.types import Video
 
 
 class Unshowable:
@@ -47,6 +48,11 @@ def misbehave(how: str) -> Any:
         return Image.new("L", (10_000, 9_000))
     elif how == "many images":
         return [Image.new("RGB", (1, 1))] * 3
+    elif how in ("video", "long video", "torn video"):
+        sizes = [(8, 6)] * (40 if how == "long video" else 3) + [(8, 7)] * (how == "torn video")
+        frames = tuple(Image.new("RGBA", size, (number, 9, 9)) for number, size in enumerate(sizes))
+        video = Video(frames, tuple(7 + number / 3 for number in range(len(frames))), 3)
+        return [{"type": "text", "text": "now"}, {"type": "video", "video": video}, frames[1]]
     elif how == "half a character":
         return "a\ud800b"
     return how
@@ -69,7 +75,7 @@ class World:
         self.total, self.ends, self.scores = start, ends, scores
         self.picture = row["images"][0] if row.get("images") else Image.new("L", (8, 6), start)
         misbehave(begins)
-        return [{"type": "text", "text": f"begin at {start}"}, self.picture]
+        return [{"type": "text", "text": f"begin at {start}"}, self.picture, *row.get("videos", ())]
 
     def act(self, how: str = "count") -> Any:
         """Count on, or misbehave.

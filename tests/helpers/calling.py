@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from mm_grpo.processors.qwen_vl import QwenVLProcessor
+from mm_grpo.types import Video
 
 STOPS = range(40, 100)
 """Tokens that end a turn besides the model's own; about one in five of those that are sampled."""
@@ -34,8 +35,8 @@ class Calling(QwenVLProcessor):
 
 
 class Gallery:
-    """An environment that shows pictures and texts of many sizes, and pays for what was seen: at the end, and for turns
-    that show no picture a little each."""
+    """An environment that shows pictures, videos and texts of many sizes, and pays for what was seen: at the end, and
+    for turns that show no picture a little each."""
 
     step_reward: float | None = None
 
@@ -55,7 +56,9 @@ class Gallery:
         for _ in range(images):
             self.seen += 1
             size = rng.choice([(56, 56), (84, 56), (40, 100)])
-            parts.append(Image.new("RGB", size, tuple(rng.randrange(256) for _ in range(3))))
+            frames = [Image.new("RGB", size, tuple(rng.randrange(256) for _ in range(3))) for _ in range(3)]
+            clip = Video(tuple(frames), (number / 2, number / 2 + 1, number / 2 + 2), 1.0)
+            parts.append(clip if number % 3 == 0 else frames[0])
         return [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
 
     def get_reward(self) -> float:

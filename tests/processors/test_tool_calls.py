@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tiny import picture, sample
+from helpers.tiny import picture, sample, video
 
 from mm_grpo.errors import DataError
 from mm_grpo.processors.base import load_processor
@@ -17,7 +17,8 @@ SCHEMA = {"type": "function", "function": {"name": "zoom", "parameters": {}}}
 KNOWS = (
     "{% if tools %}<|im_start|>system\nTOOLS {% for t in tools %}{{ t.function.name }}{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif p.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}"
     "{{ p.text }}{% endif %}{% endfor %}</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
@@ -73,8 +74,10 @@ def processor(request: pytest.FixtureRequest, models: dict[str, Path]) -> Any:
 
 def test_an_answer_continues_the_conversation_as_the_template_would(processor: Any) -> None:
     image = processor.picture(picture(1, 60, 70), row="a").medium
-    ids = processor.observation([["it shows ", image], ["done"]], Sample("a", ()))
-    shown = "it shows <|vision_start|><|image_pad|><|vision_end|>"
+    clip = processor.picture(video(1), row="a").medium
+    ids = processor.observation([["it shows ", clip, image], ["done"]], Sample("a", ()))
+    pads = [f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image")]
+    shown = "it shows " + "".join(pads)
     if knows_tools(processor.template):
         turn = "<|im_start|>user\n<tool_response>{}</tool_response><|im_end|>\n"
         expected = turn.format(shown) + turn.format("done")
@@ -102,3 +105,13 @@ def test_a_template_that_cannot_show_an_answer(models: dict[str, Path]) -> None:
     loaded.template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     with pytest.raises(DataError, match=r"train:1: the model's chat template does not show an answer with"):
         loaded.observation([["a"]], Sample("train:1", ()))
+
+
+@pytest.mark.parametrize("change", ["{{ p.text }}", "<|vision_start|><|image_pad|><|vision_end|>"])
+def test_a_template_that_shows_no_video_or_an_image_in_its_place(
+    models: dict[str, Path], change: str
+) -> None:
+    loaded: Any = load_processor(str(models["qwen2_5_vl"]))
+    loaded.template = KNOWS.replace("<|vision_start|><|video_pad|><|vision_end|>", change)
+    with pytest.raises(DataError, match=r"train:1: .*template does not show an answer with 1 image, 1 video"):
+        loaded.observation([["a", video(1), picture(1)]], Sample("train:1", ()))

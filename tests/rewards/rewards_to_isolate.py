@@ -70,6 +70,16 @@ def echo(
     return 1.0
 
 
+def watched(completion, sample, turns):
+    """Time of the last frame of the tool's video, and the frames per second of the row's, which is the same."""
+    (video,), (other,) = turns[1]["videos"], sample.videos
+    assert [f.tobytes() for f in video.frames] == [f.tobytes() for f in other.frames] and video.size == (
+        84,
+        84,
+    )
+    return video.times[-1] + other.fps
+
+
 def echo_batch(completions, box, log_extra, log_metric, **kwargs):
     assert [c[0]["content"] for c in completions] == ["abc", "de"]
     assert len(kwargs["images"]) == len(kwargs["completion_ids"]) == 2 and "samples" not in kwargs

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from mm_grpo.rewards import Scorer
-from mm_grpo.types import Turn
+from mm_grpo.types import Turn, Video
 from mm_grpo.user_code.kept_state import kept_state, own_copy
 
 SPOILS = """
@@ -48,7 +48,9 @@ def spoil(value, paint):
         assert value.getpixel((0, 0)) == RED
     elif isinstance(value, str | int | float | None):
         pass
-    elif hasattr(value, "uid"):  # a Sample, whose fields stay
+    elif hasattr(value, "frames"):  # a Video, whose fields stay
+        spoil(value.frames, paint)
+    elif hasattr(value, "uid"):  # a Sample
         spoil((value.messages, value.images, value.columns), paint)
     else:
         for inner in list(value.values() if isinstance(value, Mapping) else value):
@@ -80,7 +82,9 @@ def looked(rows: Callable[..., Any]) -> tuple[list[Any], list[Any]]:
     prompts, completions = rows("ab", gold=gold)
     for i, text in enumerate("ab"):
         picture = Image.new("RGB", (4, 4))
-        tool = Turn("tool", "seen", 1, name="look", arguments={"box": [[0, 1]]}, images=(picture,))
+        clip = Video((Image.new("RGB", (4, 4)), picture), (0.0, 0.5), 2.0)
+        shown: Any = {"images": (picture,), "videos": (clip,)}
+        tool = Turn("tool", "seen", 1, name="look", arguments={"box": [[0, 1]]}, **shown)
         turns = (Turn("assistant", "look", 1, seed=0), tool, Turn("assistant", text, 1, seed=1))
         completions[i] = replace(completions[i], turns=turns)
     return prompts, completions

@@ -8,15 +8,18 @@ import signal
 import textwrap
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import rewards_to_isolate as functions
+from helpers import tiny
 from helpers.patience import PATIENCE, until
 from helpers.sessions import died, workers
 from reward_entries import FILE, fails, isolated
 
 from mm_grpo.rewards import Scorer
 from mm_grpo.rewards.call import WorkerTrace
+from mm_grpo.types import Turn
 
 TIMEOUT = 0.8
 """Seconds, in which the calls that do not hang are made, also on a busy machine."""
@@ -46,6 +49,22 @@ def test_a_batch_function_in_a_worker(rows, scorer):
     scores = scorer(isolated("echo_batch")).score(*rows(["abc", "de"], box=[(1, 2), (3, 4)]), step=1)
     assert scores.parts == {"r": [0.5, None]} and scores.metrics["count"] == 2.0
     assert scores.extra == {"first": [1, 3]}
+
+
+def test_a_worker_gets_videos_of_turns_and_samples(rows, scorer):
+    prompts, completions = rows("ab")
+    for n, clip in enumerate((tiny.video(1), tiny.video(2, frames=6, fps=3.0))):
+        turns = (
+            Turn("assistant", "watch", 1),
+            Turn("tool", "", 1, videos=(clip,)),
+            Turn("assistant", "x", 1),
+        )
+        completions[n] = replace(completions[n], turns=turns)
+        sample = replace(prompts[n].sample, videos=(clip,))
+        prompts[n] = replace(prompts[n], sample=sample)
+    scores = scorer(isolated("watched")).score(prompts, completions, step=1)
+    # the seconds, from 1 on, of the last frames that each has
+    assert scores.parts == {"r": [1 + 3 / 2 + 2.0, 1 + 5 / 3 + 3.0]}
 
 
 def test_functions_of_all_kinds_in_workers(rows, scorer, tmp_path):

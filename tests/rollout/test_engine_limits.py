@@ -9,6 +9,8 @@ from helpers import tiny
 from helpers.configs import small_config
 
 from mm_grpo.data.sources import load_train
+from mm_grpo.environments.builtins import Zoom
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine_limits import EngineLimits, engine_limits
@@ -46,6 +48,27 @@ def test_the_longest_row_with_images_at_their_largest_decides(models: dict[str, 
     assert found.max_model_len == 768  # that, 100 of the completion, 1 for scoring, in steps of 256
     assert found.max_images == 2
     assert all(words in found.sentence for words in ("up to 768 tokens", "2 image(s)", "2 of 2 rows"))
+
+
+class Begins:
+    def reset(self, images: Any) -> Any:
+        return [*images, tiny.picture(2), tiny.video(1)]
+
+    def look(self) -> None:
+        """Look."""
+
+
+def test_media_of_environments_have_room(models: dict[str, Any]) -> None:
+    config = small_config(
+        models["qwen2_5_vl"],
+        rollout={"engine": "vllm", "max_images_per_episode": 3, "environment_workers": 0},
+    )
+    processor, data = load_processor(str(models["qwen2_5_vl"])), [load_train(config, rows("x"))]
+    for factory, images, videos in ((Begins, 1 + 2 + 3, 0 + 1 + 3), (Zoom, 1 + 3, 0)):
+        box = Toolbox(config, (), factory)
+        found = engine_limits(config, processor, data, CONTEXT, box)
+        box.close()
+        assert (found.max_images, found.max_videos) == (images, videos)
 
 
 def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[str, Any]) -> None:

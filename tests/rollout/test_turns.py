@@ -12,24 +12,26 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import small_config
+from helpers.conversations import plain
 from helpers.scripted import ScriptedEngine, ScriptedStreamEngine, call
 from helpers.small_runs import config_for, rollouts_of, rows_of
-from helpers.tiny import picture, sample
+from helpers.tiny import picture, sample, video
 from helpers.waiting_tools import fail, make, note, wait_for
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
+from mm_grpo.environments.observation import digest
 from mm_grpo.environments.toolbox import Toolbox
-from mm_grpo.errors import ConfigError, GuardStop, ToolError
+from mm_grpo.errors import ConfigError, DataError, GuardStop, ToolError
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.conversation import Conversation
 from mm_grpo.rollout.engine import Sampling, requests_for
 from mm_grpo.rollout.seeds import TRAIN_SEEDS, SeedPlan, eval_seeds
 from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.rollout.turns import TurnLoop
-from mm_grpo.types import Completion, Prompt
+from mm_grpo.types import Completion, Prompt, message_part
 
 ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
 PLAN = SeedPlan(run_seed=3, prompts=2, generations=3, attempts=1, max_steps=5, max_turns=4)
@@ -44,6 +46,31 @@ def look(side: int) -> Any:
     if side > 500:
         raise ValueError("too far away")
     return [picture(side, side, side), {"type": "text", "text": f"side {side}"}]
+
+
+def watch(second: float) -> Any:
+    """Watch.
+
+    Args:
+        second: When.
+    """
+    clip = video(7, 3, 56, 84, fps=1.0)
+    return [f"at {second}", replace(clip, times=(second, second + 1, second + 2)), picture(8, 56, 56)]
+
+
+class Cinema:
+    """Begins with a clip, and shows others."""
+
+    def reset(self, videos: Any) -> Any:
+        return [videos[0], " and ", replace(videos[0], frames=videos[0].frames[::-1])]
+
+    def watch(self, second: float) -> Any:
+        """Watch.
+
+        Args:
+            second: When.
+        """
+        return watch(second)
 
 
 class Dice:
@@ -154,9 +181,53 @@ def test_older_weights_in_a_turn_stop_a_run(models: dict[str, Path], monkeypatch
 
 def test_images_are_limited(models: dict[str, Path]) -> None:
     one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56), max_images_per_episode=1)
-    told = [t for t in one.run()[0].turns if t.role == "tool"]
+    told = [t for t in one.run(400)[0].turns if t.role == "tool"]
     assert [t.fault for t in told] == [None, "too_many_images", "too_many_images"]
     assert [len(t.images) for t in told] == [1, 0, 0]
+    calls = [call("watch", second=1), call("watch", second=2), call("look", side=56), "done"]
+    two = Loop(models["qwen2_5_vl"], lambda seed, turn: calls[turn], (look, watch), max_images_per_episode=3)
+    told = [t for t in two.run(500)[0].turns if t.role == "tool"]
+    assert [(t.fault, len(t.images), len(t.videos)) for t in told] == [
+        (None, 1, 1), ("too_many_images", 0, 0), (None, 1, 0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_the_engine_runs_the_videos_that_are_learned_from(family: str, models: dict[str, Path]) -> None:
+    """Ids are those of the learner, and log-probs those of transformers' forward of the whole conversation."""
+
+    def script(seed: int, turn: int) -> str:
+        return call("watch", second=(seed + turn) % 2) if turn < 2 else "done"
+
+    model, processor = loaded(models[family])
+    one = Loop(models[family], script, tools=(), factory=Cinema)
+    answers = one.run(600, videos=(video(1, 4, 56, 56),))
+    for g, answer in enumerate(answers):
+        asked = [requests[g].prompt for requests in one.engine.seen]
+        assert answer.tail is not None and len(asked) == 3
+        whole = (*asked[0].token_ids, *answer.tail.token_ids)
+        for turn, prompt in enumerate(asked):
+            media = [message_part(medium)["type"] for medium in prompt.engine_prompt.media]
+            assert media == ["image", "video", "video", "video"] + ["video", "image"] * turn
+            assert whole[: len(prompt.token_ids)] == prompt.token_ids
+        last, tokens = Conversation(asked[-1], processor), answer.turns[-1].tokens
+        last.add_answer(answer_of(answer.token_ids[-tokens:]))
+        with torch.no_grad():
+            assert answer.logprobs[-tokens:] == pytest.approx(
+                plain(model, processor, last).tolist(), abs=1e-5
+            )
+        (shown,) = answer.turns[1].videos  # three frames and, because they come in pairs, the last one again
+        first = float(answer.seed % 2)
+        assert shown.times == (first, first + 1, first + 2, first + 2) and len(answer.turns[1].images) == 1
+    # equal frames at other times are another object, and the same picture is one
+    pictures = {id(p): p.medium for a in answers if a.tail for p in a.tail.pictures}
+    assert [message_part(medium)["type"] for medium in pictures.values()] == ["video", "image", "video"]
+
+
+def test_a_video_in_a_conversation_with_a_model_that_takes_none(models: dict[str, Path]) -> None:
+    one = Loop(models["smolvlm"], lambda seed, turn: call("watch", second=1), tools=(watch,))
+    with pytest.raises(DataError, match=r"train:0: a video .*'smolvlm'"):
+        one.run()
 
 
 def test_several_calls_of_a_turn_are_answered_in_order(models: dict[str, Path]) -> None:
@@ -215,6 +286,16 @@ def test_a_beginning_that_differs_within_a_group_is_refused(models: dict[str, Pa
         one.run(answer="blue")
 
 
+def test_a_video_that_begins_elsewhere_within_a_group_is_refused(models: dict[str, Path]) -> None:
+    class Moody(Cinema):
+        def reset(self, videos: Any) -> Any:
+            return replace(videos[0], times=tuple(time + random.random() for time in videos[0].times))
+
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: "x", tools=(), factory=Moody)
+    with pytest.raises(ToolError, match="train:0: reset of the environment showed another beginning"):
+        one.run(videos=(video(1),))
+
+
 class Streamed(Loop):
     """A turn loop over the engine's stream; `workers` processes call the tools."""
 
@@ -224,19 +305,25 @@ class Streamed(Loop):
         self.loop.engine = self.stream  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_turns_are_the_same_together_and_one_by_one(family: str, models: dict[str, Path]) -> None:
     first = PLAN.group(1, 0)[0]
 
     def script(seed: int, turn: int) -> str:
-        return call("look", side=28 * (1 + (seed - first + turn) % 3)) if turn < 1 + seed - first else "done"
+        number = (seed - first + turn) % 3
+        shows = call("look", side=28 * (1 + number)) if number else call("watch", second=turn)
+        return shows if turn < 1 + seed - first else "done"
 
-    one_by_one = Streamed(models[family], script, (look,), 0)
-    found = one_by_one.run()
+    one_by_one = Streamed(models[family], script, (look, watch), 0)
+    found = one_by_one.run(600)
     numbers = {PLAN.of_turn(first + g, t): (first + g, t) for g in range(3) for t in range(4)}
-    together = Loop(models[family], lambda seed, turn: script(*numbers[seed])).run()
+    together = Loop(models[family], lambda seed, turn: script(*numbers[seed]), (look, watch)).run(600)
     for one, other in zip(found, together, strict=True):
-        assert one.token_ids == other.token_ids and one.turns == other.turns
+        assert one.token_ids == other.token_ids
+        assert [replace(t, videos=()) for t in one.turns] == [replace(t, videos=()) for t in other.turns]
+        assert digest(v for t in one.turns for v in t.videos) == digest(
+            v for t in other.turns for v in t.videos
+        )
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert one.tail is not None and other.tail is not None and one.tail.token_ids == other.tail.token_ids
     assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [2, 3, 4]
@@ -384,7 +471,8 @@ def test_seeds_of_turns_never_repeat() -> None:
 
 
 def script(seed: int, turn: int) -> str:
-    return call("look", side=28 * (1 + seed % 3)) if seed % 4 else "done"
+    look = call("look", side=28 * (1 + seed % 3))
+    return "done" if seed % 4 == 0 else look if turn % 2 == 0 else call("watch", second=seed % 3)
 
 
 def length(completion: str, completion_ids: list[int], turns: list[dict[str, Any]]) -> float:
@@ -392,7 +480,7 @@ def length(completion: str, completion_ids: list[int], turns: list[dict[str, Any
 
 
 def run(
-    path: Path, folder: Path, tools: Any = (look,), rewards: Any = (length,), **changes: Any
+    path: Path, folder: Path, tools: Any = (look, watch), rewards: Any = (length,), **changes: Any
 ) -> GRPOTrainer:
     config = config_for(path, folder, **changes)
     trainer = GRPOTrainer(config, train=ROWS, rewards=list(rewards), tools=list(tools))
@@ -442,6 +530,8 @@ def test_a_run_learns_from_what_was_sampled(models: dict[str, Path], tmp_path: P
     assert [m["role"] for m in messages] == roles
     assert messages[1]["name"] == "look" and messages[1]["content"][0]["type"] == "image"
     assert messages[1]["content"][1] == {"type": "text", "text": turns[1]["text"]}
+    clip: Any = messages[3]["content"][1]
+    assert clip["type"] == "video" and digest([clip["video"]]) == digest(turns[3]["videos"])
     assert messages[0]["content"] == turns[0]["text"] and environment is None
     config = config_for(path, tmp_path / "run", **{**changes, "run": {"max_steps": 3, "save_every": 1}})
     with pytest.raises(ConfigError, match=r"tools: the checkpoint .* was made with other names"):
