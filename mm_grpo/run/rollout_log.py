@@ -18,15 +18,14 @@ have `set`, its name, and `blind`, null or how the images were removed; their `s
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
-from mm_grpo.run.json_records import as_png
+from mm_grpo.run.json_records import encoded_image
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.types import EnginePrompt, Group, Turn, content_parts
@@ -210,33 +209,21 @@ def _read(file: Path) -> list[dict[str, Any]]:
 def _save_media(paths: RunPaths, shown: EnginePrompt | Turn) -> dict[str, Any]:
     """Save images and frames of videos; return the keys `images` and `videos` of a row or a turn."""
 
-    # a PNG of a frame takes forty times as long as a JPEG, and six times its bytes: a minute and a gigabyte a step
+    # frames as PNG would take a minute and a gigabyte a step: forty times as long as JPEG, and six times the bytes
+    frames = ([_save_image(paths, frame, "jpeg") for frame in video.frames] for video in shown.videos)
     videos = [
-        {"frames": [_save_image(paths, f, "jpeg") for f in v.frames], "times": v.times, "fps": v.fps}
-        for v in shown.videos
+        {"frames": f, "times": v.times, "fps": v.fps} for f, v in zip(frames, shown.videos, strict=True)
     ]
     return {"images": [_save_image(paths, image, "png") for image in shown.images], "videos": videos}
 
 
-def picture_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the images and of the frames of a row or a turn."""
-    frames = (name for video in row.get("videos", ()) for name in video["frames"])
-    return [*row.get("images", ()), *frames]
-
-
-def _save_image(paths: RunPaths, image: Image, form: Literal["png", "jpeg"]) -> str:
+def _save_image(paths: RunPaths, image: Image, form: str) -> str:
     """Save an image once; return its file name, the first 128 bits of the SHA-256 of its pixels."""
     digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
     file = paths.images / f"{digest}.{form}"
     if not file.exists():
-        atomic_write(file, as_png(image) if form == "png" else _as_jpeg(image), durable=False)
+        atomic_write(file, encoded_image(image, form), durable=False)
     return file.name
-
-
-def _as_jpeg(image: Image) -> bytes:
-    jpeg = io.BytesIO()
-    image.save(jpeg, "JPEG", quality=90)
-    return jpeg.getvalue()
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

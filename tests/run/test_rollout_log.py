@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import logged_steps, picture_names, read_rollouts, write_rollouts
+from mm_grpo.run.rollout_log import logged_steps, read_rollouts, write_rollouts
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, Turn, Video
 
 RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (4, 4), "blue")
@@ -106,7 +106,7 @@ def test_a_video_is_its_frames_and_equal_ones_are_one_file(tmp_path: Path) -> No
     assert row["videos"] == [{"frames": [first, second, second], "times": [1.0, 1 / 3, 1 / 3], "fps": 0.7}]
     (shown,) = row["turns"][0]["videos"]
     assert (shown["times"], shown["fps"], shown["frames"][1]) == ([0.0, 2.5], 2.0, first)
-    assert picture_names(row) == [red, first, second, second] and len(list(paths.images.iterdir())) == 4
+    assert len(list(paths.images.iterdir())) == 4
     pixel = Image.open(paths.images / second).getpixel((0, 0))
     assert pixel == pytest.approx((0, 0, 255), abs=2)
 
