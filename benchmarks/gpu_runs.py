@@ -26,7 +26,7 @@ from gpu_models import MAX_PIXELS, Setting, config_and_processor, make_model, wr
 from workloads import alternate
 
 from mm_grpo.data.shapes import shapes_rows
-from mm_grpo.preflight.memory import ModelSizes, device_memory, image_of, memory_of_run
+from mm_grpo.preflight.memory import ModelSizes, device_memory, largest_of, memory_of_run
 
 Row = dict[str, Any]
 Case = Callable[[Setting], Row]
@@ -201,7 +201,7 @@ def run(setting: Setting, engine: str, sleep_level: int = 0) -> Row:
         row |= {f"seconds_{what}": seconds / steps for what, seconds in watch.take().items()}
         row |= {"bytes_freed": min(freed.bytes), **_of_canary(synced.reports)}
     found = memory_of_run(
-        ModelSizes.of(trainer.model), image_of(trainer.processor), given, device_memory(machine.device), processes=1,
+        ModelSizes.of(trainer.model), largest_of(trainer.processor, given), given, device_memory(machine.device), processes=1,
         checkpointing=trainer.learner.checkpointing, gpu=machine.device.type == "cuda",
     )  # fmt: skip
     row |= {"bytes_learner": synced.held, "bytes_rollout": freed.held}

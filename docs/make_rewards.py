@@ -16,7 +16,7 @@ START, END = "<!-- list: written by docs/make_rewards.py -->", "<!-- end of the 
 AREAS = {
     "Text": ("exact_match", "choice", "contains", "format", "json_schema"),
     "Numbers": ("math", "numeric", "count"),
-    "Vision": ("iou", "giou", "box_match", "clicking"),
+    "Vision": ("iou", "giou", "box_match", "clicking", "temporal_iou"),
     "Documents and charts": ("anls", "edit_similarity", "chart_relaxed"),
     "Shaping": ("length", "soft_overlong", "repetition_penalty"),
     "Models": ("judge", "reward_model"),

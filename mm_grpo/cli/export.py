@@ -60,6 +60,9 @@ def ask(
     image: Annotated[
         list[str] | None, typer.Option(help="An image to put before the question; may be repeated.")
     ] = None,
+    video: Annotated[
+        list[str] | None, typer.Option(help="A video to put before the question; may be repeated.")
+    ] = None,
     checkpoint: CheckpointName = None,
     trust_remote_code: Trust = False,
     temperature: Annotated[
@@ -69,7 +72,7 @@ def ask(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: the run's.")] = None,
 ) -> None:
-    """Ask a trained model one question about images; print the answer."""
+    """Ask a trained model one question about images and videos; print the answer."""
     with heavy_imports():
         from mm_grpo.trained.ask import ask as ask_model
         from mm_grpo.trained.ask import load_answering
@@ -78,7 +81,7 @@ def ask(
     for note in model.notes:
         print(printable(note), file=sys.stderr)
     answer = ask_model(
-        model, question, image or [], temperature=temperature, max_tokens=max_tokens, seed=seed
+        model, question, image or [], video or [], temperature=temperature, max_tokens=max_tokens, seed=seed
     )
     typer.echo(printable(answer.text))
     if not answer.text.strip():

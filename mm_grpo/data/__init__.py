@@ -12,8 +12,8 @@
     layouts   the columns of prompt and answer in the rows of several ecosystems
     rows      one row → messages, image sources and columns
     row_settings   what one row sets: limits of its images, arguments of the chat template
-    image_columns   images that nothing would read: columns, placeholders
-    image_check     datasets that would be trained on without their images
+    media_columns   images that nothing would read: columns, placeholders
+    media_check     datasets that would be trained on without their images
     image_files     rows whose images cannot be read: refused or left out before a model is loaded
     images    one image source → an upright RGB picture within the limits
     videos      one video source → a few frames with their times, within the limits

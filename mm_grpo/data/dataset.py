@@ -37,8 +37,8 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.data.images import Refusal, look_at_image, open_images, read_encoded
+from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row

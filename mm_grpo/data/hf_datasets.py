@@ -16,7 +16,7 @@ from typing import Any
 
 from mm_grpo.data.columns import PROMPT_FIELDS, locate, quoted
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.image_columns import NUMBERED
+from mm_grpo.data.media_columns import NUMBERED
 from mm_grpo.errors import DataError, shorten
 from mm_grpo.hub import hub_fault
 

@@ -13,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from mm_grpo.data.base import Rows
-from mm_grpo.data.image_check import rows_to_look_at
 from mm_grpo.data.images import Refusal
+from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import DataError, by_cause
 

@@ -14,7 +14,7 @@ Where the images stand in the messages, in this order of preference:
     nowhere   all images go to the start of the first user message, as TRL does
 
 However they are placed, each image has its place. The columns `image_1`, `image_2`, ... are the images of a row that
-has no others. Images are not opened here (images.py); rows with videos and tags of other models (image_columns.py) are
+has no others. Images are not opened here (images.py); rows with videos and tags of other models (media_columns.py) are
 refused.
 """
 
@@ -35,15 +35,15 @@ from mm_grpo.data.columns import (
     template_names,
     value_at,
 )
-from mm_grpo.data.image_columns import (
+from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
+from mm_grpo.data.media_columns import (
     HOW_TO_READ,
     IMAGE_PLACE,
     IMAGE_TAG,
-    image_columns,
+    media_columns,
     numbered_images,
     unread_tag,
 )
-from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
 from mm_grpo.errors import DataError, half_character
 from mm_grpo.types import PIXEL_LIMITS, messages_text, with_limits
@@ -137,7 +137,7 @@ def read_row(
     unread = None
     if not (has_images or listed):
         unread = [
-            *image_columns({n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES})
+            *media_columns({n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES})
         ]
     _check_texts(conversation, messages, unread, row_name, text_only)
     messages, images = _place(messages, listed, row_name, unread)

@@ -31,7 +31,7 @@ from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import quoted
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.hf_datasets import library_rows
-from mm_grpo.data.image_check import check_images
+from mm_grpo.data.media_check import check_media
 from mm_grpo.data.mixture import MixedDataset, Mixture, mixture_of
 from mm_grpo.data.paths import LEGAL, check_shards, find
 from mm_grpo.data.readers import JoinedRows, read
@@ -181,7 +181,7 @@ def _load_checked(
     for dataset in rows.sources:
         # a Dataset that was passed in has settings of its own; here the config's count
         if needs_images and not (config.data if dataset is source else dataset).text_only:
-            check_images(dataset, verify=verify)
+            check_media(dataset, verify=verify)
         elif verify:
             dataset.verify()
     if needs is not None:

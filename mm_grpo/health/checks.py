@@ -157,9 +157,9 @@ def unread_images(change: float, uid: str) -> str | None:
     if change != 0.0:
         return None
     return (
-        f"the learner's log-probs of a completion of {uid} are the same to the last bit when its image is replaced by "
-        "another: the image does not reach the text layers. Likely the processor makes no image tokens or pixels for "
-        "the row, or the model does not put image features in their places; see `mm-grpo doctor CONFIG`"
+        f"the learner's log-probs of a completion of {uid} are the same to the last bit when its images and videos are "
+        "replaced by others: they do not reach the text layers. Likely the processor makes no media tokens or pixels "
+        "for the row, or the model does not put their features in their places; see `mm-grpo doctor CONFIG`"
     )
 
 

@@ -72,10 +72,10 @@ class SightLost:
         if upper >= NEAR_ZERO and not fallen:
             return None
         return Alarm(
-            f"the mean reward of rows with images has risen from {before:.4g} to {now:.4g}, while completions depend "
-            f"on their images by {nats:.3g} nats (at the start {first:.3g}, at most {highest:.3g}), so the "
+            f"the mean reward of rows with images or videos has risen from {before:.4g} to {now:.4g}, while "
+            f"completions depend on them by {nats:.3g} nats (at the start {first:.3g}, at most {highest:.3g}), so the "
             "rewards are earned without looking. Likely the text gives the answer away, most answers are the same, or "
-            "images stand at the wrong rows: compare them in rollouts/, evaluate with shuffled images, or set "
+            "they stand at the wrong rows: compare them in rollouts/, evaluate with run.eval_blind=shuffled, or set "
             "algorithm.perception_coef; for a task of text set run.guards.sight_lost=off"
         )
 

@@ -1,7 +1,8 @@
 """Page of `mm-grpo check --page`: the first rows as the model sees them.
 
-It shows images at the processor's size with gold boxes and points (run/overlays.py), the prompt decoded from the ids
-that the engine is sent, counts of tokens, and refused rows. `CheckPage` collects rows while they are checked.
+It shows images at the processor's size with gold boxes and points (run/overlays.py), reduced frames of videos, the
+prompt decoded from the ids that the engine is sent, counts of tokens, and refused rows. `CheckPage` collects rows while
+they are checked.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import OutputFile
-from mm_grpo.pages.page import GENERATOR, PageImage, as_text, cut, encode_image, render
+from mm_grpo.pages.page import FRAME, GENERATOR, PageImage, as_text, cut, encode_image, render
 from mm_grpo.run.overlays import gold_overlays
 
 if TYPE_CHECKING:
@@ -120,15 +121,22 @@ class CheckPage:
             page_images[name] = PageImage(image.width, image.height, uri)
             original = originals[index].size if index < len(originals) else image.size
             entries.append({"name": name, "original": original, "jpeg": form == "jpeg"})
-        text = len(prompt.engine_prompt.token_ids) - len(images)
+        videos = []
+        for video in prompt.engine_prompt.videos:
+            names = [str(len(self._images) + len(page_images) + index) for index in range(len(video.frames))]
+            frames = (PageImage.reduced(frame, *FRAME) for frame in video.frames)
+            page_images |= zip(names, frames, strict=True)
+            videos.append({"frames": names, "times": video.times})
+        text = len(prompt.engine_prompt.token_ids) - len(prompt.engine_prompt.media)
         answers = [(spec.name, self._answer(spec, prompt)) for spec in self._specs]
         columns = prompt.sample.other_columns.items()
         return {
             "row": row,
             "images": entries,
+            "videos": videos,
             "gold": [overlay.as_dict() for overlay in overlays],
             "notes": notes,
-            "tokens": {"text": text, "image": len(prompt.token_ids) - text, "all": len(prompt.token_ids)},
+            "tokens": {"text": text, "media": len(prompt.token_ids) - text, "all": len(prompt.token_ids)},
             "prompt": list(prompt_pieces(self._processor, prompt.engine_prompt.token_ids)),
             "answers": [(name, cut(answer, MAX_VALUE)) for name, answer in answers if answer is not None],
             "columns": [(name, cut(as_text(value), MAX_VALUE)) for name, value in columns],

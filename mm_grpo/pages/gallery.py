@@ -2,8 +2,9 @@
 
 The page states the rule: the last logged step and the first, then steps evenly between, each with at most its share of
 the budget, until the page has `Budget.texts` bytes of text or `Budget.images` bytes of images. If a step does not fit,
-its groups with the widest range of rewards are shown. An image is stored once for all groups. An evaluation row is
-shown with its answers before the first step and after the last evaluation, without its blind control.
+its groups with the widest range of rewards are shown. An image is stored once for all groups, a video as reduced
+frames. An evaluation row is shown with its answers before the first step and after the last evaluation, without its
+blind control.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_grpo.pages.page import PageImage, as_text, cut, data_url, encode_image
+from mm_grpo.pages.page import FRAME, PageImage, as_text, cut, data_url
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import (
     GOLD,
@@ -31,8 +32,7 @@ LOGGED_KEYS = ("reward", "parts", "advantage", "finish_reason", "tokens", "maske
 COMPLETIONS_PER_GROUP = 16
 ANSWERS_PER_ROW = 4
 STEP_SHARES = 8  # parts of the budget; a step gets at most one
-MAX_SIDE = 512  # pixels of an image on the page
-MAX_PNG_BYTES = 200_000  # a larger image is shown as JPEG
+IMAGE = (512, 200_000)  # pixels of a side; bytes of a PNG from which an image is shown as JPEG
 MAX_PROMPT = 4000
 MAX_TEXT = 6000  # characters of an answer, and of its thinking
 _THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
@@ -66,9 +66,11 @@ class ImageStore:
     by_name: dict[str, PageImage] = field(default_factory=dict)
     bytes: int = 0
 
-    def add(self, paths: RunPaths, names: Sequence[str]) -> bool:
-        """Store the images of a group; return False, and store none, if they do not fit."""
-        images = {name: load_image(paths, name) for name in names if name not in self.by_name}
+    def add(self, paths: RunPaths, sizes: Mapping[str, tuple[int, int]]) -> bool:
+        """Store the pictures of a group by their largest sizes; return False, and store none, if they do not fit."""
+        images = {
+            name: load_image(paths, name, *size) for name, size in sizes.items() if name not in self.by_name
+        }
         new = {name: image for name, image in images.items() if image is not None}
         size = sum(len(image.uri) for image in new.values())
         if self.bytes + size > self.limit:
@@ -105,7 +107,7 @@ def gather_gallery(paths: RunPaths, budget: Budget, images: ImageStore, run: int
         for rows in groups:
             group = describe_group(rows, run)
             size = len(json.dumps(group, ensure_ascii=False))
-            if size > room or not images.add(paths, images_of(group)):
+            if size > room or not images.add(paths, pictures_of(group)):
                 continue
             room, texts = room - size, texts - size
             gallery.append(group)
@@ -178,8 +180,7 @@ def describe_completion(row: Mapping[str, Any]) -> dict[str, Any]:
 def describe_turn(turn: Mapping[str, Any], tokens: Tokens = ()) -> dict[str, Any]:
     """Return the page's data of one turn; `tokens` if their sight was measured."""
     text = turn["text"]
-    images = _image_names(turn.get("images", ()))
-    return {**turn, "text": _shorten_text(text, 0, len(text), tokens), "images": images}
+    return {**turn, "text": _shorten_text(text, 0, len(text), tokens), **_media(turn)}
 
 
 def _shorten_text(text: str, start: int, end: int, tokens: Tokens) -> str | Heatmap:
@@ -228,14 +229,15 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     return text[:end], text[end:].lstrip()
 
 
-def images_of(group: Mapping[str, Any]) -> list[str]:
-    """Return the names of all images of a group or an evaluation row, also of its turns."""
+def pictures_of(group: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the sizes, IMAGE or FRAME, of the pictures of a group or an evaluation row by name, also of its turns."""
     completions = [c for key in ("completions", *BEFORE_AND_AFTER) for c in group.get(key, ())]
-    turn_images = (name for c in completions for turn in c.get("turns", ()) for name in turn["images"])
-    return list(dict.fromkeys((*group["images"], *turn_images)))
+    parts = [group, *(turn for c in completions for turn in c.get("turns", ()))]
+    frames = {name: FRAME for part in parts for video in part["videos"] for name in video["frames"]}
+    return frames | {name: IMAGE for part in parts for name in part["images"]}
 
 
-def load_image(paths: RunPaths, name: str) -> PageImage | None:
+def load_image(paths: RunPaths, name: str, side: int, max_png_bytes: int) -> PageImage | None:
     """Load a logged image, reduced if it is large; None if the run has no such image."""
     file = paths.images / name
     if not IMAGE_NAME.fullmatch(name) or not file.is_file():
@@ -243,12 +245,9 @@ def load_image(paths: RunPaths, name: str) -> PageImage | None:
     from PIL import Image
 
     with Image.open(file) as image:
-        width, height = image.size
-        if max(image.size) <= MAX_SIDE and file.stat().st_size <= MAX_PNG_BYTES:
-            return PageImage(width, height, data_url("png", file.read_bytes()))
-        small = image.convert("RGB")
-    small.thumbnail((MAX_SIDE, MAX_SIDE))
-    return PageImage(width, height, encode_image(small, MAX_PNG_BYTES)[0])
+        if max(image.size) <= side and file.stat().st_size <= max_png_bytes:
+            return PageImage(*image.size, data_url("png", file.read_bytes()))
+        return PageImage.reduced(image, side, max_png_bytes)
 
 
 def _evaluations(
@@ -269,7 +268,7 @@ def _evaluations(
             entry[when] = [describe_completion(row) for row in rows[:ANSWERS_PER_ROW]]
             entry[f"{when}_step"] = rows[0]["step"]
         size = len(json.dumps(entry, ensure_ascii=False))
-        if total + size <= limit and images.add(paths, images_of(entry)):
+        if total + size <= limit and images.add(paths, pictures_of(entry)):
             total += size
             entries.append(entry)
     return entries, total
@@ -282,9 +281,9 @@ def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:
     return {
         "run": run,
         "uid": head["uid"],
-        "images": _image_names(head["images"]),
+        **_media(head),
         "messages": [
-            {"role": m["role"], "text": cut(prompt_text(m["content"], head["images"]), MAX_PROMPT)}
+            {"role": m["role"], "text": cut(prompt_text(m["content"], head), MAX_PROMPT)}
             for m in head["messages"]
         ],
         "answers": {name: cut(as_text(value), MAX_PROMPT) for name, value in gold.items()},
@@ -292,18 +291,24 @@ def _prompt(head: Mapping[str, Any], run: int) -> dict[str, Any]:
     }
 
 
-def prompt_text(content: str | Sequence[Mapping[str, Any]], images: Sequence[str]) -> str:
-    """Return a message's content, a line for each part; image parts are named only if there are no `images`.
+def prompt_text(content: str | Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> str:
+    """Return a message's content, a line for each part; media parts are named only if the row has no such media.
 
-    >>> prompt_text([{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}], ["one.png"])
-    'a\\nb'
+    >>> prompt_text([{"type": "image"}, {"type": "video"}, {"type": "text", "text": "a"}], {"images": ["one.png"]})
+    '[video]\\na'
     """
     if isinstance(content, str):
         return content
-    parts = (part for part in content if part["type"] == "text" or not images)
+    parts = (part for part in content if not row.get(f"{part['type']}s"))
     return "\n".join(message_text([part]).strip() for part in parts)
 
 
-def _image_names(names: Sequence[str]) -> list[str]:
-    """Return only legal names of a run's images, because a page may be made of a folder from somebody else."""
-    return [name for name in names if IMAGE_NAME.fullmatch(name)]
+def _media(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys `images` and `videos` of a row or a turn."""
+
+    def legal(names: Sequence[str]) -> list[str]:
+        # a page may be made of a folder from somebody else
+        return [name for name in names if IMAGE_NAME.fullmatch(name)]
+
+    videos = [{"frames": legal(v["frames"]), "times": v["times"]} for v in row.get("videos", ())]
+    return {"images": legal(row.get("images", ())), "videos": videos}

@@ -173,6 +173,14 @@ function pictures(row, completions) {
     (row.gold.length > 0 || completions.some((one) => one.marks)) && el("div", { class: "legend" }, key("gold"), key("predicted")));
 }
 
+// The frames of a video with their times.
+function strip(video, label) {
+  return el("div", { class: "scroll strip", tabindex: 0, role: "group", "aria-label": label }, video.frames.map((name, i) =>
+    el("div", {}, picture(name, `frame ${i + 1} of ${label}`, []), el("span", { class: "soft" }, `${number(video.times[i])} s`))));
+}
+
+const strips = (videos, of) => videos.map((video, i) => strip(video, `video ${i + 1} of ${of}`));
+
 // groups and evaluation rows ------------------------------------------------------------------
 
 // Nats from which a token has the shade 1, 2, ...; below 0 the images of the other row make it likelier.
@@ -214,7 +222,7 @@ function completion(one, largest) {
     one.sight && part(`sight ${number(one.sight.nats)} nats`, { title: `against the images of row ${one.sight.other}` }),
     one.masked && part(`not learned from: ${one.masked}`));
   const body = one.turns ? one.turns.map((turn) => el("div", { class: "turn" }, el("span", { class: "role" }, turn_head(turn)),
-    "advantage" in turn && scores(turn, largest, " of the turn"), (turn.text || !turn.images.length) && text_box(turn.text),
+    "advantage" in turn && scores(turn, largest, " of the turn"), (turn.text || !(turn.images.length + turn.videos.length)) && text_box(turn.text), strips(turn.videos, turn_head(turn)),
     turn.images.map((name, i) => picture(name, `image ${i + 1} of ${turn_head(turn)}`, []))))
     : [one.thinking && el("details", { class: "thinking" }, el("summary", {}, `thinking, ${plain(one.thinking).length} characters`), text_box(one.thinking)),
       text_box(one.text)];
@@ -237,7 +245,7 @@ function card(row) {
   const made = el("article", { class: evaluation ? "group evaluation" : "group" },
     el("div", { class: "group-head" }, data.runs.length > 1 && el("b", {}, data.runs[row.run].name),
       evaluation ? el("b", {}, `evaluation ${row.set}`) : [el("b", {}, `step ${row.step}`), el("span", {}, `slot ${row.slot}${row.attempt ? `, attempt ${row.attempt}` : ""}`)],
-      el("span", {}, `row ${row.uid}`)),
+      el("span", {}, `row ${row.uid}`)), strips(row.videos, row.uid),
     el("div", { class: row.images.length ? "group-body" : "group-body bare" }, row.images.length > 0 && pictures(row, completions),
       el("div", {}, texts(row), evaluation ? ends(row) : list(row.completions),
         row.left_out > 0 && el("p", { class: "soft" }, `and ${row.left_out} more in the rollout log`))));
@@ -464,8 +472,9 @@ function checked_image(row, image, i) {
 function checked_row(row) {
   const entry = (name, value) => [el("dt", {}, name), el("dd", {}, value)];
   return el("section", { class: "checked" }, el("h3", {}, row.row),
-    el("p", { class: "legend" }, el("b", {}, `${row.tokens.all} tokens`), el("span", {}, `text ${row.tokens.text}`), el("span", {}, `images ${row.tokens.image}`)),
-    row.images.map((image, i) => checked_image(row, image, i)), row.notes.map((note) => el("p", { class: "bad" }, `not drawn: ${note}`)),
+    el("p", { class: "legend" }, el("b", {}, `${row.tokens.all} tokens`), el("span", {}, `text ${row.tokens.text}`), el("span", {}, `${row.videos.length ? "images and videos" : "images"} ${row.tokens.media}`)),
+    row.images.map((image, i) => checked_image(row, image, i)), strips(row.videos, row.row),
+    row.videos.map(({ frames }) => el("p", { class: "soft" }, `${count(frames.length, "frame")} of ${data.pictures[frames[0]].join(" × ")} pixels`)), row.notes.map((note) => el("p", { class: "bad" }, `not drawn: ${note}`)),
     el("pre", {}, row.prompt.map(([text, special]) => (special ? el("b", {}, text) : text))),
     el("dl", {}, row.answers.map(([name, value]) => entry(`right answer, ${name}`, value)), row.columns.map(([name, value]) => entry(name, value))));
 }
@@ -484,7 +493,7 @@ function checked_set(set) {
 const PAGES = {
   run: () => [data.runs.map(run_header), curves(), evaluation_table(), rollouts(), data.runs.map(about)],
   check: () => [el("h1", {}, "What the model sees"),
-    el("p", { class: "lead" }, "Images at the size that the model gets them, prompts as the ids that it is sent read back; what stands on purple ground is a special token. Marked in pink is what rewards compare with."),
+    el("p", { class: "lead" }, "Images at the size that the model gets them, frames of videos reduced, prompts as the ids that it is sent read back; what stands on purple ground is a special token. Marked in pink is what rewards compare with."),
     data.shared.map((sentence) => el("p", { class: "bad" }, sentence)), data.sets.map(checked_set)],
 };
 

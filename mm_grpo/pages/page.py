@@ -22,6 +22,8 @@ from mm_grpo.terminal import printable
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+FRAME = (240, 10_000)
+"""Pixels of a side of a video's frame, and bytes of a PNG from which it is shown as JPEG."""
 GENERATOR = b'<meta name="generator" content="mm_grpo">'
 """Mark near the start of each page. A file without it is not ours and is not overwritten."""
 SHELL = """<!doctype html>
@@ -53,6 +55,13 @@ class PageImage:
     width: int
     height: int
     uri: str
+
+    @classmethod
+    def reduced(cls, image: Image, side: int, max_png_bytes: int) -> PageImage:
+        """Reduce an image to `side` pixels at most."""
+        small = image.convert("RGB")
+        small.thumbnail((side, side))
+        return cls(*image.size, encode_image(small, max_png_bytes)[0])
 
 
 def render(title: str, data: Mapping[str, Any], images: Mapping[str, PageImage]) -> str:

@@ -115,7 +115,8 @@ def first_with_media(places: Iterable[tuple[int, int, Prompt]]) -> tuple[int, in
     if first is None:
         raise DataError(
             "data.train: no row is left, because all prompts are longer than the limit and data.on_overlong = drop "
-            "leaves them out; raise data.max_prompt_length, or lower data.max_pixels or rollout.max_completion_length"
+            "leaves them out; raise data.max_prompt_length, or lower data.max_pixels, data.video_max_frames or "
+            "rollout.max_completion_length"
         )
     return first
 

@@ -218,17 +218,18 @@ def _limit_fault(
     if for_training and twins is not None:
         twins.twin(prompt)
     rollout, pack, copies = config.rollout, config.optim.max_tokens_per_pack, config.algorithm.perception_coef
-    length, images = len(prompt.token_ids), len(prompt.engine_prompt.images)
+    length = len(prompt.token_ids)
     if for_training and length > config.pack_room:
         twice = ", twice with algorithm.perception_coef," if copies > 0 else ""
         return (
             f"the prompt has {length} tokens, which with rollout.max_completion_length = "
             f"{rollout.max_completion_length}{twice} is more than optim.max_tokens_per_pack = {pack}; raise that, "
-            "or lower data.max_pixels or rollout.max_completion_length"
+            "or lower data.max_pixels, data.video_max_frames or rollout.max_completion_length"
         )
-    max_images = None if ENGINE_FACTS[rollout.engine].embedded else rollout.vllm.max_images
-    if max_images is not None and images > max_images:
-        return f"the row has {images} images, and rollout.vllm.max_images = {max_images}; raise it"
+    for kind in () if ENGINE_FACTS[rollout.engine].embedded else ("images", "videos"):
+        count, limit = len(getattr(prompt.engine_prompt, kind)), getattr(rollout.vllm, f"max_{kind}")
+        if limit is not None and count > limit:
+            return f"the row has {count} {kind}, and rollout.vllm.max_{kind} = {limit}; raise it"
     return None
 
 

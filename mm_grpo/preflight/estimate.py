@@ -27,16 +27,16 @@ from mm_grpo.preflight.memory import (
     FORWARD,
     GB,
     TEXT,
-    Image,
+    Largest,
     Lengths,
     ModelSizes,
     Phases,
-    image_of,
+    largest_of,
     memory_of_run,
 )
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
-from mm_grpo.processors.qwen_vl import IMAGE_TOKENS, QwenVLFamily
+from mm_grpo.processors.qwen_vl import FRAME_TOKENS, IMAGE_TOKENS, QwenVLFamily
 from mm_grpo.terminal import print_line
 
 CARDS = (24.0, 48.0, 80.0)  # sizes of GPUs [GB] that are always shown
@@ -67,13 +67,14 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     return model, family
 
 
-_SIZES: dict[tuple[str, str, bool], tuple[ModelSizes, Image]] = {}
+_SIZES: dict[tuple[str, str, bool], tuple[ModelSizes, Largest]] = {}
 """Cache of `sizes_of`, because the search for settings that fit asks for the same model many times."""
 
 
-def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
-    """Return the sizes of a config's model and its largest image; ConfigError if its config does not tell them."""
-    pixels, algorithm = config.data.model_dump_json(include={"max_pixels", "min_pixels"}), config.algorithm
+def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Largest]:
+    """Return the sizes of a config's model and its largest media; ConfigError if its config does not tell them."""
+    limits = {"max_pixels", "min_pixels", "video_max_pixels", "video_max_frames"}
+    pixels, algorithm = config.data.model_dump_json(include=limits), config.algorithm
     second_model = algorithm.beta > 0 and (algorithm.reference_path is not None or config.model.lora is None)
     key = (config.model.model_dump_json(), pixels, second_model)
     if key not in _SIZES:
@@ -88,7 +89,7 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Image]:
         if config.model.quantization is not None:
             layers = quantised_layers(model, family)
             sizes = replace(sizes, quantised=sum(layer.weight.numel() for layer in layers))
-        _SIZES[key] = sizes, _image(config, model, family)
+        _SIZES[key] = sizes, _largest(config, model, family)
     return _SIZES[key]
 
 
@@ -136,8 +137,8 @@ def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | No
 
 def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
     """Yield settings to try, cheapest first: they cost seconds of a step, then more time, then quality."""
-    (_, image), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
-    lengths = Lengths.of(config, image, processes)
+    (_, largest), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
+    lengths = Lengths.of(config, largest, processes)
     colocated = ENGINE_FACTS[config.rollout.engine].colocated
     if colocated:
         if vllm.sleep_level == 0:
@@ -165,8 +166,8 @@ def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, 
 
 def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
     """Yield the GPU share with room for vLLM's weights and all completions of a prompt, if it is legal and new."""
-    sizes, image = sizes_of(config)
-    length = Lengths.of(config, image, processes).sequence
+    sizes, largest = sizes_of(config)
+    length = Lengths.of(config, largest, processes).sequence
     sequences = sizes.cache_token * length * config.rollout.num_generations
     share = -(-100 * (sizes.sent(config) + FORWARD + sequences) // card) / 100
     if share <= 1 and share != config.rollout.vllm.gpu_memory_utilization:
@@ -178,17 +179,20 @@ def show(
 ) -> None:
     """Print a table for each GPU size of `cards` [GB], and the settings that fit on these sizes and on CARDS."""
     console = console or Console(highlight=False)
-    sizes, image = sizes_of(config)
-    lengths, engine = Lengths.of(config, image, processes), ENGINE_FACTS[config.rollout.engine]
+    sizes, largest = sizes_of(config)
+    lengths, engine = Lengths.of(config, largest, processes), ENGINE_FACTS[config.rollout.engine]
     basis = "data.max_prompt_length"
     if config.data.max_prompt_length is None:
-        basis = f"{basis} is null: the image and {TEXT} of text"
+        basis = f"{basis} is null: these and {TEXT} of text"
+    images, videos = config.rollout.vllm.max_images or 1, config.rollout.vllm.max_videos or 0
+    video, count = f", a video {largest.video_tokens:,} tokens" if videos else "", f"{images} image(s)"
+    count += f" and {videos} video(s)" if videos else ""
     with_or_without = "without" if config.optim.gradient_checkpointing is False else "with"
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
         f"{processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
-        f"checkpointing\nan image has at most {image.pixels:,} pixels and {image.tokens:,} tokens; one image to a "
-        f"prompt, prompts of {lengths.prompt:,} tokens ({basis})",
+        f"checkpointing\nan image has at most {largest.pixels:,} pixels and {largest.tokens:,} tokens{video}; {count} "
+        f"to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
         console,
     )
     estimates = [phases(config, round(card * GB), processes=processes) for card in cards]
@@ -234,12 +238,12 @@ def _table(memory: Phases, cards: str) -> Table:
     return table
 
 
-def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
-    """Return the largest image by the processor's files, or by the config of a Qwen-VL model that has none."""
+def _largest(config: GRPOConfig, model: Any, family: Any) -> Largest:
+    """Return the largest image and video by the processor's files, or by the config of a Qwen-VL model that has none."""
     folder = Path(config.model.path)
     files = ("preprocessor_config.json", "processor_config.json")
     if not folder.is_dir() or any((folder / name).is_file() for name in files):
-        return image_of(processor_of(config))
+        return largest_of(processor_of(config), config)
     if not isinstance(family, QwenVLFamily):
         raise ConfigError(
             f"model.path = '{folder}': has no preprocessor_config.json, which bounds images; copy it there too"
@@ -247,4 +251,5 @@ def _image(config: GRPOConfig, model: Any, family: Any) -> Image:
     vision = model.config.vision_config
     area = (vision.patch_size * vision.spatial_merge_size) ** 2
     pixels = config.data.max_pixels or IMAGE_TOKENS * area
-    return Image(pixels, pixels // area)
+    pairs, pair = -(-config.data.video_max_frames // 2), config.data.video_max_pixels or FRAME_TOKENS * area
+    return Largest(pixels, pixels // area, pairs * (pair // area))

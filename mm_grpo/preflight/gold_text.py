@@ -17,6 +17,7 @@ from mm_grpo.rewards.builtins.boxes import gold_box
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
 from mm_grpo.rewards.builtins.grounding import BoxOptions, box_options
 from mm_grpo.rewards.builtins.maths import readings
+from mm_grpo.rewards.builtins.temporal import gold_interval
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
@@ -111,6 +112,13 @@ def _click(prompt: Prompt, options: Options) -> str:
     return as_text([round(number, DIGITS) for number in point])
 
 
+def _interval(prompt: Prompt, options: Options) -> str:
+    """Write the gold interval in the space that the reward expects of the model."""
+    spaces = {name: options[name] for name in ("space", "gold_space") if name in options}
+    times = gold_interval(options["interval"], prompt.sample, **spaces)
+    return as_text([round(time, DIGITS) for time in times])
+
+
 def _shared(prompt: Prompt, options: Options) -> BoxOptions:
     given = {name: options[name] for name in (*BoxOptions._fields[1:], "image_index") if name in options}
     return box_options(prompt.engine_prompt.images, prompt.sample, **given)
@@ -132,6 +140,7 @@ GOLD: dict[str, Callable[[Prompt, Options], str | None]] = {
     "clicking": _click,
     "contains": lambda prompt, options: "\n".join(gold_texts(options["answer"])),
     "math": _formula,
+    "temporal_iou": _interval,
     **dict.fromkeys(("exact_match", "anls", "numeric", "count", "chart_relaxed"), _text),
 }
 """Built-in → its right answer, from the prompt and the reward's arguments."""

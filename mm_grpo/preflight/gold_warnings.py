@@ -20,6 +20,7 @@ from mm_grpo.errors import DataError
 from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
 from mm_grpo.rewards.builtins.boxes import Box, Frame
 from mm_grpo.rewards.builtins.clicking import bounds
+from mm_grpo.rewards.builtins.temporal import gold_interval
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
 from mm_grpo.types import messages_text
@@ -100,10 +101,17 @@ def _is_other_option(gold: Gold) -> bool:
 
 
 def _boxes(gold: Gold) -> list[Box]:
-    """Return the gold boxes that count as pixels; [] if the reward cannot read them, and then raises."""
+    """Return the gold boxes that count as pixels; [] if the reward cannot read them, and then raises.
+
+    An interval of seconds is a box from 0 to 1.
+    """
     with suppress(ValueError, TypeError, OverflowError):
-        if gold.options.get("gold_space") != "normalized":
-            return [bounds(shape) for shape in gold_polygons(gold.builtin, gold.options, Frame())]
+        if gold.options.get("gold_space") == "normalized":
+            return []
+        if gold.builtin == "temporal_iou":
+            start, end = gold_interval(gold.value, None)
+            return [(start, 0, end, 1)]
+        return [bounds(shape) for shape in gold_polygons(gold.builtin, gold.options, Frame())]
     return []
 
 
@@ -126,7 +134,7 @@ TEXTS = {
     "missing": "are nan, <NA> or NaT, which pandas writes for a missing value: make them null",
     "booleans": 'are booleans, which only "True" and "False" equal: ask for these, or let the column hold texts',
     "options": "are the number, letter or text of an option, and the prompt asks for another of these: let them agree",
-    "small": "are smaller than 4 pixels: if they are shares of the image's sides, set gold_space: normalized",
+    "small": "are smaller than 4 pixels or a second: if they are shares of image or video, set gold_space: normalized",
     "tokens": "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it",
     "alike": "to say it always would be right there: add other rows, or leave out rows whose gold is missing",
 }
@@ -148,6 +156,7 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
     ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
     ("small", tuple(GOLD_COLUMNS), 1, 1, _is_small),
+    ("small", ("temporal_iou",), 1, 1, _is_share),
 ]
 """Name in `TEXTS`, built-ins, least and largest share of a source's golds to warn of it, and the test of a gold."""
 

@@ -178,35 +178,47 @@ def learner_memory(
 
 
 @dataclass(frozen=True)
-class Image:
-    """Largest image that `data.max_pixels` allows; 0 tokens if the processor cannot tell."""
+class Largest:
+    """Largest image that `data.max_pixels` allows, and largest video; 0 tokens if the processor cannot tell."""
 
     pixels: int
     tokens: int
+    video_tokens: int = 0
+
+    @property
+    def video_pixels(self) -> int:
+        """Pixels of an image of as many tokens as a video: a tower takes two frames of Qwen-VL as one."""
+        return self.pixels * self.video_tokens // max(self.tokens, 1)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a config's longest prompt, sequence and pack in one of `processes`, and images of such a pack.
+    """Tokens of a config's longest prompt, sequence and pack in one of `processes`.
 
-    A prompt of unlimited length is counted as one image, or `rollout.vllm.max_images`, and TEXT.
+    A prompt of unlimited length is counted as TEXT, one image or `rollout.vllm.max_images`, and
+    `rollout.vllm.max_videos`, if that is set.
     """
 
     prompt: int
     sequence: int
     pack: int
-    images: int
+    prompts: int
+    """Prompts of a pack."""
+    pixels: int
+    """Pixels of the media of a prompt."""
 
     @classmethod
-    def of(cls, config: GRPOConfig, image: Image, processes: int) -> Lengths:
+    def of(cls, config: GRPOConfig, largest: Largest, processes: int) -> Lengths:
         rollout = config.rollout
-        images = rollout.vllm.max_images or 1
-        guess = images * image.tokens + TEXT if image.tokens else PROMPT
+        images, videos = rollout.vllm.max_images or 1, rollout.vllm.max_videos or 0
+        pixels = images * largest.pixels + videos * largest.video_pixels
+        media_tokens = images * largest.tokens + videos * largest.video_tokens
+        guess = media_tokens + TEXT if largest.tokens else PROMPT
         prompt = config.data.max_prompt_length or guess
         group = prompt + rollout.num_generations * rollout.max_completion_length
         prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
         pack = min(config.optim.max_tokens_per_pack, prompts * group)
-        return cls(prompt, prompt + rollout.max_completion_length, pack, images * -(-pack // group))
+        return cls(prompt, prompt + rollout.max_completion_length, pack, -(-pack // group), pixels)
 
 
 @dataclass(frozen=True)
@@ -235,7 +247,7 @@ class Phases:
 
 def memory_of_run(
     sizes: ModelSizes,
-    image: Image,
+    largest: Largest,
     config: GRPOConfig,
     device: int,
     *,
@@ -247,7 +259,7 @@ def memory_of_run(
 
     `checkpointing` None means `optim.gradient_checkpointing`, and True if that is not set either.
     """
-    rollout, optim, lengths = config.rollout, config.optim, Lengths.of(config, image, processes)
+    rollout, optim, lengths = config.rollout, config.optim, Lengths.of(config, largest, processes)
     unsharded = processes == 1 and not optim.offload_optimizer
     learner = learner_memory(
         sizes,
@@ -257,7 +269,7 @@ def memory_of_run(
         offload=optim.offload_optimizer,
         processes=processes,
         gpu=gpu,
-        pixels=image.pixels * lengths.images,
+        pixels=lengths.pixels * lengths.prompts,
     )
     learner["CUDA's context"] = CONTEXT if gpu else 0
     if config.algorithm.twin_view is not None and not gpu:  # a run on a GPU keeps them in the host's memory
@@ -293,14 +305,14 @@ def memory_of_run(
         prompts = min(prompts, -(-rows // rollout.num_generations))
         cache = prompts * lengths.prompt + rows * rollout.max_completion_length
         sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
-        sampling["forwards of the embedded engine"] = _embedded(sizes, image, lengths, prompts, rows)
+        sampling["forwards of the embedded engine"] = _embedded(sizes, lengths, prompts, rows)
     return Phases(learner, sampling, cache, fault)
 
 
-def _embedded(sizes: ModelSizes, image: Image, lengths: Lengths, prompts: int, rows: int) -> int:
+def _embedded(sizes: ModelSizes, lengths: Lengths, prompts: int, rows: int) -> int:
     """Return the largest forward: a layer or the tower for a batch of prompts, or sampling a token for each row."""
     batch = max(1, min(prompts, PREFILL_TOKENS // lengths.prompt))
-    b, pixels = sizes.numbers, image.pixels * batch
+    b, pixels = sizes.numbers, lengths.pixels * batch
     # gate, up and their product, or the tensors of attention
     layer = batch * lengths.prompt * b * max(3 * sizes.inner + sizes.hidden, 5 * sizes.heads)
     tower = _vision(replace(sizes.vision, trained=False), b, pixels, False) if sizes.vision is not None else 0
@@ -332,16 +344,18 @@ def run_sentence(learner: Learner) -> str:
         return ""
     available = device_memory(model.device)
     memory = memory_of_run(
-        sizes, image_of(learner.processor), learner.config, available, processes=learner.ranks.world,
+        sizes, largest_of(learner.processor, learner.config), learner.config, available, processes=learner.ranks.world,
         checkpointing=learner.checkpointing, gpu=model.device.type == "cuda",
     )  # fmt: skip
     warning = "; more than there is: `mm-grpo estimate` says what helps" if memory.peak > available else ""
     return f"memory: {in_gb(memory.peak)} of {in_gb(available)} a process, estimated{warning}"
 
 
-def image_of(processor: Any) -> Image:
-    """Return the largest image that a processor makes tokens of."""
-    return Image(processor.max_pixels, getattr(processor, "max_image_tokens", lambda: 0)())
+def largest_of(processor: Any, config: GRPOConfig) -> Largest:
+    """Return the largest image and video that a processor makes tokens of."""
+    tokens = getattr(processor, "max_image_tokens", lambda: 0)()
+    video_tokens = getattr(processor, "max_video_tokens", lambda frames: 0)(config.data.video_max_frames)
+    return Largest(processor.max_pixels, tokens, video_tokens)
 
 
 def device_memory(device: torch.device) -> int:

@@ -87,5 +87,6 @@ def help_for(config: GRPOConfig, card: int, processes: int) -> str:
     with suppress(ConfigError):
         remedy = find_remedy(config, card, processes=processes)
     if remedy is None or not remedy.settings:
-        return "take a smaller model, or fewer tokens and pixels (optim.max_tokens_per_pack, data.max_pixels)"
+        fields = "optim.max_tokens_per_pack, data.max_pixels, data.video_max_frames"
+        return f"take a smaller model, or fewer tokens and pixels ({fields})"
     return f"set {', '.join(remedy.settings)} ({remedy.peak / 1e9:.1f} GB by estimate)"

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.data.columns import brief
-from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.errors import DataError
 from mm_grpo.preflight.gold_text import GOLD, as_text, gold_text
 from mm_grpo.rewards.builtins.answers import gold_texts
@@ -21,7 +21,7 @@ from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name
 from mm_grpo.types import Prompt
 
-WHOLE = ("iou", "giou", "box_match", "clicking", "contains")
+WHOLE = ("iou", "giou", "box_match", "clicking", "contains", "temporal_iou")
 """Built-ins whose column is one right answer also if it is a list."""
 Lists = Literal["first", "each"]
 

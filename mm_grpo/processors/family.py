@@ -138,11 +138,11 @@ class Family(ABC):
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)
-        video = getattr(model.config, "video_token_id", self.video_token_id)
-        if "pixel_values" in inputs and video is not None:
+        if "pixel_values" in inputs:
             # features of videos are given in the place of images, with those, in the order of their tokens
-            ids = inputs["input_ids"]
-            inputs["input_ids"] = ids.masked_fill(ids == video, model.config.image_token_id)
+            ids, video = inputs["input_ids"], getattr(model.config, "video_token_id", self.video_token_id)
+            if video is not None:
+                inputs["input_ids"] = ids.masked_fill(ids == video, model.config.image_token_id)
         if "past_key_values" in inputs and _takes_cache(backbone.__class__):
             # transformers 5.24 warns of the old name, and 5.40 no longer has it
             inputs["cache"] = inputs.pop("past_key_values")

@@ -26,6 +26,7 @@ _MODULES = {
     "numeric": ("chart_relaxed", "count", "numeric"),
     "reward_model": ("reward_model",),
     "shaping": ("format", "length", "repetition_penalty", "soft_overlong"),
+    "temporal": ("temporal_iou",),
     "text": ("anls", "choice", "contains", "edit_similarity", "exact_match"),
 }
 BUILTINS = {

@@ -96,7 +96,8 @@ class PromptBuilder:
         if prompts == 0:
             log.warning(
                 "step %d: all %d prompts were dropped, so it makes no update: they are longer than %s allows (%s "
-                "tokens), or their images cannot be read; lower data.max_pixels or fix the files, or raise the limit",
+                "tokens), or their media cannot be read; lower data.max_pixels or data.video_max_frames, fix the files, or "
+                "raise the limit",
                 step, dropped, self.limit_name, self.limit,
             )  # fmt: skip
 
@@ -142,7 +143,8 @@ class PromptBuilder:
             drop = "" if self.policy == "drop" else ", or drop such rows with data.on_overlong=drop"
             raise TooLong(
                 f"{prompt.uid}: the prompt has {len(prompt.token_ids)} tokens, and {self.limit_name} allows "
-                f"{self.limit}; prompts are never cut. Lower data.max_pixels or raise the limit{drop}"
+                f"{self.limit}; prompts are never cut. Lower data.max_pixels or data.video_max_frames, or raise the "
+                f"limit{drop}"
             )
         end = self.processor.decode(prompt.token_ids[-THINK_TOKENS:]).rstrip()
         return replace(prompt, opens_thinking=True) if end.endswith(OPEN) else prompt

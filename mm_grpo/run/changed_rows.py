@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.data.base import Rows
-from mm_grpo.data.image_check import rows_to_look_at
+from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.manifest import Checkpoint, checkpoints_in, read_checkpoint

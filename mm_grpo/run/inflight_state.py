@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.collect import Collector
 
 KEY = "ahead"
-LEFT_OUT = (
-    "prompt", "kl", "advantages", "turn_advantages", "tail", "final_state", "local_groups", "times",
-    "streamed_calls",
-)  # fmt: skip
-"""Fields of a rollout, its groups and completions that are made again."""
+# two lists: the times of a rollout are made again, those of a video in a group are not
+ROLLOUT_LEFT_OUT = ("local_groups", "times", "streamed_calls")
+GROUP_LEFT_OUT = ("prompt", "kl", "advantages", "turn_advantages", "tail", "final_state")
+"""Fields of a rollout, and of its groups and completions, that are made again."""
 Values = dict[str, Any]
 
 
@@ -53,7 +52,7 @@ def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
         return {}
     ordered = [rollout for _, rollout in sorted(ahead.items())]
     rollouts = [
-        encode(replace(r, sampled=[]), LEFT_OUT) | {"sampled": [*map(_packed_group, r.sampled)]}
+        encode(replace(r, sampled=[]), ROLLOUT_LEFT_OUT) | {"sampled": [*map(_packed_group, r.sampled)]}
         for r in ordered
     ]
     packed = {"rollouts": rollouts, "tails": [tail for part in tails for tail in part]}
@@ -107,7 +106,7 @@ def _rollout(
 
 def _packed_group(group: Group) -> Values:
     extra = {name: [plain_value(value) for value in values] for name, values in group.extra.items()}
-    packed: Values = encode(replace(group, extra=extra), LEFT_OUT)
+    packed: Values = encode(replace(group, extra=extra), GROUP_LEFT_OUT)
     return packed
 
 

@@ -6,12 +6,12 @@ the first step, of the best one and of the newest one are kept.
 Each line is one completion, in the order of the groups. Images are written once, named by their content.
 
 Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
-weight_versions, reward, parts, advantage, columns. `images` are names, each of `videos` has `frames`, names too, `times`
-and `fps` (types.Video). Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
-(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
-pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
-evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
-the row, their `advantage` is null.
+weight_versions, reward, parts, advantage, columns. `images` are names; each of `videos` has its `times` and `fps`
+(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
+(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in pixels of the
+row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an evaluation also
+have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of the row, their
+`advantage` is null.
 """
 
 from __future__ import annotations

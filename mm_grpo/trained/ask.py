@@ -15,6 +15,7 @@ from mm_grpo.build import processor_of
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.images import open_image
 from mm_grpo.data.rows import read_row
+from mm_grpo.data.videos import VideoSource, open_video
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.files import read_json
 from mm_grpo.learner.model import load_model, resolve_device, resolve_dtype
@@ -88,24 +89,29 @@ def _from_run(checkpoint: RunCheckpoint) -> AnsweringModel:
 def ask(
     answering: AnsweringModel,
     question: str,
-    images: Sequence[str],
+    images: Sequence[str] = (),
+    videos: Sequence[str] = (),
     *,
     temperature: float | None = None,
     max_tokens: int | None = None,
     seed: int = 0,
 ) -> Completion:
-    """Answer a question; its images stand before its text. Raises DataError for an unreadable image.
+    """Answer a question; its images, then its videos, stand before its text. DataError for one that cannot be read.
 
     `temperature` and `max_tokens` None are the run's in evaluation, which is greedy by default.
     """
     config, processor = answering.config, answering.processor
-    if missing := [path for path in images if not Path(path).is_file()]:
-        raise DataError(f"--image {missing[0]}: there is no such file")
+    for option, paths in (("--image", images), ("--video", videos)):
+        if missing := [path for path in paths if not Path(path).is_file()]:
+            raise DataError(f"{option} {missing[0]}: there is no such file")
     opened = tuple(open_image(path, row="--image") for path in images)
-    content = [*({"type": "image"} for _ in opened), {"type": "text", "text": question}]
-    row = {"prompt": [{"role": "user", "content": content}], "images": list(opened)}
+    bounds = {"fps": config.data.video_fps, "max_frames": config.data.video_max_frames}
+    clips = tuple(open_video(VideoSource(path), row="--video", **bounds) for path in videos)
+    parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+    content = [*parts, {"type": "text", "text": question}]
+    row = {"prompt": [{"role": "user", "content": content}], "images": [*images], "videos": [*videos]}
     fields = read_row(row, row_name="the question", system_prompt=config.data.system_prompt)
-    prompt = processor.prompt(Sample(uid="the question", messages=fields.messages, images=opened))
+    prompt = processor.prompt(Sample("the question", fields.messages, opened, clips))
     sampling = answering.sampling
     if temperature is not None:
         sampling = replace(sampling, temperature=temperature)
@@ -115,7 +121,7 @@ def ask(
     if context is not None and length + sampling.max_tokens > context:
         raise ConfigError(
             f"--max-tokens {sampling.max_tokens}: the question has {length} tokens, and the model's context is "
-            f"{context}; lower it, or ask with fewer or smaller images"
+            f"{context}; lower it, or ask with fewer or smaller images or shorter videos"
         )
     (answer,) = TransformersEngine(answering.model, processor).generate([Request(prompt, seed, sampling)])
     return answer

@@ -30,7 +30,8 @@ MARK = "mm_grpo_export.json"
 MAX_SHARD = "5GB"  # largest file of weights
 SETTINGS = (
     "model.processor", "model.trust_remote_code", "data.system_prompt", "data.chat_template_kwargs",
-    "data.min_pixels", "data.max_pixels", "rollout.max_completion_length", "rollout.eval",
+    "data.min_pixels", "data.max_pixels", "data.video_fps", "data.video_max_frames", "data.video_max_pixels",
+    "rollout.max_completion_length", "rollout.eval",
 )  # fmt: skip
 """Fields of the run that decide how the model is asked. They are saved in the mark."""
 

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from mm_grpo.learner.quantization import nf4_options, run_exactly
 from mm_grpo.parity.gaps import gap_of
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
+from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.rollout.weights import digest
 from mm_grpo.terminal import quiet_libraries
 from mm_grpo.trained.model import Trained, as_config_error
@@ -100,7 +101,7 @@ def prove(
             kwargs = {**config.data.chat_template_kwargs, **prompt.sample.chat_template_kwargs}
             inputs = plain_inputs(processor, prompt, ids, kwargs)
             input_ids = tuple(inputs["input_ids"][0].tolist())
-            if input_ids != (*prompt.token_ids, *ids):
+            if not _same_ids(input_ids, (*prompt.token_ids, *ids), trained.processor.media_token_ids):
                 counts = (
                     f"{len(input_ids) - len(ids)} tokens, the trainer's {len(prompt.token_ids)} other ones"
                 )
@@ -174,14 +175,20 @@ def _refuse_slow_patterns(model: Any, folder: Path) -> None:
 def plain_inputs(
     processor: Any, prompt: Prompt, completion: Sequence[int], template_kwargs: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Make model inputs by transformers' own `processor`: a row, its images at their final size, and a completion."""
+    """Make model inputs by transformers' own `processor`: a row, its media at their final size, and a completion.
+
+    M-RoPE positions of a row with videos are the trainer's: up to version 5.19 transformers' are wrong behind a video.
+    """
     # some templates take only strings as contents, others only lists of parts
     messages = [dict(message) for message in prompt.sample.messages]
     with_parts = [
         {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m["content"], str) else m
         for m in messages
     ]
-    images = list(prompt.engine_prompt.images) or None
+    media: dict[str, Any] = {"images": list(prompt.engine_prompt.images) or None}
+    if videos := prompt.engine_prompt.videos:
+        media |= {"videos": [*map(frames_array, videos)], "video_metadata": [*map(video_metadata, videos)]}
+        media["videos_kwargs"] = FRAMES_UNCHANGED
     inputs: dict[str, Tensor] = {}
     for conversation in (messages, with_parts):
         try:
@@ -192,16 +199,27 @@ def plain_inputs(
             if conversation is with_parts:
                 raise ConfigError(f"{prompt.uid}: the saved chat template fails ({quoted(error)})") from error
             continue
-        inputs = dict(processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+        inputs = dict(processor(text=[text], return_tensors="pt", add_special_tokens=False, **media))
         if tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids:
             break
-    inputs.pop("attention_mask", None)
+    for name in ("attention_mask", "video_metadata", "second_per_grid_ts"):
+        inputs.pop(name, None)
     ids = torch.tensor([list(completion)], dtype=torch.long)
     inputs["input_ids"] = torch.cat([inputs["input_ids"], ids], 1)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in inputs:
             inputs[name] = torch.nn.functional.pad(inputs[name], (0, len(completion)))
+    if videos and prompt.position_ids.ndim == 2:
+        counted = torch.arange(len(completion)).expand(3, -1) + prompt.next_position
+        inputs["position_ids"] = torch.cat([prompt.position_ids, counted], 1)[:, None]
     return inputs
+
+
+def _same_ids(ids: Sequence[int], expected: Sequence[int], media: Collection[int]) -> bool:
+    """Return True for equal ids; two different media tokens are equal."""
+    # the tokens of a video of InternVL are an image's in transformers, and a video's in vLLM and for the trainer
+    pairs = zip(ids, expected, strict=False)
+    return len(ids) == len(expected) and all(a == b or {a, b} <= set(media) for a, b in pairs)
 
 
 def plain_logprobs(model: Any, inputs: Mapping[str, Tensor], completion: Sequence[int]) -> list[float]:

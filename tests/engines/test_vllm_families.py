@@ -49,7 +49,7 @@ def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     prompts = prompts_of("mixed", rig.processor)
     if rig.processor.family.__class__.__name__ != "SmolVLMFamily":  # which follows no limits of one image
         prompts += prompts_by_row(rig.processor)
-    if getattr(rig.processor, "video_token_id", None) is not None:
+    if rig.processor.video_token_id is not None:
         prompts += prompts_of("mixed videos", rig.processor)
     before = largest_gap(rig, prompts)
     rig.change("", scale=1.02)

@@ -14,7 +14,7 @@ from helpers import tiny
 from test_run_gpu import BASE, check_metrics, trainer_of
 
 from mm_grpo import GRPOTrainer
-from mm_grpo.preflight.memory import ModelSizes, device_memory, image_of, memory_of_run
+from mm_grpo.preflight.memory import ModelSizes, device_memory, largest_of, memory_of_run
 from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory
 from mm_grpo.processors.base import load_processor, mm_processor_kwargs
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
@@ -136,7 +136,7 @@ def small_run(folder: str) -> None:
     trainer.train()
     card = device_memory(torch.device("cuda"))
     found = memory_of_run(
-        ModelSizes.of(trainer.model), image_of(trainer.processor), trainer.config, card, processes=1,
+        ModelSizes.of(trainer.model), largest_of(trainer.processor, trainer.config), trainer.config, card, processes=1,
         checkpointing=trainer.learner.checkpointing,
     )  # fmt: skip
     sys.exit(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers import tiny
-from helpers.families import legal_tokens, media_inputs
+from helpers.families import legal_tokens, media_inputs, transformers_ids, video_lengths
 from helpers.positions import defined_positions
 from mm_grpo.learner.pack import Item
 from mm_grpo.rollout.conversation import Conversation
@@ -45,8 +45,9 @@ def cases(processor: Any, seed: int, groups: int = 3, each: int = 4) -> tuple[li
     images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
     videos: list[tuple[Video, ...]] = [(), (), ()]
     if processor.video_token_id is not None:
-        videos[1] = (tiny.video(4, 6, 56, 56),)
-        shown[1] = processor.picture(tiny.video(5, 6, 56, 84, fps=1.0), row="a")
+        lengths = video_lengths(processor, 6, 7)
+        videos[1] = (tiny.video(4, lengths[0], 56, 56),)
+        shown[1] = processor.picture(tiny.video(5, lengths[1], 56, 84, fps=1.0), row="a")
     rows = zip(images, videos, strict=True)
     samples = [tiny.sample(str(g), "what is it", *media) for g, media in enumerate(rows)]
     starts = [processor.prompt(samples[g % 3]) for g in range(groups)]
@@ -68,7 +69,8 @@ def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
     Its processor is given all media of the conversation at once, and no text but their placeholders. Positions after
     videos are those of the definition (helpers/positions.py).
     """
-    ids, media = torch.tensor([c.prompt.token_ids]), c.prompt.engine_prompt.media
+    ids = torch.tensor([transformers_ids(processor, c.prompt.token_ids)])
+    media = c.prompt.engine_prompt.media
     inputs: dict[str, Any] = {}
     if media:
         names = (
@@ -76,13 +78,10 @@ def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
         )
         made = media_inputs(processor, "".join(names), media)
         inputs = {k: v for k, v in made.items() if k not in ("input_ids", "attention_mask")}
-    if c.prompt.engine_prompt.videos and c.prompt.position_ids.ndim == 2:
+    if processor.family.position_axes and any(isinstance(m, Video) for m in media):
         inputs["position_ids"] = defined_positions(processor, c.prompt.token_ids, media)[:, None]
     kinds = (ids == model.config.image_token_id).long()
-    if processor.config.model_type == "internvl":  # there a video's tokens are an image's
-        ids = ids.masked_fill(ids == processor.video_token_id, processor.image_token_id)
-    elif processor.video_token_id is not None:
-        kinds[ids == processor.video_token_id] = 2
+    kinds[ids == processor.video_token_id] = 2
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in inputs or processor.config.model_type.startswith("qwen") is (name == "mm_token_type_ids"):
             inputs[name] = kinds

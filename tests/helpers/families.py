@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from helpers.positions import defined_positions
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data import Mixture, load
 from mm_grpo.processors.base import Processor
-from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.types import Completion, Group, Medium, Prompt, Video
 
 
@@ -84,9 +84,9 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
         (tiny.picture(1, 84, 84), tiny.picture(2, 56, 140), tiny.picture(4, 230, 97)),
     )
     video = tiny.sample("video", "and that one there", videos=(tiny.video(3, 6, 84, 56),))
-    # the first is longer in time than in space; families of tiles take videos of one length alone
-    longest = 9 if processor.config.model_type.startswith("qwen") else 4  # type: ignore[attr-defined]
-    videos = tiny.video(1, longest, 56, 84, fps=1.0), tiny.video(2, 4, 84, 84, fps=3.0)
+    # the first is longer in time than in space, and has an odd number of frames
+    lengths = video_lengths(processor, 9, 4)
+    videos = tiny.video(1, lengths[0], 56, 84, fps=1.0), tiny.video(2, lengths[1], 84, 84, fps=3.0)
     between = tiny.sample("videos", "what is it", (tiny.picture(1, 84, 56),), videos)
     image, *others, question = between.messages[0]["content"]
     content = [others[0], {"type": "text", "text": "and"}, image, others[1], question]
@@ -96,6 +96,12 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
         "one video": [video], "two videos and an image": [between], "mixed videos": [between, text, video],
     }  # fmt: skip
     return [processor.prompt(sample) for sample in batches[kind]]
+
+
+def video_lengths(processor: Any, *lengths: int) -> Sequence[int]:
+    """These numbers of frames, or the last in place of each: some processors of transformers stack a row's videos."""
+    stacked = processor.config.model_type in ("internvl", "llava_onevision")
+    return lengths[-1:] * len(lengths) if stacked else lengths
 
 
 THINKING = (
@@ -160,10 +166,16 @@ def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> 
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in made:
             made[name] = torch.nn.functional.pad(made[name], (0, len(answer)))
-    if prompt.engine_prompt.videos and prompt.position_ids.ndim == 2:
+    if prompt.engine_prompt.videos and processor.family.position_axes:
         ids = made["input_ids"][0].tolist()
         made["position_ids"] = defined_positions(processor, ids, prompt.engine_prompt.media)[:, None]
     return made
+
+
+def transformers_ids(processor: Any, token_ids: Sequence[int]) -> list[int]:
+    """Ids as transformers' model takes them: InternVL's of a video are there those of an image."""
+    image, video = processor.image_token_id, processor.family.video_token_id
+    return [image if token == video else token for token in token_ids]
 
 
 def media_inputs(processor: Any, text: str, media: Sequence[Medium]) -> dict[str, Tensor]:
@@ -173,13 +185,20 @@ def media_inputs(processor: Any, text: str, media: Sequence[Medium]) -> dict[str
         "images": [medium for medium in media if not isinstance(medium, Video)] or None
     }
     if videos:
-        options["videos"] = [frames_array(video) for video in videos]
-        options["video_metadata"] = [video_metadata(video) for video in videos]
-        options["videos_kwargs"] = FRAMES_UNCHANGED
+        options["videos"] = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
+        options["video_metadata"] = list(map(metadata_of, videos))
+        options["videos_kwargs"] = {"do_resize": False, "do_sample_frames": False}
     made = processor.hf(text=[text], return_tensors="pt", add_special_tokens=False, **options)
     for name in ("video_metadata", "second_per_grid_ts"):
         made.pop(name, None)
     return dict(made)
+
+
+def metadata_of(video: Video) -> dict[str, Any]:
+    """A file of four times as many frames per second, of which the video shows every fourth."""
+    rate = 4 * video.fps
+    indices = [round(time * rate) for time in video.times]
+    return {"fps": rate, "frames_indices": indices, "total_num_frames": 4 * len(indices)}
 
 
 def plain_logprobs(

@@ -260,7 +260,7 @@ data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_setting
     skipped check | if not (is_index or is_default or key in _PART_KEYS[kind]): ==> if False:
     dropped limits | return {"type": "image", **own, **read_limits(values, where)} ==> return {"type": "image", **own}
     dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
-data/image_columns.py < data/test_prompt_forms.py data/test_image_columns.py
+data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
 data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
     skipped check | if hits and hits != len(content): ==> if False:

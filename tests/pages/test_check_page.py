@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import tiny
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
@@ -18,6 +19,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.pages import check_page
 from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.preflight.check import check_config
+from mm_grpo.processors.base import load_processor
 
 
 def checked(config: GRPOConfig, path: Path, **settings: Any) -> tuple[dict[str, Any], str]:
@@ -48,7 +50,7 @@ def test_the_page_holds_images_golds_tokens_and_answers(
         ]  # fmt: skip
         assert [(image["original"], image["jpeg"]) for image in row["images"]] == [([200, 100], False)]
         # 196 x 112 are 14 x 8 patches of 14, merged by 2 x 2: 28 tokens
-        assert row["tokens"]["image"] == 28 and row["tokens"]["all"] == row["tokens"]["text"] + 28
+        assert row["tokens"]["media"] == 28 and row["tokens"]["all"] == row["tokens"]["text"] + 28
     special = [text for text, is_special in train["shown"][0]["prompt"] if is_special]
     sees = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
     assert special == ["<|im_start|>", *sees, "<|im_end|>", "<|im_start|>"]
@@ -56,6 +58,32 @@ def test_the_page_holds_images_golds_tokens_and_answers(
     (uri,) = re.findall(r'id="u-0">([^<]*)<', html)
     first = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
     assert (first.size, first.getpixel((3, 3))) == ((196, 112), (0, 128, 64))
+
+
+def test_a_video_is_shown_as_its_frames(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two pairs of frames of 3 x 3 tokens, one of 12 x 3, and an image of 4 x 4."""
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    page = CheckPage(str(tmp_path / "page.html"), processor, [], lambda spec, prompt: None)
+    sample = tiny.sample(
+        "row", "what", (tiny.picture(1, 112, 112),), (tiny.video(1), tiny.video(2, 2, 336, 84))
+    )
+    prompt = processor.prompt(sample)
+    page.add("train", "row", prompt)
+    page.write()
+    (row,) = page.gather()["sets"][0]["shown"]
+    assert row["videos"] == [
+        {"frames": ["1", "2", "3", "4"], "times": (1.0, 1.5, 2.0, 2.5)},
+        {"frames": ["5", "6"], "times": (1.0, 1.5)},
+    ]
+    assert row["tokens"] == {
+        "text": len(prompt.token_ids) - 70,
+        "media": 16 + 18 + 36,
+        "all": len(prompt.token_ids),
+    }
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '"pictures":{"0":[112,112],"1":[84,84],' in html and '"6":[336,84]}' in html
+    (uri,) = re.findall(r'id="u-6">([^<]*)<', html)
+    assert Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))).size == (240, 60)
 
 
 def test_every_source_of_a_mixture_is_shown(page_config: Callable[..., GRPOConfig], tmp_path: Path) -> None:

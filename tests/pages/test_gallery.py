@@ -27,7 +27,7 @@ from mm_grpo.pages.gallery import (
 )
 from mm_grpo.pages.page import PageImage
 from mm_grpo.run.folder import RunFolder
-from mm_grpo.types import Group
+from mm_grpo.types import EnginePrompt, Group, Turn, Video
 
 
 def gathered(folder: RunFolder, budget: Budget = FULL_BUDGET) -> tuple[Gallery, ImageStore]:
@@ -52,9 +52,34 @@ def test_a_large_picture_is_made_smaller_and_keeps_its_own_pixels(tmp_path: Path
     assert decoded(made).size == (512, 256) and (made.width, made.height) == (1024, 512)
     noise = Image.effect_noise((500, 500), 80).convert("RGB")
     one = group(0, (1.0,))
-    prompt = replace(one.prompt, engine_prompt=replace(one.prompt.engine_prompt, images=(noise,)))
+    prompt = replace(one.prompt, engine_prompt=replace(one.prompt.engine_prompt, media=(noise,)))
     _, images = gathered(logged(tmp_path / "b", [replace(one, prompt=prompt)]))
     assert [made.uri[:16] for made in images.by_name.values()] == ["data:image/jpeg;"]
+
+
+def test_a_video_is_a_strip_of_small_frames_that_count(tmp_path: Path) -> None:
+    """Frames of the prompt and of a tool's answer; one frame is an image, too, and as large as that."""
+    frames = [Image.new("RGB", (600, 300), (0, 0, level)) for level in range(4)]
+    noise = Image.effect_noise((480, 240), 80).convert("RGB")
+    video = Video((*frames[:3], noise), (0.5, 1.0, 1.5, 1.5), 2.0)
+    one = group(0, (1.0,))
+    sample = replace(one.prompt.sample, messages=[{"role": "user", "content": [{"type": "video"}]}])
+    prompt = replace(one.prompt, sample=sample, engine_prompt=EnginePrompt((1, 2), (frames[0], video)))
+    turns = (Turn("tool", "", 1, name="clip", videos=(Video((frames[3],), (7.25,), 2.0),)),)
+    talk = replace(one, prompt=prompt, completions=(replace(one.completions[0], turns=turns),))
+    folder = logged(tmp_path, [talk])
+    gallery, images = gathered(folder)
+    (shown,) = gallery.groups
+    (strip,), (turn,) = shown["videos"], shown["completions"][0]["turns"]
+    assert (strip["times"], turn["videos"][0]["times"]) == ([0.5, 1.0, 1.5, 1.5], [7.25])
+    assert shown["messages"][0]["text"] == "" and strip["frames"][0] == shown["images"][0]
+    names = [*strip["frames"], *turn["videos"][0]["frames"]]
+    sizes = [decoded(images.by_name[name]).size for name in names]
+    assert sizes == [(512, 256), (240, 120), (240, 120), (240, 120), (240, 120)]
+    assert [images.by_name[name].width for name in names] == [600, 600, 600, 480, 600]
+    assert images.by_name[names[3]].uri[:16] == "data:image/jpeg;" and len(images.by_name) == 5
+    size = sum(len(image.uri) for image in images.by_name.values())
+    assert images.bytes == size and gathered(folder, Budget(10**6, size - 1))[0].groups == []
 
 
 def test_the_budget_of_texts_takes_both_ends_and_the_widest_groups(tmp_path: Path) -> None:
@@ -89,6 +114,8 @@ def test_only_pictures_of_the_run_are_read(tmp_path: Path) -> None:
     assert gallery.groups[0]["images"] == [] and images.by_name == {}
     turn = {"role": "tool", "text": "", "name": "zoom", "arguments": {}, "images": ["../../../secret.png"]}
     assert describe_turn(turn)["images"] == []
+    video = {"frames": ["../../../secret.png"], "times": [0.0], "fps": 2.0}
+    assert describe_turn({**turn, "videos": [video]})["videos"] == [{"frames": [], "times": [0.0]}]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import tiny
 from helpers.browser import LIGHT, Site, browse, found_by, needs_browser, serving
 from helpers.runs import group
 from helpers.runs import run as finished_run
@@ -18,13 +19,15 @@ from PIL import Image
 from test_report import controlled
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.pages.page import render
 from mm_grpo.pages.report import Report
 from mm_grpo.preflight.check import check_config
+from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.rollout_log import add_to_rollouts
-from mm_grpo.types import Group, Turn
+from mm_grpo.types import EnginePrompt, Group, Turn
 
 pytestmark = [needs_browser, pytest.mark.slow]
 PINK, BLUE, GREEN = (255, 45, 149), (0, 168, 240), (0, 128, 64)
@@ -64,7 +67,7 @@ def boxed(slot: int, texts: list[str], image: Image.Image, box: list[int], uid: 
     large = image.resize((image.width * 2, image.height * 2))
     sample = replace(one.prompt.sample, images=(large,), columns={"box": box})
     prompt = replace(
-        one.prompt, sample=sample, engine_prompt=replace(one.prompt.engine_prompt, images=(image,))
+        one.prompt, sample=sample, engine_prompt=replace(one.prompt.engine_prompt, media=(image,))
     )
     completions = tuple(replace(c, text=t) for c, t in zip(one.completions, texts, strict=True))
     return replace(
@@ -231,6 +234,37 @@ def test_the_page_of_two_runs_draws_both(site: Site, tmp_path: Path) -> None:
         "Curves; Evaluation; Rollouts; one; two", "true", "6", "true", "0",
         "one mean s1,one max s1 dashed,two mean s2,two max s2 dashed", "one; two", "s1,s2", "false",
         "75.0%; 0.300; 4; 2 min; 75.0%; 0.300; 4; 2 min", "one: heldout; 12.5%; 75.0%; –; +62.5 points", "(empty); (empty)",
+    ]  # fmt: skip
+
+
+VIDEOS = """all(".strip").map((strip) => strip.children.length).join(), words(".strip span"),
+  all(".strip").map((strip) => strip.getAttribute("aria-label")).join(), all(".strip svg.picture").length,
+  all(".strip")[0].scrollWidth > all(".strip")[0].clientWidth, page.documentElement.scrollWidth"""
+
+
+def test_videos_are_strips_of_frames_with_their_times(
+    models: dict[str, Path], site: Site, tmp_path: Path
+) -> None:
+    """On the page of a run, also in a tool's answer, and on that of a check; a strip scrolls, the page does not."""
+    folder, one = RunFolder(tmp_path / "run").start("model:\n  path: m\n"), group(0, (1.0, 0.0))
+    video, clip = tiny.video(1), tiny.video(2, 2, fps=3.0)
+    turn = Turn("tool", "", 1, name="clip", arguments={"end": 2}, videos=(clip,))
+    prompt = replace(one.prompt, engine_prompt=EnginePrompt((1,), (video,)))
+    talk = replace(one.completions[0], turns=(turn,))
+    folder.write_rollouts(1, [replace(one, prompt=prompt, completions=(talk, one.completions[1]))])
+    report = Report([folder.paths]).write(tmp_path / "report.html")
+    times = "1 s; 1.5 s; 2 s; 2.5 s; 1 s; 1.333 s"
+    script = f'{VIDEOS}, words(".turn .text"), words(".message")'
+    assert look(site, tmp_path, report, script, width=360) == [
+        "4,2", times, "video 1 of rows:0red,video 1 of clip(end=2)", "6", "true", "360", "", "[image]\nWhat colour? red",
+    ]  # fmt: skip
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    page = CheckPage(str(tmp_path / "check.html"), processor, [], lambda spec, prompt: None)
+    page.add("train", "train:0", processor.prompt(tiny.sample("r", videos=(video, clip))))
+    page.write()
+    assert look(site, tmp_path, tmp_path / "check.html", f'{VIDEOS}, words(".checked > .soft"), words(".legend").trim().slice(-20)', width=360) == [
+        "4,2", times, "video 1 of train:0,video 2 of train:0", "6", "true", "360",
+        "4 frames of 84 × 84 pixels; 2 frames of 84 × 84 pixels", "images and videos 27",
     ]  # fmt: skip
 
 

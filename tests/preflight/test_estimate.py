@@ -18,7 +18,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.quantization import NF4_BYTES
 from mm_grpo.preflight.estimate import find_remedy, phases, show, sizes_of
-from mm_grpo.preflight.memory import GB, Image, ModelSizes, learner_memory, memory_of_run
+from mm_grpo.preflight.memory import GB, Largest, Lengths, ModelSizes, learner_memory, memory_of_run
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
 
@@ -113,6 +113,21 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
     assert told.rollout["cache of the embedded engine"] == (4 * 100 + 12 * 8) * 384
 
 
+def test_videos_of_a_prompt_by_hand(bare: Path, models: dict[str, Path]) -> None:
+    """An image of 1,280 tokens and two videos of five pairs of frames, each of 50 tokens of 28 x 28 pixels."""
+    data = {"video_max_frames": 9, "video_max_pixels": 50 * 784}
+    config = config_for(bare, data=data, rollout={"vllm": {"max_videos": 2}})
+    _, largest = sizes_of(config)
+    assert (largest.tokens, largest.video_tokens, largest.video_pixels) == (1280, 250, 250 * 784)
+    lengths = Lengths.of(config, largest, 1)
+    assert (lengths.prompt, lengths.pixels) == (1280 + 500 + 256, 1780 * 784)
+    limited = config_for(models["qwen2_5_vl"], data=data)  # at most 224 x 224 pixels
+    assert sizes_of(limited)[1] == Largest(64 * 784, 64, 250)
+    console = Console(width=200, record=True)
+    show(config, [24.0], processes=1, console=console)
+    assert "a video 250 tokens; 1 image(s) and 2 video(s) to a prompt" in console.export_text()
+
+
 @pytest.mark.parametrize(("prompts", "beside"), [(4, 48 * 4 * 3 * 152064), (400, 256 << 20)])
 def test_a_draw_is_counted_up_to_its_bound(bare: Path, prompts: int, beside: int) -> None:
     """Logits of each row in bfloat16, and what a draw takes beside them; most rows are decoded together."""
@@ -120,7 +135,7 @@ def test_a_draw_is_counted_up_to_its_bound(bare: Path, prompts: int, beside: int
     wide = replace(sizes, vocabulary=152064, vision=None, inner=1, heads=1)
     config = config_for(bare, rollout={"prompts_per_step": prompts})
     rows = min(3 * prompts, MAX_ROWS)
-    found = memory_of_run(wide, Image(0, 0), config, 10 * GB, processes=1)
+    found = memory_of_run(wide, Largest(0, 0), config, 10 * GB, processes=1)
     assert found.rollout["forwards of the embedded engine"] == 2 * rows * 152064 + beside
 
 

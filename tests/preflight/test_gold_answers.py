@@ -201,6 +201,9 @@ def test_an_answer_in_several_turns_is_a_conversation_of_one() -> None:
         # the tallest band of the L is its lower one, between 70 and 200: 50 wide, with its middle at (25, 135)
         ({"name": "clicking"}, {"target": [0, 0, 90, 0, 90, 70, 50, 70, 50, 200, 0, 200]}, "[14.0, 56.7]"),
         ({"name": "clicking", "space": "0-1000"}, {"target": BOX}, "[350.0, 350.0]"),
+        ({"name": "temporal_iou"}, {"interval": [[2.5, 4]]}, "[2.5, 4]"),
+        ({"name": "temporal_iou", "space": "normalized", "gold_space": "normalized"}, {"interval": "[0.1, 0.4]"},
+         "[0.1, 0.4]"),
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
         ({"name": "math"}, {"answer": "(2, -3)"}, r"\boxed{(2, -3)}"),
@@ -238,6 +241,7 @@ def test_a_reward_for_some_rows_is_tried_on_those() -> None:
         ({"name": "iou", "gold_space": "pixel"}, "box", [10, 20, 90, 180], "56 × 84"),
         ("clicking", "target", [1, 2, 3], "the gold target is [1, 2, 3]"),
         ("box_match", "boxes", 3, "the gold boxes are '3'"),
+        ("temporal_iou", "interval", [8, 4], "the gold interval is [8, 4]"),
     ],
 )
 def test_a_gold_that_means_nothing_is_found_by_the_reward(

@@ -76,6 +76,8 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("small", {"name": "iou", "gold_layout": "xywh"}, ["[0.1, 0.1, 0.2, 0.2]"], {}),
     ("small", "clicking", [[[0.1, 0.1], [0.3, 0.1], [0.2, 0.4]]], {}),
     ("small", "iou", [[0, 0, 1, 1], [1, 1, 2, 2]], {}),
+    # intervals
+    ("small", "temporal_iou", [[0.2, 0.5], "[[0, 0.4]]"], {}),
     # options
     ("options", "exact_match", [0, 2, 1], {"prompt": LETTERED}),
     ("options", "exact_match", ["1", "0"], {"choices": "['tram', 'cow']"}),
@@ -125,6 +127,9 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     *((name, SPLIT, {}) for name in ("iou", "giou", "clicking")),
     ({"name": "iou", "gold_space": "normalized"}, SHARES, {}),
     ("box_match", [[], [[0, 0, 9, 9]]], {}),
+    ("temporal_iou", [[0.2, 0.5], [1, 2]], {}),
+    ("temporal_iou", ["no interval", [2, 1]], {}),  # the reward refuses them
+    ({"name": "temporal_iou", "gold_space": "normalized"}, [[0.2, 0.5]], {}),
     ({"name": "clicking", "reach": 0.1}, [[9.5, 9.5, 10.5, 10.5]], {}),
     ("iou", [[5, 5, 5, 5], "no box"], {}),  # the reward refuses them
     ("exact_match", ["A", "B"], {"prompt": LETTER}),

@@ -12,7 +12,7 @@ from helpers import tiny
 from helpers.steps import config_for, load
 
 from mm_grpo.preflight.estimate import build_on_meta
-from mm_grpo.preflight.memory import Image, Lengths, ModelSizes, VisionSizes, learner_memory
+from mm_grpo.preflight.memory import Largest, Lengths, ModelSizes, VisionSizes, learner_memory
 from mm_grpo.processors.base import load_processor
 
 # Qwen2.5-VL-3B in bfloat16, in round numbers
@@ -66,7 +66,7 @@ def test_fp32_adapters_and_a_reference_by_hand() -> None:
     ],
 )
 def test_a_pack_holds_no_more_than_an_update(processes: int, optim: dict[str, int], tokens: int) -> None:
-    assert Lengths.of(config_for("x", optim=optim), Image(0, 0), processes).pack == tokens
+    assert Lengths.of(config_for("x", optim=optim), Largest(0, 0), processes).pack == tokens
 
 
 def test_layers_of_linear_attention_keep_what_their_rule_does(models: dict[str, Path]) -> None:

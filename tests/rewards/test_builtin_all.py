@@ -40,6 +40,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "numeric": {"answer": 77},
     "repetition_penalty": {},
     "soft_overlong": {"completion_ids": [1, 2, 3], "max_length": 10, "buffer": 5},
+    "temporal_iou": {"interval": [5, 10]},
 }
 RANGES = {"giou": (-1, 1), "repetition_penalty": (-1, 0), "soft_overlong": (-1, 0)}
 # Each is repeated to a text of HUGE characters.
@@ -50,7 +51,7 @@ PIECES = [
     "the answer is ", "option ", "A is ", "**", "<answer>", "</answer>", "<think>", "</think>", "\\boxed{",
     "\\frac{", "\\frac{1}{2}", "\\sqrt", "^{", "\\(", "twenty ", "one hundred ", "twenty-", "Score: ",
     "Answer: A, ", "a b c ", '{"a":', "a\u0301\u0323", "<think>x</think> ", "<think>x</think> <answer>",
-    "[1, 2] ",
+    "[1, 2] ", "0:", "0:00:", "0:03 - ", "1 to 2 ", "start ", "start 1 end ", "between 1 and ",
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
 REFUSED: list[tuple[str, str, list[Any]]] = [
@@ -81,6 +82,10 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("repetition_penalty", "ngram", [0]),
     ("repetition_penalty", "unit", ["lines"]),
     ("soft_overlong", "buffer", [0, 11]),
+    ("temporal_iou", "interval", [[5], 5, [5, 5], [10, 5], [-1, 5], [5, math.nan], [5, math.inf], [True, 5],
+                                  [5, 10**400], [[1, 2], [5, 10]], [1, 2, 3], "5 to 10", "[" * 100_000, []]),
+    ("temporal_iou", "gold_space", ["frames", "normalized"]),
+    ("temporal_iou", "space", ["pixel", "normalized"]),
 ]  # fmt: skip
 
 

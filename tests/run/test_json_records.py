@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from helpers import tiny
 
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.evaluate import Blind, Evaluation
 from mm_grpo.run.inflight_state import pack_ahead, unpack_ahead
 from mm_grpo.run.json_records import decode, encode
-from mm_grpo.types import Completion, EnginePrompt, Group, Picture, Prompt, Sample, Tail, Turn
-
-IMAGE = Image.new("RGB", (4, 3), "red")
+from mm_grpo.types import Completion, EnginePrompt, Group, Medium, Prompt, Sample, Tail, Turn, Video
 
 
 @pytest.mark.parametrize("blind", [None, Blind("shuffled", 3, 0.5, (0.25, 0.75), None, 0.1, None)])
@@ -28,12 +27,22 @@ def test_a_record_comes_back_through_json(blind: Blind | None) -> None:
     assert decode(Evaluation, json.loads(json.dumps(encode(one)))) == one
 
 
-def test_a_conversation_outlives_a_checkpoint() -> None:
-    def picture(image: Image.Image, row: str = "") -> Picture:
-        return Picture(image, {"pixel_values": torch.ones(2)}, (5, 6))
+def frames_of(*media: Medium) -> list[tuple[Any, ...]]:
+    """Pixels of images; times, rate and pixels of the frames of videos."""
+    return [
+        (m.times, m.fps, *(frame.tobytes() for frame in m.frames)) if isinstance(m, Video) else (m.tobytes(),)
+        for m in media
+    ]
 
-    tail = Tail((1, 5, 6, 3), (True, False, False, True), torch.arange(12).view(3, 4), (picture(IMAGE),) * 2)
-    called = Turn("tool", "seen", 2, name="zoom", arguments={"x": [1, 2]}, images=(IMAGE,))
+
+@pytest.mark.parametrize("kind", ["images", "videos"])
+def test_a_conversation_outlives_a_checkpoint(models: dict[str, Any], kind: str) -> None:
+    processor: Any = load_processor(str(models["qwen2_5_vl"]))
+    medium: Medium = tiny.picture(1, 56, 84) if kind == "images" else tiny.video(1, 5, 56, 84, fps=1 / 3)
+    picture = processor.picture(medium, row="")
+    media: dict[str, Any] = {kind: (picture.medium,)}
+    tail = Tail((1, 5, 6, 3), (True, False, False, True), torch.arange(12).view(3, 4), (picture,) * 2)
+    called = Turn("tool", "seen", 2, name="zoom", arguments={"x": [1, 2]}, **media)
     turns = (Turn("assistant", "look", 2, seed=9, reward=0.5), called)
     talk = Completion((1, 3), (-0.5, -1.0), "t", "stop", 9, ((0, 2),), tail=tail, turns=turns, masked="m")
     plain = Completion((1,), (-0.5,), "u", "length", 10)
@@ -45,7 +54,6 @@ def test_a_conversation_outlives_a_checkpoint() -> None:
 
     kept = json.loads(json.dumps(pack_ahead({4: rollout}, Ranks())))
     collector: Any = SimpleNamespace(prompts_at=lambda places: dict.fromkeys(places, prompt))
-    processor: Any = SimpleNamespace(picture=picture)
     ahead = unpack_ahead(kept, collector, processor, Ranks())
     found = ahead[4]
     assert (found.attempts, found.metrics, found.zero_std_slots) == (2, {"x": 1.5}, [3])
@@ -56,10 +64,13 @@ def test_a_conversation_outlives_a_checkpoint() -> None:
     again, other = own.completions
     assert (again.weight_versions, again.masked, other) == (((0, 2),), "m", plain)
     assert again.turns[0] == turns[0] and again.turns[1].arguments == {"x": [1, 2]}
-    assert again.turns[1].images[0].tobytes() == IMAGE.tobytes()
+    assert frames_of(*getattr(again.turns[1], kind)) == frames_of(picture.medium)
     assert again.tail is not None and (again.tail.token_ids, again.tail.sampled) == (
         tail.token_ids,
         tail.sampled,
     )
     assert torch.equal(again.tail.position_ids, tail.position_ids)
-    assert len(again.tail.pictures) == 2 and len(set(again.tail.pictures)) == 1  # equal ones are one object
+    same, shared = again.tail.pictures
+    assert same is shared and same.token_ids == picture.token_ids
+    assert frames_of(same.medium) == frames_of(picture.medium)
+    assert all(torch.equal(same.vision[name], tensor) for name, tensor in picture.vision.items())

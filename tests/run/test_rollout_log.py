@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import logged_steps, read_rollouts, write_rollouts
-from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample
+from mm_grpo.run.rollout_log import logged_steps, picture_names, read_rollouts, write_rollouts
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt, Sample, Turn, Video
 
 RED, BLUE = Image.new("RGB", (4, 4), "red"), Image.new("RGB", (4, 4), "blue")
 QUESTION = [{"type": "image"}, {"type": "text", "text": "What colour?"}]
@@ -50,6 +51,7 @@ def test_a_row_holds_everything_about_a_completion(tmp_path: Path) -> None:
     first, second = read_rollouts(paths, 12)
     (name,) = first.pop("images")
     assert first == {
+        "videos": [],
         "step": 12,
         "slot": 5,
         "attempt": 0,
@@ -87,6 +89,24 @@ def test_an_image_is_saved_once_and_told_apart_by_content(tmp_path: Path) -> Non
     wide, tall = Image.new("RGB", (8, 2)), Image.new("RGB", (2, 8))  # of equal bytes
     write_rollouts(paths, 3, [group(0, wide), group(1, tall)])
     assert len(list(paths.images.iterdir())) == 4
+
+
+def test_a_video_is_its_frames_and_equal_ones_are_one_file(tmp_path: Path) -> None:
+    """Frames of a prompt and of a tool's answer; one frame is an image of the row, too."""
+    paths, green = RunPaths(tmp_path), Image.new("RGB", (4, 4), "green")
+    one, video = group(0), Video((RED, BLUE, BLUE), (1.0, 1 / 3, 1 / 3), 0.7)
+    prompt = replace(one.prompt, engine_prompt=EnginePrompt((1, 2), (video, RED)))
+    turn = Turn("tool", "seen", 2, name="clip", videos=(Video((green, RED), (0.0, 2.5), 2.0),))
+    talk = replace(one.completions[0], turns=(turn,))
+    write_rollouts(paths, 1, [replace(one, prompt=prompt, completions=(talk, one.completions[1]))])
+    row = read_rollouts(paths, 1)[0]
+    (red,), ((first, second, third),) = row["images"], [video["frames"] for video in row["videos"]]
+    assert red == first != second == third
+    assert row["videos"] == [{"frames": [red, second, second], "times": [1.0, 1 / 3, 1 / 3], "fps": 0.7}]
+    (shown,) = row["turns"][0]["videos"]
+    assert (shown["times"], shown["fps"], shown["frames"][1]) == ([0.0, 2.5], 2.0, red)
+    assert picture_names(row) == [red, red, second, second] and len(list(paths.images.iterdir())) == 3
+    assert Image.open(paths.images / second).tobytes() == BLUE.tobytes()
 
 
 def test_a_row_keeps_what_can_be_read(tmp_path: Path) -> None:

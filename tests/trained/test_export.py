@@ -83,17 +83,21 @@ def test_an_export_answers_as_the_trainer_did(
 @pytest.mark.lowest
 @pytest.mark.parametrize("family", list(TABLE))
 def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """Adapters with factors that act, without a run: tied in every other family."""
+    """Adapters with factors that act, without a run: tied in every other family; rows with videos where it takes them."""
     number = list(TABLE).index(family)
     path = models[family] if number % 2 else tiny.build(family, tmp_path / "base", tie=False)
     lora = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}
     processor = load_processor(str(path))
     config = config_for(path, model={"lora": lora, "dtype": "float32", "device": "cpu"})
     paths = RunPaths(tmp_path)
-    write_rollouts(paths, 1, [replace(group, rewards=(0.0,) * 4) for group in groups_of(processor)])
+    groups = [
+        group for kind in ("mixed", "mixed videos")[: 1 + TABLE[family].videos]
+        for group in groups_of(processor, kind)
+    ]  # fmt: skip
+    write_rollouts(paths, 1, [replace(group, rewards=(0.0,) * 4) for group in groups])
     trained = Trained(load_active_model(config, processor, 0.2), processor, config, paths, 1)
     found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
-    assert found.gap.max <= 1e-4 and found.prompts == 3
+    assert found.gap.max <= 1e-4 and found.prompts == 3 + TABLE[family].videos
 
 
 def load_active_model(config: GRPOConfig, processor: Any, std: float) -> Any:

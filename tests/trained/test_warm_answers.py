@@ -102,6 +102,7 @@ CASES: list[tuple[str, Any, list[Any], dict[str, Any], str | None]] = [
     ("box", str(BOX), ["iou"], {"lists": "each", "turn": 1}, "[5.6, 8.4, 33.6, 50.4]"),
     ("box", BOX, [OTHER, {"name": "giou", "layout": "yxyx"}], {}, "[8.4, 5.6, 50.4, 33.6]"),
     ("boxes", [BOX, BOX], ["box_match"], {}, "[5.6, 8.4, 33.6, 50.4] [5.6, 8.4, 33.6, 50.4]"),
+    ("interval", [4, 8], ["temporal_iou"], {}, "[4, 8]"),
     ("box", [], ["iou"], {}, None),
     ("box", [10, 20], ["iou"], {}, None),  # the reward cannot read it
     ("answer", "red", [{"name": "exact_match", "answer": "blue"}], {}, "red"),  # the reward reads no column

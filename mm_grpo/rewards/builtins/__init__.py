@@ -6,6 +6,7 @@
 - `grounding.py`     iou, giou, box_match
 - `boxes.py`         boxes and points in a text, coordinate spaces
 - `clicking.py`      clicking; points and polygons
+- `temporal.py`      temporal_iou; intervals of time in a text
 - `documents.py`     json_schema
 - `shaping.py`       format, length, soft_overlong, repetition_penalty
 - `judge.py`         judge, with `chat.py`, the client of its server

@@ -12,7 +12,7 @@ from PIL import Image
 from reading import colour_of, config, png, write_rows
 from reading import rows_refusal as refusal
 
-from mm_grpo.data import image_check
+from mm_grpo.data import media_check
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.errors import DataError
 
@@ -145,7 +145,7 @@ def test_numbered_columns_as_a_message_advises(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_of_a_large_dataset_evenly_spaced_rows_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_check, "SAMPLED_ROWS", 10)
+    monkeypatch.setattr(media_check, "SAMPLED_ROWS", 10)
     dataset = datasets.Dataset.from_list([row() for _ in range(35)])
     assert "(rows looked at: 9 of 35, from train row 0)" in refusal(dataset)
 

@@ -2,7 +2,7 @@
 
 A column looks like images by its values (a PIL image, encoded bytes, the mapping of datasets.Image, a path or an
 address that ends as image files do, a data URL) or by its name (`picture`, `image_path`, `file_name`), unless its
-values are numbers. To add a name: `_NAME`. To add a tag of another model: `PLACEHOLDERS`. image_check.py checks whole
+values are numbers. To add a name: `_NAME`. To add a tag of another model: `PLACEHOLDERS`. media_check.py checks whole
 datasets, rows.py puts images in the places of their tags.
 """
 
@@ -53,7 +53,7 @@ NUMBERED = re.compile(r"image_?(\d{1,2})")
 _WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[ -]")
 
 
-def image_columns(columns: Mapping[str, Any]) -> Iterator[str]:
+def media_columns(columns: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of columns that look like images, by value or by name."""
     for name, value in columns.items():
         is_name = _NAME.fullmatch(_WORDS.sub("_", str(name)))
@@ -69,7 +69,7 @@ def numbered_images(row: Mapping[str, Any], row_name: str) -> dict[str, Any]:
     numbers = sorted((int(m[1]), name) for name in row if (m := NUMBERED.fullmatch(str(name))))
     columns = {name: row[name] for _, name in numbers}
     filled = [number for number, name in numbers if row[name] is not None]
-    if not numbers or numbers[0][0] > 1 or len([*image_columns(columns)]) != len(filled):
+    if not numbers or numbers[0][0] > 1 or len([*media_columns(columns)]) != len(filled):
         return {}
     if filled != [numbers[0][0] + at for at in range(len(filled))]:
         raise DataError(

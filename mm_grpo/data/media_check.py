@@ -1,6 +1,6 @@
 """Checks for datasets with images that would not be read.
 
-A run on such rows would train on text alone and look like any other, so `check_images` refuses it before a model is
+A run on such rows would train on text alone and look like any other, so `check_media` refuses it before a model is
 loaded. `data.text_only` allows it. Of rows in memory and of JSON files every row is looked at, of
 other datasets `SAMPLED_ROWS`, evenly spaced. No image is decoded.
 """
@@ -11,8 +11,8 @@ import logging
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import quoted
-from mm_grpo.data.image_columns import HOW_TO_READ, image_columns, unread_images
 from mm_grpo.data.layouts import MissingPrompt, holds_question
+from mm_grpo.data.media_columns import HOW_TO_READ, media_columns, unread_images
 from mm_grpo.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def rows_to_look_at(dataset: Rows) -> range:
     return range(len(dataset)) if dataset.in_memory else dataset.spaced(SAMPLED_ROWS)
 
 
-def check_images(dataset: Rows, *, verify: bool) -> None:
+def check_media(dataset: Rows, *, verify: bool) -> None:
     """Refuse rows of one source that would be trained on without their images.
 
     Warn once of each column with other images or messages, which may be meant for a reward, and of rows without images
@@ -69,7 +69,7 @@ def check_images(dataset: Rows, *, verify: bool) -> None:
             continue
         without = without or row_name
         names.update(dict.fromkeys(columns))
-        if (column := next(image_columns(columns), None)) is not None:
+        if (column := next(media_columns(columns), None)) is not None:
             name = dataset.dataset_column(column)
             raise DataError(
                 f"{row_name}: the column {name!r} looks like images and is not read, and the row has no other image: "
