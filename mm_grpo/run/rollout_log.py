@@ -8,11 +8,11 @@ their content.
 
 Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns. `images` are names; each of `videos` has its `times` and `fps`
-(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
-(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in pixels of the
-row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an evaluation also
-have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of the row, their
-`advantage` is null.
+(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight` and `order`, if they
+were measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
+pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
+evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
+the row, their `advantage` is null.
 """
 
 from __future__ import annotations
