@@ -28,7 +28,6 @@ from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family, VisionFeatures
 from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
-from mm_grpo.processors.video_input import FRAMES_UNCHANGED
 
 
 class LlavaOnevisionFamily(Family):
@@ -79,8 +78,11 @@ class LlavaOnevisionFamily(Family):
             tiles = torch.cat([pixels[i] for i in images])
             output = backbone.get_image_features(tiles, sizes[images], return_dict=True)
             features = dict(zip(images, output.pooler_output, strict=True))
+        pooled = math.ceil(side // config.vision_config.patch_size / 2) ** 2
         for i in frames.keys() - features.keys():
-            features[i] = backbone.get_video_features(pixels[i][None], return_dict=True).pooler_output[0]
+            video = backbone.get_video_features(pixels[i][None], return_dict=True).pooler_output[0]
+            # transformers 5.10 leaves the newline to its forward
+            features[i] = torch.cat([video, backbone.image_newline[None]])[: frames[i] * pooled + 1]
         return VisionFeatures(tuple(features[i] for i in frames))
 
 
@@ -136,7 +138,8 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
-        return {"videos_kwargs": FRAMES_UNCHANGED}
+        # frames have the size that vLLM resizes to; those of its own trial at the start have another
+        return {"videos_kwargs": {"do_sample_frames": False}}
 
     def max_image_tokens(self) -> int:
         """Return the tokens of the small picture, of at most 1.1 ** 2 times `anyres_max_N` tiles, and of newlines."""

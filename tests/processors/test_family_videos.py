@@ -70,7 +70,9 @@ def test_limits_that_no_frame_keeps_are_refused(family: str, limit: str, models:
     processor, sample = load_processor(path), tiny.sample("train:5", videos=(tiny.video(1, 2, 90, 50),))
     values = {"max_pixels": 56 * 56, "min_pixels": 56 * 56, "resized_height": 56, "resized_width": 56}
     sample.messages[0]["content"][0].update(values)
-    assert processor.prompt(sample).engine_prompt.videos[0].size == (56, 56)
+    prompt = processor.prompt(sample)
+    assert prompt.engine_prompt.videos[0].size == (56, 56)
+    assert processor.prompt(prompt.sample).token_ids == prompt.token_ids
     sample.messages[0]["content"][0][limit] += 1 if limit == "min_pixels" else -1
     with pytest.raises(BadMedia, match=r"train:5: video 0: .* every frame at 56x56 = 3136 pixels"):
         processor.prompt(sample)

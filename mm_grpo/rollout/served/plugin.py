@@ -254,11 +254,11 @@ class _AccountInit:
     """Constructor of receivers that makes this process's account."""
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        from mm_grpo.rollout.vllm.weight_names import teach_names
+        from mm_grpo.rollout.vllm.model_patches import patch_model
 
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
-        teach_names(hf_config)
+        patch_model(hf_config)
         mode, parallel = str(vllm_config.model_config.logprobs_mode), vllm_config.parallel_config
         size = parallel.tensor_parallel_size
         back = ReadBack(parallel.rank % size, size)

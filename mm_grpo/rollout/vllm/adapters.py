@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mm_grpo.rollout.vllm.weight_names import model_classes
+from mm_grpo.rollout.vllm.model_patches import model_classes
 from mm_grpo.rollout.weights import digest
 
 NAME, NUMBER = "policy", 1

