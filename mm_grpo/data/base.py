@@ -150,5 +150,8 @@ class Rows(Protocol):
         has a number of images, or most rows with that number have the same images.
         """
 
+    def with_frames(self, control: str) -> Rows:
+        """Return the rows with the frames of their videos changed by one of `blind.FRAME_CONTROLS`."""
+
     def with_images_removed(self) -> Rows:
         """Return the rows without images, and without the image parts of messages."""

@@ -112,6 +112,14 @@ FRAME_CONTROLS: Mapping[str, Callable[[Frames, random.Random], Frames]] = {
 }
 """Changes of a video's frames, whose times stay, by their names in `run.eval_blind`."""
 
+CONTROLS: Mapping[str, tuple[str, str]] = {
+    "shuffled": ("images shuffled", "the images add"),
+    "removed": ("images removed", "the images add"),
+    "frames": ("frames shuffled", "the order of frames adds"),
+    "first_frame": ("first frame alone", "the later frames add"),
+}
+"""Words for each kind of `run.eval_blind`: what was done, and what the gap is."""
+
 
 def with_frames(sample: Sample, control: str) -> Sample:
     """Return the sample with the frames of its videos changed by one of FRAME_CONTROLS, the same at every call."""

@@ -25,7 +25,7 @@ import xxhash
 from PIL import Image
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
-from mm_grpo.data.blind import exchange, media_key, without_media
+from mm_grpo.data.blind import exchange, media_key, with_frames, without_media
 from mm_grpo.data.columns import (
     ABSENT,
     check_columns,
@@ -92,6 +92,7 @@ class Dataset(Rows):
         self._image_rows: Sequence[int] | None = None
         """By row of the source, the row whose images it has; None if each has its own."""
         self._blank = False
+        self._frame_control: str | None = None
         self._image_files = FileStates()  # one for all copies: a file must not change between two of them
         self._indices: Sequence[int] = range(len(rows))
         """By row of this dataset, its index in the source: `head` and `without` leave some out."""
@@ -169,7 +170,8 @@ class Dataset(Rows):
                 chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
-        return open_sample
+        control = self._frame_control
+        return open_sample if control is None else lambda: with_frames(open_sample(), control)
 
     def fields(self, index: int) -> Fields:
         at = self._indices[index]
@@ -229,6 +231,9 @@ class Dataset(Rows):
             for place, lender in enumerate(lenders):
                 image_rows[self._indices[indices[place]]] = self._indices[indices[lender]]
         return self._changed(_image_rows=image_rows)
+
+    def with_frames(self, control: str) -> Dataset:
+        return self._changed(_frame_control=control)
 
     def with_images_removed(self) -> Dataset:
         return self._changed(_blank=True)
