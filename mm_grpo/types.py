@@ -301,14 +301,9 @@ def message_part(content: str | Medium) -> dict[str, str]:
 
 def split_media(media: Iterable[Medium]) -> tuple[tuple[Image, ...], tuple[Video, ...]]:
     """Return the images and the videos of media, each in order."""
-    images: list[Image] = []
-    videos: list[Video] = []
-    for medium in media:
-        if isinstance(medium, Video):
-            videos.append(medium)
-        else:
-            images.append(medium)
-    return tuple(images), tuple(videos)
+    media = list(media)
+    videos = tuple(medium for medium in media if isinstance(medium, Video))
+    return tuple(medium for medium in media if not isinstance(medium, Video)), videos
 
 
 def messages_text(messages: Iterable[Mapping[str, Any]]) -> str:

@@ -25,7 +25,7 @@ import xxhash
 from PIL import Image
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
-from mm_grpo.data.blind import exchange, image_key, without_images
+from mm_grpo.data.blind import exchange, media_key, without_media
 from mm_grpo.data.columns import (
     ABSENT,
     check_columns,
@@ -147,10 +147,11 @@ class Dataset(Rows):
         fields = self._read(self._rows[at], at)
         image_row = at if self._image_rows is None else self._image_rows[at]
         if self._blank:
-            fields = replace(fields, messages=without_images(fields.messages), images=())
+            fields = replace(fields, messages=without_media(fields.messages), images=(), videos=())
         elif image_row != at:
             row_name = f"{row_name} (images of {self._rows.row_name(image_row)})"
-            fields = replace(fields, images=self._read(self._rows[image_row], image_row).images)
+            lender = self._read(self._rows[image_row], image_row)
+            fields = replace(fields, images=lender.images, videos=lender.videos)
         folder = self._image_folder(image_row)
         characters = len(messages_text(fields.messages))
         # before an image is opened: a huge row would take minutes
@@ -191,9 +192,9 @@ class Dataset(Rows):
         for index in range(len(self) if self.in_memory else 0):
             with suppress(DataError):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
-                if not any(isinstance(image, Image.Image) for image in fields.images):
-                    pictures = (image_key(image, folder) for image in fields.images)
-                    yield (str(without_images(fields.messages)), *pictures), self.row_name(index)
+                if not any(isinstance(image, Image.Image) for image in fields.sources["image"]):
+                    media = (media_key(source, folder) for source in (*fields.images, *fields.videos))
+                    yield (str(without_media(fields.messages)), *media), self.row_name(index)
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
@@ -207,22 +208,23 @@ class Dataset(Rows):
         return look
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
-        by_count: dict[int, dict[int, tuple[Hashable, ...]]] = {}
+        by_count: dict[tuple[int, int], dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
-            images = self.fields(index).images
-            folder = self._image_folder(self._indices[index])
-            by_count.setdefault(len(images), {})[index] = tuple(image_key(image, folder) for image in images)
-        by_count.pop(0, None)
+            fields, folder = self.fields(index), self._image_folder(self._indices[index])
+            keys = tuple(media_key(source, folder) for source in (*fields.images, *fields.videos))
+            by_count.setdefault((len(fields.images), len(fields.videos)), {})[index] = keys
+        by_count.pop((0, 0), None)
         image_rows = list(range(len(self._rows)))
         rng = random.Random(f"shuffled images/{seed}")
-        for count, members in sorted(by_count.items()):
+        for (images, videos), members in sorted(by_count.items()):
             indices = list(members)
             try:
                 lenders = exchange(list(members.values()), rng)
             except ValueError as error:
                 raise DataError(
-                    f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
-                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write run.eval_blind: removed"
+                    f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {images} image(s) "
+                    f"and {videos} video(s) (run.eval_blind: shuffled): {error}; leave rows out, or write "
+                    "run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[self._indices[indices[place]]] = self._indices[indices[lender]]

@@ -1,8 +1,8 @@
 """Rows that the datasets library holds or reads: Parquet, Arrow, what save_to_disk wrote, datasets of the hub.
 
-The image columns of a `datasets.Dataset` are read as they are stored: plain indexing would decode every image, past the
-limits of images.py. The library is imported on first use. Its errors, which share no base class, become a DataError in
-`_reading` alone.
+Images and videos of a `datasets.Dataset` are read as they are stored: plain indexing would decode all of them, past the
+limits of images.py and videos.py. The library is imported on first use. Its errors, which share no base class, become a
+DataError in `_reading` alone.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _offline() -> Iterator[None]:
 
 
 class _EncodedRows:
-    """Rows of a datasets.Dataset in which the images of the prompt are still encoded."""
+    """Rows of a datasets.Dataset in which all videos and the images of the prompt are still encoded."""
 
     def __init__(self, dataset: Any, columns: Mapping[str, str]) -> None:
         self.column_names: list[str] = list(dataset.format["columns"] or dataset.column_names)
@@ -134,6 +134,7 @@ class _EncodedRows:
         self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
         names = {*self.column_names, *columns}
         numbered = () if {"image", "images"} & names else filter(NUMBERED.fullmatch, names)
+        _keep_encoded(self._features, "Video")
         for field in (*PROMPT_FIELDS, *numbered):
             _keep_encoded(_feature(self._features, columns.get(field, field)))
         _keep_encoded(self._encoded)
@@ -167,15 +168,16 @@ def _feature(features: Mapping[str, Any], path: str) -> Any:
     return feature
 
 
-def _keep_encoded(feature: Any) -> None:
-    """Switch decoding off in a feature and all features inside, except Json: its text must become a value."""
-    if isinstance(feature, Mapping):
-        for inner in feature.values():
-            _keep_encoded(inner)
-    elif isinstance(feature, list | tuple):
-        for inner in feature:
-            _keep_encoded(inner)
+def _keep_encoded(feature: Any, kind: str = "") -> None:
+    """Switch decoding off in a feature and all features inside, or those of one kind; Json must become a value."""
+    if isinstance(feature, Mapping | list | tuple):
+        for inner in feature.values() if isinstance(feature, Mapping) else feature:
+            _keep_encoded(inner, kind)
     elif hasattr(feature, "feature"):
-        _keep_encoded(feature.feature)
-    elif hasattr(feature, "decode") and type(feature).__name__ != "Json":
+        _keep_encoded(feature.feature, kind)
+    elif (
+        hasattr(feature, "decode")
+        and kind in ("", type(feature).__name__)
+        and (kind or type(feature).__name__) != "Json"
+    ):
         feature.decode = False

@@ -24,6 +24,7 @@ from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import changed
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
+from mm_grpo.types import MEDIA_TYPES
 
 _BLANK = object()
 
@@ -31,9 +32,9 @@ _BLANK = object()
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str]) -> int:
     """Write rows to `path`, one a line, and their images to `images/` beside it; returns the count of rows.
 
-    In `image` and `images` a PIL image, bytes, and a mapping with `bytes` (from the datasets library with
-    `decode=False`) become a path relative to the file; a path stays as it is. All other values must be JSON values. The
-    file appears when it is complete: a run that is stopped leaves `path` as it was.
+    In `image` and `images`, and of the frames in `video` and `videos`, a PIL image, bytes, and a mapping with `bytes`
+    (from the datasets library with `decode=False`) become a path relative to the file; a path stays as it is. All other
+    values must be JSON values. The file appears when it is complete: a run that is stopped leaves `path` as it was.
 
     Raises:
         DataError: there are no rows, or a value of one cannot be written.
@@ -172,10 +173,12 @@ def _is_refused(text: str) -> bool:
 
 
 def _jsonable(name: str, value: Any, folder: Path) -> Any:
-    if name not in ("image", "images") or value is None:
+    if name.removesuffix("s") not in MEDIA_TYPES or value is None:
         return value
     if isinstance(value, list | tuple):
-        return [_image_path(image, folder) for image in value]
+        return [_jsonable(name, entry, folder) for entry in value]
+    if isinstance(value, Mapping) and "video" in value:
+        return {**value, "video": _jsonable(name, value["video"], folder)}
     return _image_path(value, folder)
 
 

@@ -1,8 +1,8 @@
-"""Checks for datasets with images that would not be read.
+"""Checks for datasets with images or videos that would not be read.
 
 A run on such rows would train on text alone and look like any other, so `check_media` refuses it before a model is
 loaded. `data.text_only` allows it. Of rows in memory and of JSON files every row is looked at, of
-other datasets `SAMPLED_ROWS`, evenly spaced. No image is decoded.
+other datasets `SAMPLED_ROWS`, evenly spaced. Nothing is decoded.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import logging
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import quoted
 from mm_grpo.data.layouts import MissingPrompt, holds_question
-from mm_grpo.data.media_columns import HOW_TO_READ, media_columns, unread_images
+from mm_grpo.data.media_columns import HOW_TO_READ, media_columns, unread_media
 from mm_grpo.errors import DataError
 
 log = logging.getLogger(__name__)
 
-_SHOW_IMAGE = (
-    "the column '{column}' holds an image that the model is not shown, beside one that it is; rewards can ask for "
-    "it. To show both write data.columns: {{image_1: ..., image_2: {column}}} in place of the one"
+_SHOW_MEDIUM = (
+    "the column '{column}' holds an image or a video that the model is not shown; rewards can ask for it. To show it "
+    "set data.columns.{medium}s={column}, or beside another of its kind write data.columns: {{{medium}_1: ..., "
+    "{medium}_2: {column}}} in place of the one"
 )
 _READ_MESSAGES = (
     "the column '{column}' holds messages that the model is not shown; rewards can ask for it. To read it in place of "
@@ -33,17 +34,17 @@ def rows_to_look_at(dataset: Rows) -> range:
 
 
 def check_media(dataset: Rows, *, verify: bool) -> None:
-    """Refuse rows of one source that would be trained on without their images.
+    """Refuse rows of one source that would be trained on without their images and videos.
 
-    Warn once of each column with other images or messages, which may be meant for a reward, and of rows without images
+    Warn once of each column with other media or messages, which may be meant for a reward, and of rows without media
     among others. Without `verify` a row that cannot be read is skipped, unless no row has a prompt.
 
     Raises:
-        DataError: no row has an image, a row without an image has a column that looks like one, or with `verify` a row
+        DataError: no row has a medium, a row without one has a column that looks like one, or with `verify` a row
             cannot be read.
     """
     indices = rows_to_look_at(dataset)
-    with_image = readable = 0
+    with_media = readable = 0
     without = ""
     missing: MissingPrompt | None = None
     warned: set[str] = set()
@@ -59,32 +60,34 @@ def check_media(dataset: Rows, *, verify: bool) -> None:
         row_name, readable, columns = dataset.row_name(index), readable + 1, fields.other_columns
         used_names = warned | fields.used.keys()
         unused = {name: value for name, value in columns.items() if name not in used_names}
-        remarks = dict.fromkeys(unread_images(unused, fields.images) if fields.images else (), _SHOW_IMAGE)
-        remarks |= {name: _READ_MESSAGES for name, value in unused.items() if holds_question(name, value)}
-        for name, remark in remarks.items():
+        messages = (name for name, value in unused.items() if holds_question(name, value))
+        remarks = dict.fromkeys(unread_media(unused, fields.sources), _SHOW_MEDIUM)
+        for (name, medium), remark in (remarks | {(n, ""): _READ_MESSAGES for n in messages}).items():
             warned.add(name)
-            log.warning("%s: %s", row_name, remark.format(column=dataset.dataset_column(name)))
-        if fields.images:
-            with_image += 1
+            column = dataset.dataset_column(name)
+            log.warning("%s: %s", row_name, remark.format(column=column, medium=medium))
+        if fields.images or fields.videos:
+            with_media += 1
             continue
         without = without or row_name
         names.update(dict.fromkeys(columns))
-        if (column := next(media_columns(columns), None)) is not None:
+        if looks := next(media_columns(columns), None):
+            column, medium = looks
             name = dataset.dataset_column(column)
             raise DataError(
-                f"{row_name}: the column {name!r} looks like images and is not read, and the row has no other image: "
-                f"it would be trained on as text alone. {HOW_TO_READ}. Set data.columns.images={name}; if the rows are "
-                "to be used without images, data.text_only=true"
+                f"{row_name}: the column {name!r} looks like {medium}s and is not read, and the row has no others: it "
+                f"would be trained on as text alone. {HOW_TO_READ}. Set data.columns.{medium}s={name}; if the rows are "
+                f"to be used without {medium}s, data.text_only=true"
             )
     if missing is not None and not readable:
         raise missing
-    if readable and not with_image:
+    if readable and not with_media:
         raise DataError(
-            f"{dataset.name}: no row has an image (rows looked at: {len(indices)} of {len(dataset)}, from "
+            f"{dataset.name}: no row has an image or a video (rows looked at: {len(indices)} of {len(dataset)}, from "
             f"{dataset.row_name(0)}), and the model is one of vision and language. {HOW_TO_READ}; the other columns "
-            f"are {quoted(map(dataset.dataset_column, names))}. Name the column that holds the images, as in "
+            f"are {quoted(map(dataset.dataset_column, names))}. Name the column that holds them, as in "
             "data.columns.images=COLUMN, or set data.text_only=true to train on text alone"
         )
-    if 0 < with_image < readable:
-        count = f"{readable - with_image} of {readable} rows have no image, the first {without}"
+    if 0 < with_media < readable:
+        count = f"{readable - with_media} of {readable} rows have no image or video, the first {without}"
         log.warning("%s: %s; set data.text_only=true if that is meant", dataset.name, count)

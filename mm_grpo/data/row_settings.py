@@ -1,8 +1,8 @@
-"""Settings of one row: limits of its images' sizes, and arguments of the chat template.
+"""Settings of one row: limits of its images' sizes, what is shown of its videos, and arguments of the chat template.
 
-Limits stand in the image parts of messages, as qwen-vl-utils reads them (`types.PIXEL_LIMITS`). Each is clipped to the
-limits of the row, which may stand in its column `chat_template_kwargs`, and of its source; a processor clips them to
-the run's.
+Limits and keys of videos stand in the parts of messages or in the entries of a column, as qwen-vl-utils reads them
+(`types.PIXEL_LIMITS`, VIDEO_KEYS). Each limit of an image is clipped to the limits of the row, which may stand in its
+column `chat_template_kwargs`, and of its source; a processor clips them to the run's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,21 @@ from typing import Any
 
 from mm_grpo.config.values import plain_mapping
 from mm_grpo.data.columns import brief
+from mm_grpo.data.media_columns import looks_like_frame
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
 from mm_grpo.files import parse_json
 from mm_grpo.numbers import is_number
 from mm_grpo.types import PIXEL_LIMITS
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
+VIDEO_KEYS = {
+    "fps": "fps", "sample_fps": "fps", "raw_fps": "", "start": "start", "video_start": "start", "end": "end",
+    "video_end": "end", "max_frames": "max_frames", "nframes": "frames",
+}  # fmt: skip
+"""Keys of a video and the fields of `VideoSource` that they set; `raw_fps` is of the file that frames came from."""
+_FRAME_KEYS = {"sample_fps", "raw_fps"}
+"""Keys of a list of frames alone, which has `fps` too, and no other."""
 
 
 def read_limits(values: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -32,6 +41,34 @@ def read_limits(values: Mapping[str, Any], where: str) -> dict[str, int]:
             "resized_height together with resized_width"
         )
     return {key: int(value) for key, value in limits.items()}
+
+
+def read_video(source: Any, values: Mapping[str, Any], where: str) -> VideoSource:
+    """Return a video with its settings in a mapping (VIDEO_KEYS), without null. DataError for one that is wrong."""
+    is_list = isinstance(source, list | tuple)
+    if looks_like_frame(source) or (is_list and (not source or any(frame is None for frame in source))):
+        raise DataError(
+            f"{where}: a video is {brief(source)}; legal is its file, or a list of its frames, none of them null: in "
+            "'video', in a part of the prompt, or as an entry of 'videos'. An image belongs into 'image' or 'images'"
+        )
+    given = {key: values[key] for key in VIDEO_KEYS if values.get(key) is not None}
+    settings = {VIDEO_KEYS[key]: value for key, value in given.items()}
+    counts = {name: settings[name] for name in ("max_frames", "frames") if name in settings}
+    legal_keys = _FRAME_KEYS | {"fps"} if is_list else VIDEO_KEYS.keys() - _FRAME_KEYS
+    if (
+        len(settings) < len(given)
+        or not given.keys() <= legal_keys
+        or not all(is_number(value) and value >= 0 for value in given.values())
+        or not all(count >= 2 and count % 1 == 0 for count in counts.values())
+        or not settings.get("start", 0) < settings.get("end", math.inf)
+        or ("fps" in settings and ("frames" in settings or not settings["fps"]))
+    ):
+        raise DataError(
+            f"{where}: {given}: legal are fps above 0 or nframes; start before end, in seconds; max_frames and nframes "
+            "whole from 2; each setting once; of a list of frames fps (or sample_fps) alone"
+        )
+    settings.pop("", None)
+    return VideoSource(source, **settings | {name: int(count) for name, count in counts.items()})
 
 
 def read_template_kwargs(value: Any, row_name: str) -> tuple[dict[str, Any], dict[str, int]]:

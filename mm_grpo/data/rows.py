@@ -1,27 +1,31 @@
 """Parsing of a dataset row (a mapping) into `Fields`: messages, image sources, columns.
 
-layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. `image` or
-`images` are optional. Every field of the row is a column for the rewards; `used` says which ones the prompt was made
-of. Names that differ are mapped by `data.columns` (our name → the dataset's name; columns.py).
+layouts.py finds the prompt: a list of chat messages, or a string, which becomes one user message. The media of a row
+are its images (`image` or `images`) and its videos (`video` or `videos`); it may have none. Every field of the row is a
+column for the rewards; `used` says which ones the prompt was made of. Names that differ are mapped by `data.columns`
+(our name → the dataset's name; columns.py).
 
-Where the images stand in the messages, in this order of preference:
+Where the media stand in the messages, in this order of preference:
 
-    parts     {"type": "image"} stands for the next entry of `images`; a part that carries its own image
-              (its key `image`, `path` or `url`, or an `image_url` part as OpenAI writes it) uses that; `index` is the
-              number of its image in `images`, from 0
-    tags      <image> in a message that is a string, if no message has image parts; tags with numbers (<image 1>,
-              <|image_2|>) stand for the images of these numbers
-    nowhere   all images go to the start of the first user message, as TRL does
+    parts     {"type": "image"} stands for the next entry of `images`, {"type": "video"} for the next of `videos`; a
+              part that carries its own medium (its key `image` or `video`, `path` or `url`, or an `image_url` or
+              `video_url` part as OpenAI writes it) uses that; `index` is the number of its entry, from 0
+    tags      <image> and <video> in a message that is a string, if no message has such parts; tags with numbers
+              (<image 1>, <|video_2|>) stand for the media of these numbers; if a row without images has as many tags
+              <image> as videos, and no other tag, these stand for its videos (LLaVA-Video)
+    nowhere   all images, then all videos go to the start of the first user message, as TRL does
 
-However they are placed, each image has its place. The columns `image_1`, `image_2`, ... are the images of a row that
-has no others. Images are not opened here (images.py); rows with videos and tags of other models (media_columns.py) are
-refused.
+However they are placed, each medium has its place. The columns `image_1`, `image_2`, ... are the images of a row that
+has no others, and so are `video_1`, ... its videos. In `video` a list of images is one video of these frames. Nothing
+is opened here (images.py, videos.py); tags of other models (media_columns.py) are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from mm_grpo.data.columns import (
@@ -40,34 +44,52 @@ from mm_grpo.data.media_columns import (
     HOW_TO_READ,
     IMAGE_PLACE,
     IMAGE_TAG,
+    MEDIA_PLACE,
+    looks_like_frame,
     media_columns,
-    numbered_images,
+    numbered_columns,
     unread_tag,
 )
-from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
+from mm_grpo.data.row_settings import (
+    TEMPLATE_COLUMN,
+    VIDEO_KEYS,
+    read_limits,
+    read_template_kwargs,
+    read_video,
+)
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError, half_character
-from mm_grpo.types import PIXEL_LIMITS, messages_text, with_limits
+from mm_grpo.types import MEDIA_TYPES, PIXEL_LIMITS, messages_text, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PROMPT_PURPOSES = ("prompt", "images", "system")
+PROMPT_PURPOSES = ("prompt", "images", "videos", "system")
 ALIAS = "alias"
 """Purpose of a column under the dataset's name, if it is there under our name too."""
-_OWN_IMAGE_KEYS = ("image", "path", "url", "image_url")
-_IMAGE_KEYS = (*_OWN_IMAGE_KEYS, *PIXEL_LIMITS)
-_PART_KEYS = {"text": ("text",), "image": _IMAGE_KEYS, "image_url": _IMAGE_KEYS}
+_SOURCE_KEYS = {medium: (medium, "path", "url", f"{medium}_url") for medium in MEDIA_TYPES}
+"""Keys of a part's own image or video."""
+_PART_KEYS: dict[str, tuple[str, ...]] = {"text": ("text",)} | {
+    kind: (*_SOURCE_KEYS[medium], *PIXEL_LIMITS, *(VIDEO_KEYS if medium == "video" else ()))
+    for medium in MEDIA_TYPES
+    for kind in (medium, f"{medium}_url")
+}
 """Keys of a part by its type."""
 
 Message = dict[str, Any]
+Media = dict[str, list[Any]]
+"""Something for each image and each video, by their types."""
 
 
 @dataclass(frozen=True)
 class Fields:
-    """A normalised row with closed images."""
+    """A normalised row with closed media."""
 
     messages: tuple[Message, ...]
-    """Role, and content: a string or a list of `{"type": "text", "text": ...}` and `{"type": "image"}` parts."""
+    """Role, and content: a string or a list of parts `{"type": "text", "text": ...}`, `{"type": "image"}`, `{"type":
+    "video"}`."""
     images: tuple[Any, ...]
     """Sources of the image parts of the conversation, in order."""
+    videos: tuple[VideoSource, ...]
+    """The same of its video parts."""
     columns: dict[str, Any]
     """All fields of the row under our names, and `answer` if the row has it in another place. A column that
     `data.columns` maps has its own name too, because rewards may ask for it by either."""
@@ -77,6 +99,13 @@ class Fields:
     """Columns and their purposes: PROMPT_PURPOSES, ALIAS, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
+
+    @property
+    def sources(self) -> Media:
+        """Sources of all images, also of the frames of videos that are lists, and of all videos."""
+        videos = [video.source for video in self.videos]
+        frames = chain(*(source for source in videos if isinstance(source, list | tuple)))
+        return {"image": [*self.images, *frames], "video": videos}
 
     @property
     def other_columns(self) -> dict[str, Any]:
@@ -103,13 +132,13 @@ def read_row(
 
     Raises:
         DataError: the row has no prompt, two of them, a prompt that is no conversation or that ends with an
-            answer, videos, or a count of images other than the count of places for them.
+            answer, or a count of images or videos other than the count of places for them.
     """
     columns = columns or {}
     values = renamed(row, row_name, columns)
     aliases = {theirs: ours for ours, theirs in columns.items() if theirs in row and theirs not in values}
     row_columns = values
-    used = {name: "prompt" if name == "prompt" else "images" for name in PROMPT_FIELDS if name in values}
+    used = {name: name if name in PROMPT_PURPOSES else f"{name}s" for name in PROMPT_FIELDS if name in values}
     if prompt_template is not None:
         named = (locate(name, values) for name in template_names(prompt_template))
         used = {column: "prompt template" for column, _ in filter(None, named)} | used
@@ -121,33 +150,33 @@ def read_row(
     # a text of the column `system` stands before the messages of the row
     first = -1 if "system" in conversation.used and conversation.conversational else 0
     messages = _messages(conversation.prompt, conversation.column, row_name, first)
-    listed, template_kwargs, limits = _listed_images(values, row_name), dict[str, Any](), [pixel_limits]
     used |= conversation.used
     if "prompt" not in row_columns:  # a template's prompt is no column
         used.pop("prompt", None)
-    has_images = bool(listed) or any("image" in part for part in _image_parts(messages))
-    if not has_images and columns.keys().isdisjoint(("image", "images")):
-        numbered = numbered_images(values, row_name)
-        listed = [image for image in numbered.values() if image is not None]
-        used |= dict.fromkeys(numbered, "images")
+    shown = {part["type"] for part in _media_parts(messages) if part["type"] in part}
+    listed, numbered = _listed_media(values, columns.keys() | shown, row_name)
+    shown |= {medium for medium in MEDIA_TYPES if listed[medium]}
+    used |= numbered
+    template_kwargs, limits = dict[str, Any](), [pixel_limits]
     if values.get(TEMPLATE_COLUMN) is not None:
         used[TEMPLATE_COLUMN] = "chat template"
         template_kwargs, row_limits = read_template_kwargs(values[TEMPLATE_COLUMN], row_name)
         limits = [row_limits, pixel_limits]
     unread = None
-    if not (has_images or listed):
-        unread = [
-            *media_columns({n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES})
-        ]
-    _check_texts(conversation, messages, unread, row_name, text_only)
-    messages, images = _place(messages, listed, row_name, unread)
+    if not shown:
+        others = {n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES}
+        unread = dict(media_columns(others))
+    places = MEDIA_PLACE if "video" in shown else IMAGE_PLACE
+    _check_texts(conversation, messages, places, unread, row_name, text_only)
+    messages, media = _place(messages, listed, places, row_name, unread)
     for bounds in filter(None, limits):
         messages = with_limits(messages, bounds)
     if system_prompt is not None and all(m["role"] not in ("system", "developer") for m in messages):
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return Fields(
         tuple(messages),
-        tuple(images),
+        tuple(media["image"]),
+        tuple(media["video"]),
         {**row_columns, **{theirs: row[theirs] for theirs in aliases}, **conversation.answers},
         template_kwargs,
         used | {theirs: used.get(ours, ALIAS) for theirs, ours in aliases.items()},
@@ -168,21 +197,42 @@ def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, An
     return {name: value for name, value in values.items() if value is not ABSENT}
 
 
-def _listed_images(values: Mapping[str, Any], row_name: str) -> list[Any]:
-    """Return the sources of `image` or `images`, in order. DataError if both are set, or a video is."""
-    listed: dict[str, list[Any]] = {}
-    for name in ("image", "images", "video", "videos"):
-        value = values.get(name)
-        if value is not None and not (isinstance(value, list | tuple) and not value):
-            listed[name] = list(value) if isinstance(value, list | tuple) else [value]
-    if len(listed) > 1 or not listed.keys() <= {"image", "images"}:
-        names = " and ".join(map(repr, listed))
-        raise DataError(f"{row_name}: has {names}; legal is 'image' or 'images', and no videos")
-    name, images = next(iter(listed.items()), ("", []))
-    for at, image in enumerate(images):
-        if image is None:
-            raise DataError(f"{row_name}: {name}[{at}] is null; list the images that the row has, or none")
-    return images
+def _listed_media(values: Mapping[str, Any], own: Set[str], row_name: str) -> tuple[Media, dict[str, str]]:
+    """Return the entries of `image` or `images` and `video` or `videos` as parts, and purposes of numbered columns.
+
+    Those are read in the place of both names, unless one is in `own`. DataError if both are set.
+    """
+    listed: Media = {}
+    used: dict[str, str] = {}
+    for medium in MEDIA_TYPES:
+        entries: dict[str, Any] = {}
+        for name in (medium, f"{medium}s"):
+            value: Any = values.get(name)
+            column = [*value] if isinstance(value, list | tuple) else [] if value is None else [value]
+            if (
+                isinstance(value, list | tuple)
+                and name == "video"
+                and {*map(looks_like_frame, value)} == {True}
+            ):
+                column = [value]
+            if entries and column:
+                raise DataError(f"{row_name}: has {medium!r} and {name!r}; legal is one of them")
+            entries |= {f"{name}[{at}]": entry for at, entry in enumerate(column)}
+        if not entries and not {medium, f"{medium}s"} & own:
+            numbered = numbered_columns(values, medium, row_name)
+            used |= dict.fromkeys(numbered, f"{medium}s")
+            entries = {name: value for name, value in numbered.items() if value is not None}
+        listed[medium] = [_entry(medium, value, f"{row_name}: {name}") for name, value in entries.items()]
+    return listed, used
+
+
+def _entry(medium: str, value: Any, where: str) -> Message:
+    """Return an entry of a column as a part with its own source."""
+    if value is None:
+        raise DataError(f"{where} is null; list the {medium}s that the row has, or none")
+    if isinstance(value, Mapping) and not value.keys() <= {"bytes", "path"}:
+        return _part({**value, "type": f"{medium}_url"}, where)
+    return {"type": medium, medium: value, "where": where}
 
 
 def _messages(prompt: Any, column: str, row_name: str, first: int) -> list[Message]:
@@ -223,20 +273,22 @@ def _message(message: Mapping[str, Any], where: str) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a text part, or an image part with the key `image` and limits, if it has them."""
+    """Return a text part, or an image or video part: its own source or the number of its entry, and its settings."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(kind, str) or kind not in _PART_KEYS:
-        raise DataError(f"{where}: a part of type {brief(kind)}; legal are 'text', 'image' and 'image_url'")
-    if isinstance(url := part.get("image_url"), Mapping):
-        part = {**part, "image_url": None, **url}
+        raise DataError(f"{where}: a part of type {brief(kind)}; legal are {quoted(_PART_KEYS)}")
+    medium = kind.removesuffix("_url")
+    if isinstance(url := part.get(f"{medium}_url"), Mapping):
+        part = {**part, f"{medium}_url": None, **url}
     values = {key: value for key, value in part.items() if key != "type" and value is not None}
     for key, value in values.items():
+        if key in _PART_KEYS[kind] or (key == "index" and isinstance(value, int | float)):
+            continue
         # some writers fill keys with empty values, and OpenAI's `detail` is the whole picture unless it is "low"
         is_default = str(value) in ("", "[]", "{}", *(("auto", "high") if key == "detail" else ()))
-        is_index = key == "index" and isinstance(value, int | float)
-        if not (is_index or is_default or key in _PART_KEYS[kind]):
+        if not is_default:
             legal = quoted(_PART_KEYS[kind])
             raise DataError(
                 f"{where}: nothing reads {key!r} ({brief(value)}); remove it. Legal beside 'type': {legal}"
@@ -245,40 +297,45 @@ def _part(part: Any, where: str) -> Message:
         if not isinstance(values.get("text"), str):
             raise DataError(f"{where}: a text part needs a string in 'text', not {brief(values.get('text'))}")
         return {"type": "text", "text": values["text"]}
-    sources = [values[key] for key in _OWN_IMAGE_KEYS if key in values]
-    if len(sources) > 1 or (kind == "image_url" and not sources):
+    sources = [values[key] for key in _SOURCE_KEYS[medium] if key in values]
+    if len(sources) > 1 or (kind != medium and not sources):
         raise DataError(
-            f"{where}: {len(sources)} images in a part; legal is one of {quoted(_OWN_IMAGE_KEYS)}"
+            f"{where}: {len(sources)} {medium}s in a part; legal is one of {quoted(_SOURCE_KEYS[medium])}"
         )
-    own = {"image": sources[0]} if sources else {"index": values.get("index")}
-    return {"type": "image", **own, **read_limits(values, where)}
+    own = {medium: sources[0]} if sources else {}
+    settings = {key: value for key, value in values.items() if key not in _SOURCE_KEYS[medium]}
+    return {"type": medium, **settings, **own, "where": where}
 
 
 def _check_texts(
     conversation: RowConversation,
     messages: list[Message],
-    unread: list[str] | None,
+    places: re.Pattern[str],
+    unread: Mapping[str, str] | None,
     row_name: str,
     text_only: bool,
 ) -> None:
     """DataError for a tag of an image, a video or a sound that is not read, and for a prompt that asks nothing.
 
-    `unread` are the columns of a row without images that look like images; None if the row has images.
+    `places` are the tags that are read. `unread` are the columns of a row without media that look like media; None if
+    the row has media.
     """
-    asks, has_parts = False, bool(_image_parts(messages))
+    asks, has_parts = False, bool(_media_parts(messages))
     for message in messages:
         text, in_parts = messages_text([message]), has_parts or bool(_parts(message))
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
-        if tag := unread_tag(text, reads_tags=not in_parts, reads_markup=text_only and unread == []):
-            place = "a part {'type': 'image'}" if in_parts else IMAGE_TAG
-            why = f"which would stay text. Write {place} where an image stands"
-            if unread is not None:
-                why = f"and the row has no image{_looks(unread)}. {HOW_TO_READ}; give the row its image"
+        reads_markup = text_only and unread == {}
+        if tag := unread_tag(text, places=None if in_parts else places, reads_markup=reads_markup):
+            medium = "video" if "video" in tag.lower() else "image"
+            place = f"a part {{'type': {medium!r}}}" if in_parts else f"<{medium}>"
+            why = f"which would stay text. Write {place} where the {medium} stands"
+            if unread is not None or (medium == "video" and places is IMAGE_PLACE):
+                why = f"and the row has no {medium}{_looks(unread)}. {HOW_TO_READ}; give the row its {medium}"
             raise DataError(f"{row_name}: the prompt holds {tag!r}, {why}, remove it, or put a space into it")
-        has_question = bool(IMAGE_PLACE.sub("", text).strip())
-        has_image = conversation.conversational and unread is None
-        asks = asks or (message["role"] == "user" and (has_question or has_image))
+        has_question = bool(places.sub("", text).strip())
+        has_medium = conversation.conversational and unread is None
+        asks = asks or (message["role"] == "user" and (has_question or has_medium))
     if not asks:
         raise DataError(
             f"{row_name}: {conversation.column!r} is empty; write a question, or leave the row out"
@@ -290,40 +347,60 @@ def _parts(message: Message) -> list[Message]:
     return [] if isinstance(message["content"], str) else message["content"]
 
 
-def _looks(unread: Iterable[str] | None) -> str:
-    return "".join(f" (the column {n!r} looks like images: data.columns.images={n})" for n in unread or ())
+def _looks(unread: Mapping[str, str] | None) -> str:
+    columns = (unread or {}).items()
+    return "".join(f" (the column {n!r} looks like {m}s: data.columns.{m}s={n})" for n, m in columns)
 
 
 def _place(
-    messages: list[Message], listed: list[Any], row_name: str, unread: Iterable[str] | None
-) -> tuple[list[Message], list[Any]]:
-    """Return messages with one image part per place of an image, and the images in the order of the parts."""
-    kind, parts = "image parts", _image_parts(messages)
-    if not parts and any(IMAGE_PLACE.search(m["content"]) for m in messages if isinstance(m["content"], str)):
-        kind, messages = f"{IMAGE_TAG} tags", [_split_tags(message) for message in messages]
-        parts = [part for message in messages for part in _parts(message) if part["type"] == "image"]
-    elif not parts:
-        messages, placed = _add_image_parts(messages, len(listed))
-        if placed == len(listed):
-            return messages, listed
-        parts = [{"type": "image"}] * placed
-    places = [part.get("index") for part in parts if "image" not in part]
-    indices: list[Any] = list(range(len(places))) if {*places} == {None} else places
-    if "tags" in kind and None not in places and 0 not in places:  # tags are numbered from 1, or from 0
-        indices = [index - 1 for index in indices]
-    if {*indices} != {*range(len(listed))}:
-        numbers = f" (numbers {', '.join(map(str, places))})" if any(places) else ""
-        raise DataError(
-            f"{row_name}: {kind} in the prompt: {len(places)}{numbers}; images in the row: {len(listed)}"
-            f"{_looks(unread)}. Write one for each image. {HOW_TO_READ}"
-        )
-    remaining = (listed[int(index)] for index in indices)
-    images = [part["image"] if "image" in part else next(remaining) for part in parts]
-    return [_without_images(message) for message in messages], images
+    messages: list[Message],
+    listed: Media,
+    places: re.Pattern[str],
+    row_name: str,
+    unread: Mapping[str, str] | None,
+) -> tuple[list[Message], Media]:
+    """Return messages with one part per place of a medium, and the media in the order of their parts."""
+    what, has_parts = "{} parts", bool(_media_parts(messages))
+    texts = [m["content"] for m in messages if isinstance(m["content"], str) and not has_parts]
+    if tags := [match[0] for text in texts for match in places.finditer(text)]:
+        # LLaVA's sets write <image> for a video too
+        of_videos = not listed["image"] and tags == [IMAGE_TAG] * len(listed["video"])
+        what, messages = "<{}> tags", [_split_tags(message, places, of_videos) for message in messages]
+    elif not has_parts:
+        messages = _add_parts(messages, [{"type": m} for m in MEDIA_TYPES for _ in listed[m]])
+    entries: dict[str, Iterator[Message]] = {}
+    for medium, of_row in listed.items():
+        of_type = [part for part in _media_parts(messages) if part["type"] == medium]
+        numbers = [part.get("index") for part in of_type if medium not in part]
+        indices: list[Any] = list(range(len(numbers))) if {*numbers} == {None} else numbers
+        if "tags" in what and None not in numbers and 0 not in numbers:  # tags are numbered from 1, or from 0
+            indices = [index - 1 for index in indices]
+        if {*indices} != {*range(len(of_row))}:
+            tagged = f" (numbers {', '.join(map(str, numbers))})" if any(numbers) else ""
+            raise DataError(
+                f"{row_name}: {what.format(medium)} in the prompt: {len(numbers)}{tagged}; {medium}s in the row: "
+                f"{len(of_row)}{_looks(unread)}. Write one for each {medium}. {HOW_TO_READ}"
+            )
+        entries[medium] = iter([of_row[int(index)] for index in indices])
+    media: Media = {medium: [] for medium in MEDIA_TYPES}
+
+    def read(part: Message) -> Message:
+        medium = part["type"]
+        if medium == "text":
+            return part
+        values = part if medium in part else next(entries[medium]) | part
+        source = values[medium]
+        media[medium].append(source if medium == "image" else read_video(source, values, values["where"]))
+        return {"type": medium, **read_limits(values, values["where"])}
+
+    contents = [
+        m["content"] if isinstance(m["content"], str) else [*map(read, m["content"])] for m in messages
+    ]
+    return [m | {"content": content} for m, content in zip(messages, contents, strict=True)], media
 
 
-def _image_parts(messages: list[Message]) -> list[Message]:
-    """Return the image parts of a conversation, in order."""
+def _media_parts(messages: list[Message]) -> list[Message]:
+    """Return the image and video parts of a conversation, in order."""
     if not any(map(_parts, messages)):
         return []
     from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
@@ -332,32 +409,25 @@ def _image_parts(messages: list[Message]) -> list[Message]:
     return parts
 
 
-def _without_images(message: Message) -> Message:
-    bare = [{k: v for k, v in part.items() if k not in ("image", "index")} for part in _parts(message)]
-    return message | {"content": bare} if bare else message
-
-
-def _split_tags(message: Message) -> Message:
-    """Split a string at its tags of images into image parts and text parts."""
+def _split_tags(message: Message, places: re.Pattern[str], of_videos: bool) -> Message:
+    """Split a string at its tags into media parts and text parts; with `of_videos` each tag is a video's."""
     content = message["content"]
-    if not isinstance(content, str) or not IMAGE_PLACE.search(content):
+    if not isinstance(content, str) or not places.search(content):
         return message
-    first, *pieces = IMAGE_PLACE.split(content)
+    first, *pieces = places.split(content)
     parts = [{"type": "text", "text": first}]
-    for number, text in zip(pieces[::2], pieces[1::2], strict=True):
+    for tag, number, text in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+        medium = "video" if of_videos or "video" in tag.lower() else "image"
         index = None if number is None else int(number)
-        parts += [{"type": "image", "index": index}, {"type": "text", "text": text}]
+        parts += [{"type": medium, "index": index}, {"type": "text", "text": text}]
     return message | {"content": [part for part in parts if part.get("text") != ""]}
 
 
-def _add_image_parts(messages: list[Message], count: int) -> tuple[list[Message], int]:
-    """Put `count` image parts before the text of the first user message; return the messages and the parts added.
-
-    None are added to a message that is a list of parts.
-    """
+def _add_parts(messages: list[Message], parts: list[Message]) -> list[Message]:
+    """Put parts before the text of the first user message; nothing is added to a message that is a list of parts."""
     at = next(i for i, message in enumerate(messages) if message["role"] == "user")
     content = messages[at]["content"]
-    if count == 0 or not isinstance(content, str):
-        return messages, 0
-    parts = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": content}]
-    return [*messages[:at], messages[at] | {"content": parts}, *messages[at + 1 :]], count
+    if not parts or not isinstance(content, str):
+        return messages
+    content = [*parts, {"type": "text", "text": content}]
+    return [*messages[:at], messages[at] | {"content": content}, *messages[at + 1 :]]

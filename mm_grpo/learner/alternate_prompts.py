@@ -33,10 +33,8 @@ class AlternatePrompts:
     def of(self, number: int) -> Prompt | None:
         """Return the alternate prompt of a group, or None."""
         if number not in self._prompts:
-            prompt = self.make(self.groups[number])
-            longest = max(c.run_length for c in self.groups[number].completions)
-            fits = prompt is not None and len(prompt.token_ids) + longest <= self.max_tokens
-            self._prompts[number] = prompt if fits else None
+            group, prompt = self.groups[number], self.make(self.groups[number])
+            self._prompts[number] = prompt if prompt and fits(prompt, group, self.max_tokens) else None
         return self._prompts[number]
 
     def items(self, items: Iterable[Item]) -> list[Item]:
@@ -47,6 +45,11 @@ class AlternatePrompts:
             for item, prompt in pairs
             if prompt is not None
         ]
+
+
+def fits(prompt: Prompt, group: Group, max_tokens: float) -> bool:
+    """Return True if the prompt and the group's longest completion have at most `max_tokens` together."""
+    return len(prompt.token_ids) + max(c.run_length for c in group.completions) <= max_tokens
 
 
 def moved_tail(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:

@@ -1,16 +1,20 @@
-"""Sight: how much completions depend on their images, in nats.
+"""Sight: how much completions depend on their images and videos, and on the order of a video's frames, in nats.
 
-    sight = log p(completion | prompt, its images) - log p(completion | prompt, images of another row)
+    sight = log p(completion | prompt, its media) - log p(completion | prompt, media of another row)
+    order = log p(completion | prompt, its media) - log p(completion | prompt, its videos in another order)
 
-The completions were sampled with their own images, so the mean over them estimates the KL divergence between the
-answers to the two. It is 0 if the model answers from the text alone. The learner's packs compute it without gradients,
-under the weights and the distribution that were sampled from.
+The completions were sampled with their own media, so the mean over them estimates the KL divergence between the
+answers to the two. It is 0 if the model answers from the text alone, or from frames without their order. The learner's
+packs compute it without gradients, under the weights and the distribution that were sampled from.
 
-The other row is the next one in the step, in the order of slots, that differs in every image and has another answer
-(`ANSWERS`); if none has another answer, one that differs in every image. Which row lends does not depend on the process
-that holds it. The k-th placeholder of a row's text gets the k-th image of the other row, from its first again if these
-are fewer. They keep their size, so the prompt may have another length. Rows without images, without such another row,
-or that would no longer fit a pack are not measured. In conversations of several turns the images of observations stay.
+The other row is the next one in the step, in the order of slots, that has media of the same kinds, differs in every one
+and has another answer (`ANSWERS`); if none has another answer, one that differs in every one. Which row lends does not
+depend on the process that holds it. The k-th image of a row's text becomes the k-th image of the other row, from its
+first again if these are fewer, and so do videos. They keep their size, so the prompt may have another length. In
+another order (`blind.reordered`, drawn from the row's uid) the frames of a video move and its times stay.
+
+Rows without media, without such another row, or that would no longer fit a pack are not measured, nor is the order of
+videos with fewer than three different frames. In conversations of several turns the media of observations stay.
 
 Axes: [T] tokens of a completion, [G] completions of a group.
 """
@@ -20,26 +24,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
+from mm_grpo.data.blind import has_order, with_frames
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.learner.alternate_prompts import AlternatePrompts, moved_tail
+from mm_grpo.learner.alternate_prompts import fits, moved_tail
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Prompt
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from mm_grpo.types import Completion, Group, Medium, Prompt, Sample, Video, split_media
 
 GROUPS = 4
-"""Groups of a step that are measured: with G = 8 the mean of 32 completions, which vary by a few nats, has an error
-below one. Each costs two forwards of its row."""
+"""Groups of a step of which sight, and order, is measured: with G = 8 the mean of 32 completions, which vary by a few
+nats, has an error below one. Each costs two forwards of its row, and three with both."""
 ANSWERS = ("solution", "answer")
 """Columns with a row's right answer, the first that it has."""
-Row = tuple[tuple[str, ...], str | None]
-"""Digests of a row's images, and its right answer as text if it has one."""
 
 T = TypeVar("T")
+
+
+class Row(NamedTuple):
+    """What decides whether a row is measured, and which row lends its media."""
+
+    images: Sequence[str]
+    """Digests."""
+    videos: Sequence[str] = ()
+    """Digests, of all frames."""
+    answer: str | None = None
+    """The right answer as text, if the row has one."""
+    has_order: bool = False
+
+    def differs(self, other: Row) -> bool:
+        """Return True if `other` has media of these kinds, and all differ in its place."""
+        pairs = ((self.images, other.images), (self.videos, other.videos))
+        return all(
+            not mine or (bool(theirs) and all(map(str.__ne__, mine, replacing(theirs, len(mine)))))
+            for mine, theirs in pairs
+        )
 
 
 @dataclass(frozen=True)
@@ -48,8 +69,8 @@ class GroupSight:
 
     slot: int
     attempt: int
-    lender: str
-    """Uid of the row that lent its images."""
+    lender: str | None
+    """Uid of the row that lent its media; None if the row's own videos were in another order."""
     tokens: tuple[tuple[float, ...], ...]
     """[G][T], in nats."""
     pieces: tuple[tuple[str, ...], ...]
@@ -65,16 +86,18 @@ def measure(groups: Sequence[Group], learner: Learner, max_tokens: int, ranks: R
 
     `max_tokens` bounds one prompt with one completion (`optim.max_tokens_per_pack`).
     """
-    controls = _other_prompts(groups, learner.processor, max_tokens, ranks)
-    rows: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g, _, _ in controls]
+    controls = _alternates(groups, learner.processor, max_tokens, ranks)
+    by_slot = {group.slot: group for group, _, _ in controls}
+    rows: list[tuple[Prompt, Sequence[Completion]]] = [(g.prompt, g.completions) for g in by_slot.values()]
     for g, _, prompt in controls:
         rows.append((prompt, [replace(c, tail=moved_tail(c.tail, g.prompt, prompt)) for c in g.completions]))
     logprobs = learner.current_logprobs(rows)
-    half = len(controls)
+    whole = dict(zip(by_slot, logprobs, strict=False))
     sights = []
-    for (group, uid, _), image, control in zip(controls, logprobs[:half], logprobs[half:], strict=True):
+    for (group, uid, _), control in zip(controls, logprobs[len(by_slot) :], strict=True):
         tokens = (
-            tuple(a - b for a, b in zip(*pair, strict=True)) for pair in zip(image, control, strict=True)
+            tuple(a - b for a, b in zip(*pair, strict=True))
+            for pair in zip(whole[group.slot], control, strict=True)
         )
         pieces = (pieces_of(learner.processor, c.token_ids) for c in group.completions)
         sights.append(GroupSight(group.slot, group.attempt, uid, tuple(tokens), tuple(pieces)))
@@ -96,77 +119,83 @@ def pieces_of(processor: Processor, token_ids: Sequence[int]) -> tuple[str, ...]
     return tuple(pieces)
 
 
-# which rows lend their images ----------------------------------------------------------------
+# which rows lend their media -----------------------------------------------------------------
 
 
-def _other_prompts(
+def _alternates(
     groups: Sequence[Group], processor: Processor, max_tokens: int, ranks: Ranks
-) -> list[tuple[Group, str, Prompt]]:
-    """Return some of this process's `groups`, in the order of slots, with the uid of the row that lends its images and
-    the prompt with these images. Collective."""
-    with ranks.fail_together("other images"):
+) -> list[tuple[Group, str | None, Prompt]]:
+    """Return alternate prompts of some of this process's `groups`: with the media of another row, and its uid, and then
+    with videos in another order, and None; both in the order of slots. Collective."""
+    with ranks.fail_together("other media"):
         rows = {g.slot: _row(g.prompt) for g in groups if g.prompt.vision}
-    shares = ranks.all_gather(rows, "digests of images")
-    pairs = pairs_of({slot: row for share in shares for slot, row in share.items()})
+    shares = ranks.all_gather(rows, "digests of media")
+    all_rows = {slot: row for share in shares for slot, row in share.items()}
     rank_of = {slot: rank for rank, share in enumerate(shares) for slot in share}
     by_slot = {g.slot: g for g in groups}
-    parcels: list[list[tuple[int, str, tuple[Image, ...]]]] = [[] for _ in shares]
-    for slot, lender_slot in pairs:
+    parcels: list[list[tuple[int, str, tuple[Medium, ...]]]] = [[] for _ in shares]
+    for slot, lender_slot in pairs_of(all_rows):
         if lender_slot in by_slot:
             lender = by_slot[lender_slot].prompt
-            parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.images))
-    parcels_received = ranks.all_to_all(parcels, "images")
-    lent = {slot: (uid, images) for parcel in parcels_received for slot, uid, images in parcel}
-    ordered = [by_slot[slot] for slot in sorted(lent)]
-    alternates = AlternatePrompts(
-        ordered, lambda group: with_images(processor, group.prompt, lent[group.slot][1]), max_tokens
-    )
-    with ranks.fail_together("other images"):
-        prompts = [(group, alternates.of(number)) for number, group in enumerate(ordered)]
-    return [(group, lent[group.slot][0], prompt) for group, prompt in prompts if prompt is not None]
+            parcels[rank_of[slot]].append((slot, lender.uid, lender.engine_prompt.media))
+    lent = sorted((p for parcel in ranks.all_to_all(parcels, "media") for p in parcel), key=itemgetter(0))
+    ordered = _few([slot for slot in sorted(all_rows) if all_rows[slot].has_order])
+    samples: list[tuple[Group, str | None, Sample]] = [
+        *((by_slot[slot], uid, with_media(by_slot[slot].prompt, media)) for slot, uid, media in lent),
+        *((g, None, with_frames(g.prompt.sample, "frames")) for slot in ordered if (g := by_slot.get(slot))),
+    ]
+    with ranks.fail_together("other media"):
+        controls = [(group, uid, processor.prompt(sample)) for group, uid, sample in samples]
+    return [(group, uid, prompt) for group, uid, prompt in controls if fits(prompt, group, max_tokens)]
 
 
 def pairs_of(rows: Mapping[int, Row], count: int = GROUPS) -> list[tuple[int, int]]:
     """Return slots to measure, at most `count` and spread evenly, each with the slot of the row that lends.
 
-    A slot is left out if no other row differs in every image.
+    A slot is left out if no other row has media of the same kinds that all differ.
 
-    >>> pairs_of({0: (("a",), "x"), 2: (("b",), "x"), 3: (("c",), "y")})
+    >>> pairs_of({0: Row("a", answer="x"), 2: Row("b", answer="x"), 3: Row("c", answer="y")})
     [(0, 3), (2, 3), (3, 0)]
     """
     slots = sorted(rows)
     pairs = []
     for place, slot in enumerate(slots):
-        images, answer = rows[slot]
         after = (*slots[place + 1 :], *slots[:place])
-        candidates = [c for c in after if _differs(images, rows[c][0])]
-        unlike = (c for c in candidates if None not in (answer, rows[c][1]) and answer != rows[c][1])
+        candidates = [c for c in after if rows[slot].differs(rows[c])]
+        answer = rows[slot].answer
+        unlike = (c for c in candidates if None not in (answer, rows[c].answer) and answer != rows[c].answer)
         if candidates:
             pairs.append((slot, next(unlike, candidates[0])))
-    few = min(count, len(pairs))
-    return [pairs[i * len(pairs) // few] for i in range(few)]
+    return _few(pairs, count)
 
 
-def replacing(images: Sequence[T], count: int) -> tuple[T, ...]:
-    """Return `count` of the images, in order and from the first again."""
-    return tuple(images[k % len(images)] for k in range(count))
+def replacing(media: Sequence[T], count: int) -> tuple[T, ...]:
+    """Return `count` of the media, in order and from the first again."""
+    return tuple(media[k % len(media)] for k in range(count))
 
 
-def with_images(processor: Processor, prompt: Prompt, images: Sequence[Image]) -> Prompt:
-    """Return the prompt of the same row with other images."""
-    count = len(prompt.engine_prompt.images)
-    return processor.prompt(replace(prompt.sample, images=replacing(images, count)))
+def with_media(prompt: Prompt, media: Sequence[Medium]) -> Sample:
+    """Return the sample of a prompt with other media."""
+    images, videos = split_media(media)
+    counts = len(prompt.engine_prompt.images), len(prompt.engine_prompt.videos)
+    return replace(prompt.sample, images=replacing(images, counts[0]), videos=replacing(videos, counts[1]))
 
 
-def _differs(images: Sequence[str], others: Sequence[str]) -> bool:
-    return all(a != b for a, b in zip(images, replacing(others, len(images)), strict=True))
+def _few(items: Sequence[T], count: int = GROUPS) -> list[T]:
+    """Return at most `count` items, spread evenly."""
+    few = min(count, len(items))
+    return [items[i * len(items) // few] for i in range(few)]
 
 
 def _row(prompt: Prompt) -> Row:
-    columns = prompt.sample.columns
+    columns, media = prompt.sample.columns, prompt.engine_prompt
     answers = (str(columns[name]) for name in ANSWERS if columns.get(name) is not None)
-    return tuple(map(_digest, prompt.engine_prompt.images)), next(answers, None)
+    ordered = any(has_order(video.frames) for video in media.videos)
+    return Row([*map(_digest, media.images)], [*map(_digest, media.videos)], next(answers, None), ordered)
 
 
-def _digest(image: Image) -> str:
-    return hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
+def _digest(medium: Medium) -> str:
+    digest = hashlib.sha256()
+    for frame in medium.frames if isinstance(medium, Video) else (medium,):
+        digest.update(f"{frame.mode} {frame.size}".encode() + frame.tobytes())
+    return digest.hexdigest()[:32]

@@ -49,7 +49,7 @@ CURVES = (
     Curve("Reward", "mean reward", r"reward", smooth=True, zeros=True),
     Curve("Evaluation accuracy", "share right", r"eval/(?:(.+)/)?accuracy", limits=(0, 1), zeros=True),
     Curve("Evaluation reward", "mean reward", r"eval/(?:(.+)/)?reward", zeros=True),
-    Curve("Sight", "nats per completion", r"sight/nats", zeros=True),
+    Curve("Sight", "nats per completion", r"sight/(?:(order)_)?nats", zeros=True),
     Curve("Reward parts", "mean score", r"rewards/(.+)/mean", min_lines=2),
     Curve("Groups without a signal", "share of groups", r"frac_reward_zero_std", limits=(0, 1)),
     Curve("Completion length", "tokens", r"completions/(mean|min|max)_length", limits=(0, None)),

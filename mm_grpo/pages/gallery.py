@@ -246,7 +246,7 @@ def load_image(paths: RunPaths, name: str, side: int, max_png_bytes: int) -> Pag
 
     with Image.open(file) as image:
         if max(image.size) <= side and file.stat().st_size <= max_png_bytes:
-            return PageImage(*image.size, data_url("png", file.read_bytes()))
+            return PageImage(*image.size, data_url(file.suffix[1:], file.read_bytes()))
         return PageImage.reduced(image, side, max_png_bytes)
 
 

@@ -1,7 +1,7 @@
-"""Measurements of images in a step: that they are read at all, and how much completions depend on them (sight).
+"""Measurements of media in a step: that they are read at all, and how much completions depend on them (sight).
 
 `unread` scores one completion with other pixels (health/checks.py); only a change of exactly 0 is a failure.
-`sight` runs a few groups with the images of another row (learner/sight.py).
+`sight` runs a few groups with the media of another row, and with videos in another order (learner/sight.py).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ImageMeasures:
         """On the first step and every `run.sight_every`-th, measure sight of a few groups before their update.
 
         Collective. Metrics are those of `sight_metrics`, and `sight/reward`, the mean reward of all completions of rows
-        with images; empty if no row has images. The rows of the step's rollout file get `sight`.
+        with media; empty if no row has media. The rows of the step's rollout file get `sight` and `order`.
         """
         if not self.every or not (step == 1 or step % self.every == 0):
             return {}
@@ -77,32 +77,41 @@ def sight_metrics(sights: Sequence[GroupSight]) -> Metrics:
     """Return the means over completions and tokens of some groups; empty if there are none.
 
     `sight/nats` is the mean of a completion, `sight/nats_per_token` of a token, and `sight/nats_stderr` the standard
-    error of the first. Completions of a group share its row and the other images, so that is the error of the mean over
-    groups; of a single group it is over its completions. Groups have the same number of completions.
+    error of the first. Completions of a group share its row and the other media, so that is the error of the mean over
+    groups; of a single group it is over its completions. Groups have the same number of completions. With
+    `sight/order_nats` begin those of videos in another order.
     """
+    others = [sight for sight in sights if sight.lender is not None]
+    orders = [sight for sight in sights if sight.lender is None]
+    return _means("sight/nats", others) | _means("sight/order_nats", orders)
+
+
+def _means(name: str, sights: Sequence[GroupSight]) -> Metrics:
     nats = [value for sight in sights for value in sight.nats]
     tokens = sum(len(completion) for sight in sights for completion in sight.tokens)
     if not nats or not all(map(math.isfinite, nats)):
         return {}
     samples = [fmean(sight.nats) for sight in sights] if len(sights) > 1 else nats
-    metrics = {"sight/nats": sum(nats) / len(nats), "sight/nats_per_token": sum(nats) / max(tokens, 1)}
+    metrics = {name: sum(nats) / len(nats), f"{name}_per_token": sum(nats) / max(tokens, 1)}
     if len(samples) > 1:
-        metrics["sight/nats_stderr"] = stdev(samples) / math.sqrt(len(samples))
+        metrics[f"{name}_stderr"] = stdev(samples) / math.sqrt(len(samples))
     return metrics
 
 
 def log_columns(sights: Sequence[GroupSight]) -> dict[tuple[int, int, int], dict[str, object]]:
-    """Return each completion's entry for the rollout log, by (slot, attempt, generation)."""
-    return {
-        (sight.slot, sight.attempt, generation): {
-            "sight": {
-                "nats": round(sum(tokens), 4),
-                "tokens": [round(value, 4) for value in tokens],
-                "pieces": list(sight.pieces[generation]),
-                "other": sight.lender,
-            }
-        }
-        for sight in sights
-        for generation, tokens in enumerate(sight.tokens)
-        if all(map(math.isfinite, tokens))
-    }
+    """Return each completion's entries for the rollout log, by (slot, attempt, generation)."""
+    columns: dict[tuple[int, int, int], dict[str, object]] = {}
+    for sight in sights:
+        for generation, tokens in enumerate(sight.tokens):
+            if all(map(math.isfinite, tokens)):
+                entry = {
+                    "nats": round(sum(tokens), 4),
+                    "tokens": [round(value, 4) for value in tokens],
+                    "pieces": list(sight.pieces[generation]),
+                }
+                key = (sight.slot, sight.attempt, generation)
+                other = (
+                    {"order": entry} if sight.lender is None else {"sight": entry | {"other": sight.lender}}
+                )
+                columns.setdefault(key, {}).update(other)
+    return columns

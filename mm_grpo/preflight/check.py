@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from logging.handlers import BufferingHandler
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,7 +48,7 @@ from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, print_phase, printable
-from mm_grpo.types import content_parts
+from mm_grpo.types import Video, content_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -57,7 +58,13 @@ if TYPE_CHECKING:
 
 MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
 MIN_WIDTH = 120  # least width of the tables, in characters
-NUMBER_COLUMNS = ("rows", "usable", "images", "weight")  # columns of the tables that hold one number
+NUMBER_COLUMNS = (
+    "rows",
+    "usable",
+    "images",
+    "videos",
+    "weight",
+)  # columns of the tables that hold one number
 
 
 @dataclass
@@ -66,6 +73,7 @@ class RowReport:
 
     lengths: list[int] = field(default_factory=list)  # tokens of each usable row's prompt
     images: int = 0  # images of the usable rows
+    videos: int = 0  # the same of videos
     failures: list[str] = field(default_factory=list)  # messages about rows that would stop a run
     dropped: dict[str, list[str]] = field(default_factory=dict)  # config field that drops rows -> messages
     keys: list[RowKey] = field(default_factory=list)  # (content, row name) of each readable row
@@ -142,7 +150,8 @@ def _check(  # noqa: PLR0915
     check_page = CheckPage(page, processor, specs, answer)
 
     tokenizer = None if smoke else getattr(processor, "tokenizer", None)
-    table = _table("rows", "set", "rows", "usable", "images", "prompt tokens (min / mean / max)")
+    titles = ("set", "rows", "usable", "images", "videos", "prompt tokens (min / mean / max)")
+    table = _table("rows", *titles)
     failures: list[str] = []
     notes, warnings = list(plan.sentences), [*known]
     reports: dict[str, list[RewardReport]] = {}
@@ -170,7 +179,8 @@ def _check(  # noqa: PLR0915
         reports[name] = rewards.finish()
         lengths = report.lengths
         min_mean_max = f"{min(lengths)} / {fmean(lengths):.0f} / {max(lengths)}" if lengths else "-"
-        table.add_row(cell(name), str(len(dataset)), str(len(lengths)), str(report.images), min_mean_max)
+        counts = map(str, (len(dataset), len(lengths), report.images, report.videos))
+        table.add_row(cell(name), *counts, min_mean_max)
         failures += _by_cause(name, report.failures, len(checked))
         dropped = [
             f"{name}: left out ({key} = drop): {len(messages)} of {len(checked)}, the first {messages[0]}"
@@ -272,6 +282,7 @@ def _check_rows(
             continue
         report.lengths.append(len(prompt.token_ids))
         report.images += len(prompt.engine_prompt.images)
+        report.videos += len(prompt.engine_prompt.videos)
         rewards.add(row, prompt)
         page.add(source, row, prompt)
         golds.add(source, row, sample.messages, sample.columns)
@@ -284,8 +295,8 @@ def _content_of(sample: Sample) -> Hashable:
     for message in sample.messages:
         parts = content_parts(message["content"])
         texts.append((message["role"], *(" ".join(part.get("text", "").split()) for part in parts)))
-    pixels = ((image.size, xxhash.xxh3_128_digest(image.tobytes())) for image in sample.images)
-    return *texts, *pixels
+    images = (m.frames if isinstance(m, Video) else (m,) for m in sample.media)
+    return *texts, *((i.size, xxhash.xxh3_128_digest(i.tobytes())) for i in chain(*images))
 
 
 def _by_cause(name: str, messages: Sequence[str], rows: int) -> list[str]:

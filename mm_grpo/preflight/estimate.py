@@ -239,7 +239,7 @@ def _table(memory: Phases, cards: str) -> Table:
 
 
 def _largest(config: GRPOConfig, model: Any, family: Any) -> Largest:
-    """Return the largest image and video by the processor's files, or by the config of a Qwen-VL model that has none."""
+    """Return the largest image and video by the processor's files, or a Qwen-VL config without them."""
     folder = Path(config.model.path)
     files = ("preprocessor_config.json", "processor_config.json")
     if not folder.is_dir() or any((folder / name).is_file() for name in files):

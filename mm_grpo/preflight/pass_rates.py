@@ -2,7 +2,8 @@
 
 A row is answered N times with the sampling of training, through the engine of the config. Its pass rate is the
 share of successes (rollout/success.py). Rows that are always or never solved teach nothing; the others can be
-written to a file in the layout trl, with their images in a folder next to it.
+written to a file in the layout trl, with their images in a folder next to it; a video becomes its frames, whose times
+then count from 0.
 """
 
 from __future__ import annotations
@@ -96,5 +97,6 @@ def evenly_spaced(dataset: Rows, count: int) -> Rows:
 def plain_rows(dataset: Rows, rows: list[int]) -> Iterator[dict[str, Any]]:
     for row in rows:
         sample = dataset.sample(row)
-        images = {"images": list(sample.images)} if sample.images else {}
-        yield {"prompt": list(sample.messages), **images, **sample.other_columns}
+        videos = [{"video": video.frames, "fps": video.fps} for video in sample.videos]
+        media = {name: value for name, value in (("images", sample.images), ("videos", videos)) if value}
+        yield {"prompt": list(sample.messages), **media, **sample.other_columns}

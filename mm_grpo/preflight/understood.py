@@ -1,7 +1,7 @@
 """The first row of a source as a run understands it, in lines for the terminal.
 
 `check` prints up to LINES lines for each source: the prompt as the chat template renders it, with a mark for each
-picture, what each reward reads and how it scores the right answer, and what columns are used for. `train` prints three
+medium, what each reward reads and how it scores the right answer, and what columns are used for. `train` prints three
 lines before the model loads. Long texts are cut in the middle (…), and ↵ is a line feed.
 """
 
@@ -24,13 +24,14 @@ from rich.cells import cell_len
 from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.data.rows import ALIAS, Fields
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import UserError
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
-from mm_grpo.types import content_parts
+from mm_grpo.types import Video, content_parts, media_parts
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
@@ -83,7 +84,7 @@ def brief_lines(rows: Rows, specs: Sequence[RewardSpec], uses: Mapping[str, str]
         fields = source.fields(0)
     except UserError:  # it is named when the run comes to it
         return []
-    marks = iter([["‹", Text(_picture_name(image)), "›"] for image in fields.images])
+    marks = iter([["‹", Text(_medium_name(source)), "›"] for source in _sources(fields)])
     messages = [part for message in fields.messages for part in _unrendered(message, marks)]
     readings = [_reading(spec, fields.columns) for spec in specs if spec.applies_to(fields.columns)]
     reading = max(readings, key=len, default="no reward applies to it")  # the one that reads most
@@ -158,8 +159,16 @@ def _title(source: Rows, index: int) -> str:
     return f"{_short(source.name)}: {_short(source.row_name(index).rpartition('/')[2])}"
 
 
-def _picture_name(source: Any) -> str:
-    """Return the file name of an image's source, else its kind."""
+def _sources(fields: Fields) -> list[Any]:
+    """Return the sources of images and videos in the order of their parts."""
+    sources = {"image": iter(fields.images), "video": iter(fields.videos)}
+    return [next(sources[part["type"]]) for part in media_parts(fields.messages)]
+
+
+def _medium_name(source: Any) -> str:
+    """Return the file name of an image or a video, else its kind."""
+    if isinstance(source, VideoSource):
+        return "frames" if isinstance(source.source, list | tuple) else _medium_name(source.source)
     if isinstance(source, Mapping):
         source = source.get("path") or b""
     if isinstance(source, str | os.PathLike) and not str(source).startswith("data:"):
@@ -171,28 +180,33 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
     from mm_grpo.processors.hf_processor import HFProcessor
 
-    images, marks = prompt.engine_prompt.images, list[list[str]]()
-    names = chain(map(_picture_name, fields.images), repeat("image"))
-    for name, original, image in zip(names, prompt.sample.images, images, strict=False):
-        details = "→".join(dict.fromkeys("×".join(map(str, size)) for size in (original.size, image.size)))
-        if len(images) == 1:
+    media, marks = prompt.engine_prompt.media, list[list[str]]()
+    names = chain(map(_medium_name, _sources(fields)), repeat("image"))
+    for name, original, medium in zip(names, prompt.sample.media, media, strict=False):
+        details = "→".join(dict.fromkeys("×".join(map(str, size)) for size in (original.size, medium.size)))
+        if isinstance(medium, Video):
+            details = (
+                f"{len(medium.frames)} frames, {medium.times[0]:.1f}-{medium.times[-1]:.1f} s, {details}"
+            )
+        if len(media) == 1:
             details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
         elif isinstance(processor, HFProcessor):
-            details += f", {len(processor.picture(image, row=prompt.uid).token_ids)} tokens"
+            details += f", {len(processor.picture(medium, row=prompt.uid).token_ids)} tokens"
         marks.append(["‹", Text(name), f" {details}›"])
     remaining = iter(marks)
     if not isinstance(processor, HFProcessor):
         yield from (_unrendered(message, remaining) for message in prompt.sample.messages)
         return
-    tokenizer, ids, place = processor.tokenizer, prompt.engine_prompt.token_ids, processor.placeholder()
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - {place}
+    tokenizer, ids = processor.tokenizer, prompt.engine_prompt.token_ids
+    places = {*filter(None, (processor.placeholder(), processor.video_placeholder()))}
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - places
     ends, others = (
         "|".join(map(re.escape, tokens))
         for tokens in (tokenizer.convert_ids_to_tokens([*processor.stop_token_ids]), special)
     )
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     for message in re.split(ends or "(?!)", text):  # a row's own text holds no special token
-        first, *texts = re.sub(others, "", message).lstrip("\n").split(place)
+        first, *texts = re.split("|".join(map(re.escape, places)), re.sub(others, "", message).lstrip("\n"))
         yield [Text(first), *(part for text in texts for part in (*next(remaining, ["‹image›"]), Text(text)))]
 
 

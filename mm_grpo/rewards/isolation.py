@@ -184,7 +184,7 @@ def _pickled(spec: RewardSpec, call: Call) -> bytes:
     except Unsendable as error:
         raise RewardError(
             f"reward {spec.name!r}: its argument {error.name!r} cannot be sent to a worker process ({error.why}); "
-            "isolated rewards take plain data and images"
+            "isolated rewards take plain data, images and videos"
         ) from None
 
 
@@ -206,7 +206,7 @@ def _store(reward: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
     elif "unreadable" in answer:
         raise RewardError(
             f"reward {call.spec.name!r}: its arguments cannot be read in a worker process: {answer['unreadable']}. "
-            "Isolated rewards take plain data and images"
+            "Isolated rewards take plain data, images and videos"
         )
     elif "scores" in answer:
         try:

@@ -20,7 +20,7 @@ from mm_grpo.rewards.options import RewardOptions, read_options
 Kind = Literal["completion", "batch"]
 
 # Arguments that we supply whatever the dataset holds; every other parameter is a column or an option.
-_ARGUMENTS = frozenset(("completion_ids", "images", "trainer_state", "log_extra", "log_metric"))
+_ARGUMENTS = frozenset(("completion_ids", "images", "videos", "trainer_state", "log_extra", "log_metric"))
 COMPLETION_ARGUMENTS = _ARGUMENTS | {"completion", "prompt", "sample"}
 BATCH_ARGUMENTS = _ARGUMENTS | {"completions", "prompts", "samples"}
 # Supplied in runs with tools; a column of the same name has precedence.

@@ -291,7 +291,7 @@ def _run_files(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
         **{name: [paths.root / name] for name in FILES},
         "rollouts": (
             *(path for path in paths.rollouts.glob("*.jsonl") if ROLLOUT_NAME.fullmatch(path.name)),
-            *(path for path in paths.images.glob("*.png") if IMAGE_NAME.fullmatch(path.name)),
+            *(path for path in paths.images.glob("*.*") if IMAGE_NAME.fullmatch(path.name)),
         ),
         "checkpoints": (
             *(path for path in paths.checkpoints.glob("step-*") if STEP_NAME.fullmatch(path.name)),

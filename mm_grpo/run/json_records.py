@@ -25,7 +25,7 @@ def encode(value: Any, without: Collection[str] = ()) -> Any:
     from torch import Tensor
 
     if isinstance(value, Image):
-        return base64.b64encode(as_png(value)).decode()
+        return base64.b64encode(encoded_image(value)).decode()
     if isinstance(value, Tensor):
         return value.tolist()
     if is_dataclass(value):
@@ -78,11 +78,11 @@ def _is_of(value: Any, kind: Any) -> bool:
     return is_record or (isinstance(kind, type) and isinstance(value, kind))
 
 
-def as_png(image: Image) -> bytes:
-    """Encode an image as PNG."""
-    png = io.BytesIO()
-    image.save(png, "PNG", compress_level=1)  # the default level takes several times as long
-    return png.getvalue()
+def encoded_image(image: Image, form: str = "png") -> bytes:
+    """Encode an image as png or jpeg."""
+    file = io.BytesIO()
+    image.save(file, form, compress_level=1, quality=90)  # a PNG's default level takes several times as long
+    return file.getvalue()
 
 
 @cache

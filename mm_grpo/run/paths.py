@@ -13,7 +13,7 @@ from mm_grpo.files import RUN_MARK, expand_glob
 STEP_NAME = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint's folder."""
 ROLLOUT_NAME = re.compile(r"(eval-)?step-(\d{6,})\.jsonl")
-IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.png")
+IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.(?:png|jpeg)")
 REPORT_EVERY = 10
 """Steps between two writes of report.html, and between two tables of a tracker."""
 TIME = "{time}"

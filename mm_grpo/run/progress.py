@@ -31,7 +31,8 @@ COLUMNS = (
     ("s/step", ("seconds",), "{:.1f}"),
     ("length", ("completions/mean_length",), "{:.1f}"),
     ("clipped", ("completions/clipped_ratio",), "{:.0%}"),
-    ("sight", ("sight/nats",), "{:.2f}"),  # what images add to log-probs, in nats
+    ("sight", ("sight/nats",), "{:.2f}"),  # what media add to log-probs, in nats
+    ("order", ("sight/order_nats",), "{:.2f}"),  # what the order of frames adds
     ("loss", ("loss",), "{:.4f}"),
     ("tokens/s", ("tokens_per_second",), "{:,.0f}"),
     ("kl", ("kl",), "{:.4f}"),

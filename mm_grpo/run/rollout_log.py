@@ -3,15 +3,16 @@
 Evaluations are in rollouts/eval-step-000000.jsonl, one file for all sets after a step. Files of the evaluation before
 the first step, of the best one and of the newest one are kept.
 
-Each line is one completion, in the order of the groups. Images are written once, named by their content.
+Each line is one completion, in the order of the groups. Images and frames, these as JPEG, are written once, named by
+their content.
 
 Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
 weight_versions, reward, parts, advantage, columns. `images` are names; each of `videos` has its `times` and `fps`
-(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight`, if it was measured
-(docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in pixels of the
-row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an evaluation also
-have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of the row, their
-`advantage` is null.
+(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight` and `order`, if they
+were measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
+pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
+evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
+the row, their `advantage` is null.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
-from mm_grpo.run.json_records import as_png
+from mm_grpo.run.json_records import encoded_image
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
 from mm_grpo.types import EnginePrompt, Group, Turn, content_parts
@@ -208,25 +209,20 @@ def _read(file: Path) -> list[dict[str, Any]]:
 def _save_media(paths: RunPaths, shown: EnginePrompt | Turn) -> dict[str, Any]:
     """Save images and frames of videos; return the keys `images` and `videos` of a row or a turn."""
 
-    def names(images: Iterable[Image]) -> list[str]:
-        return [_save_image(paths, image) for image in images]
-
-    videos = [{"frames": names(v.frames), "times": v.times, "fps": v.fps} for v in shown.videos]
-    return {"images": names(shown.images), "videos": videos}
-
-
-def picture_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the images and of the frames of a row or a turn."""
-    frames = (name for video in row.get("videos", ()) for name in video["frames"])
-    return [*row.get("images", ()), *frames]
+    # frames as PNG would take a minute and a gigabyte a step: forty times as long as JPEG, and six times the bytes
+    frames = ([_save_image(paths, frame, "jpeg") for frame in video.frames] for video in shown.videos)
+    videos = [
+        {"frames": f, "times": v.times, "fps": v.fps} for f, v in zip(frames, shown.videos, strict=True)
+    ]
+    return {"images": [_save_image(paths, image, "png") for image in shown.images], "videos": videos}
 
 
-def _save_image(paths: RunPaths, image: Image) -> str:
-    """Save an image once; return its file name, the first 128 bits of its content's SHA-256."""
+def _save_image(paths: RunPaths, image: Image, form: str) -> str:
+    """Save an image once; return its file name, the first 128 bits of the SHA-256 of its pixels."""
     digest = hashlib.sha256(f"{image.mode} {image.size}".encode() + image.tobytes()).hexdigest()[:32]
-    file = paths.images / f"{digest}.png"
+    file = paths.images / f"{digest}.{form}"
     if not file.exists():
-        atomic_write(file, as_png(image), durable=False)
+        atomic_write(file, encoded_image(image, form), durable=False)
     return file.name
 
 

@@ -14,7 +14,7 @@ from mm_grpo.data.images import open_image
 from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import Processor
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
-from mm_grpo.run.rollout_log import logged_steps, picture_names, read_rollouts
+from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 from mm_grpo.types import Prompt, Sample, Video
 
 COUNT = 4  # prompts of a comparison
@@ -39,17 +39,16 @@ def _logged_prompts(
     uids: set[str] = set()
     for step in reversed(logged_steps(paths)):
         for row in read_rollouts(paths, step):
-            pictures_exist = all(
-                IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in picture_names(row)
-            )
-            if row["uid"] in uids or not pictures_exist:
+            names = [*row["images"], *(name for video in row["videos"] for name in video["frames"])]
+            exist = all(IMAGE_NAME.fullmatch(n) and (paths.images / n).is_file() for n in names)
+            if row["uid"] in uids or not exist:
                 continue
             uids.add(row["uid"])
             yield processor.prompt(_sample(paths, row)), _text_ids(processor, config, row["completion"])
 
 
 def _sample(paths: RunPaths, row: Mapping[str, Any]) -> Sample:
-    """Return the sample that was logged in a row, with its media at their final size."""
+    """Return the sample that was logged in a row, with its media at their final size; frames were compressed."""
 
     def read(names: Sequence[str]) -> tuple[Image, ...]:
         return tuple(open_image(str(paths.images / name), row=row["uid"]) for name in names)

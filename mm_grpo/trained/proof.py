@@ -11,8 +11,9 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,10 @@ def prove(
         with torch.no_grad():
             kwargs = {**config.data.chat_template_kwargs, **prompt.sample.chat_template_kwargs}
             inputs = plain_inputs(processor, prompt, ids, kwargs)
-            input_ids = tuple(inputs["input_ids"][0].tolist())
-            if not _same_ids(input_ids, (*prompt.token_ids, *ids), trained.processor.media_token_ids):
+            input_ids, media = inputs["input_ids"][0].tolist(), trained.processor.media_token_ids
+            # tokens of InternVL's videos are an image's in transformers, and a video's in vLLM and for the trainer
+            pairs = zip_longest(input_ids, (*prompt.token_ids, *ids))
+            if not all(a == b or {a, b} <= media for a, b in pairs):
                 counts = (
                     f"{len(input_ids) - len(ids)} tokens, the trainer's {len(prompt.token_ids)} other ones"
                 )
@@ -213,13 +216,6 @@ def plain_inputs(
         counted = torch.arange(len(completion)).expand(3, -1) + prompt.next_position
         inputs["position_ids"] = torch.cat([prompt.position_ids, counted], 1)[:, None]
     return inputs
-
-
-def _same_ids(ids: Sequence[int], expected: Sequence[int], media: Collection[int]) -> bool:
-    """Return True for equal ids; two different media tokens are equal."""
-    # the tokens of a video of InternVL are an image's in transformers, and a video's in vLLM and for the trainer
-    pairs = zip(ids, expected, strict=False)
-    return len(ids) == len(expected) and all(a == b or {a, b} <= set(media) for a, b in pairs)
 
 
 def plain_logprobs(model: Any, inputs: Mapping[str, Tensor], completion: Sequence[int]) -> list[float]:

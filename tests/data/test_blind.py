@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from reading import colour_of
 
 from mm_grpo.config import DataConfig
-from mm_grpo.data.blind import exchange, image_key
+from mm_grpo.data.blind import exchange, media_key, reordered, with_frames
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import DataError
 
@@ -33,12 +34,12 @@ def test_nobody_gets_an_equal_one_wherever_that_can_be(keys: list[int], seed: in
 
 def test_one_picture_has_one_key(tmp_path: Path) -> None:
     red, again, blue = (Image.new("RGB", (2, 2), colour) for colour in ("red", "red", "blue"))
-    assert image_key(red) == image_key(again) != image_key(blue)
-    assert image_key({"bytes": b"abc", "path": "x.png"}) == image_key(b"abc") != image_key(b"abd")
-    assert image_key({"bytes": None, "path": "x.png"}) == image_key("x.png") == image_key(Path("x.png"))
+    assert media_key(red) == media_key(again) != media_key(blue)
+    assert media_key({"bytes": b"abc", "path": "x.png"}) == media_key(b"abc") != media_key(b"abd")
+    assert media_key({"bytes": None, "path": "x.png"}) == media_key("x.png") == media_key(Path("x.png"))
     red.save(tmp_path / "red.png")
     opened: Any = Image.open(tmp_path / "red.png")
-    assert image_key(opened) == str(tmp_path / "red.png") and opened.fp is not None  # not read
+    assert media_key(opened) == str(tmp_path / "red.png") and opened.fp is not None  # not read
 
 
 def dataset(*shades: int | tuple[int, ...]) -> Dataset:
@@ -74,3 +75,42 @@ def test_removed_images_leave_the_text() -> None:
     assert (sample.images, sample.uid) == ((), "train:1")
     assert sample.messages == ({"role": "user", "content": [{"type": "text", "text": "q1"}]},)
     assert len(plain.sample(1).images) == 1  # the dataset itself stays as it was
+
+
+def coloured(*numbers: int) -> tuple[Image.Image, ...]:
+    return tuple(Image.new("RGB", (4, 4), (number, 0, 0)) for number in numbers)
+
+
+@pytest.mark.parametrize("count", range(3, 14))
+def test_no_patch_of_frames_stays_in_place(count: int) -> None:
+    frames = coloured(*range(count))
+    for seed in range(20):
+        moved = reordered(frames, random.Random(seed))
+        assert sorted(map(id, moved)) == sorted(map(id, frames))
+        assert moved == reordered(frames, random.Random(seed))
+        for first in range(0, count, 2):
+            assert moved[first : first + 2] != frames[first : first + 2]
+
+
+def test_frames_without_an_order_stay_and_equal_ones_move_as_far_as_they_can() -> None:
+    frames = coloured(5, 6, 5, 5, 6, 6)
+    assert reordered(frames, random.Random(0)) is frames
+    frames = coloured(5, 5, 5, 5, 5, 5, 6, 7)  # two of the three patches of one colour can go
+    moved = [frame.getpixel((0, 0))[0] for frame in reordered(frames, random.Random(0))]  # type: ignore[index]
+    assert sorted(moved) == [5] * 6 + [6, 7] and moved[6:] != [6, 7]
+    assert sum(moved[first : first + 2] != [5, 5] for first in (0, 2, 4)) == 2
+
+
+def test_videos_of_a_row_keep_their_times_and_each_uid_has_an_order_of_its_own() -> None:
+    video = tiny.video(1, 8)
+    sample = tiny.sample("eval:3", "what", (tiny.picture(1),), (video, video))
+    moved = with_frames(sample, "frames")
+    assert moved.images == sample.images and [v.times for v in moved.videos] == [video.times] * 2
+    orders = [[video.frames.index(frame) for frame in v.frames] for v in moved.videos]
+    assert all(sorted(order) == list(range(8)) for order in orders) and orders[0] != orders[1]
+    assert with_frames(sample, "frames").videos[0].frames == moved.videos[0].frames
+    other = with_frames(tiny.sample("eval:4", "what", (), (video,)), "frames").videos[0]
+    assert other.frames != moved.videos[0].frames
+    first = with_frames(sample, "first_frame").videos[1]
+    assert first.frames == (video.frames[0],) * 8
+    assert (first.times, first.fps) == (video.times, video.fps)

@@ -160,7 +160,7 @@ def test_every_column_stays_and_says_what_it_was_used_for(
         ({"prompt": [user([{"type": "audio"}])]}, ("prompt[0].content[0]", "'audio'")),
         ({"prompt": [user(" "), {"role": "system", "content": "x"}]}, ("'prompt' is empty",)),
         ({"question": "?"}, ("'prompt'", "data.columns.prompt=question")),
-        ({"prompt": "What?", "videos": ["a.mp4"]}, ("'videos'",)),
+        ({"prompt": "What?", "image": "a.png", "images": ["b.png"]}, ("'image' and 'images'",)),
         ({"prompt": [user([IMAGE, text("?")])], "images": ["a.png", "b.png"]}, ("image parts in the prompt: 1", ": 2")),
         ({"prompt": [user([text("?")])], "image": "a.png"}, ("image parts in the prompt: 0", "in the row: 1")),
         ({"prompt": "<image>?"}, ("<image> tags in the prompt: 1", "images in the row: 0")),

@@ -60,7 +60,7 @@ learner/loss.py < learner/test_minibatch.py learner/test_learner.py algorithm
     sign | loss = loss - config.entropy_coef ==> loss = loss + config.entropy_coef
     * live tokens | live = active & ~no_gradient & (advantages != 0) ==> live = active & (advantages != 0)
 learner/alternate_prompts.py < learner/test_twin_view.py learner/test_sight.py
-    off by one | longest <= self.max_tokens ==> longest < self.max_tokens
+    off by one | for c in group.completions) <= max_tokens ==> for c in group.completions) < max_tokens
     stale cache | self._prompts: dict[int, Prompt | None] = {} ==> self._prompts = require_images.__dict__
     wrong position | position_ids=tail.position_ids + shift) ==> position_ids=tail.position_ids - shift)
 learner/features/twin_view.py < learner/test_twin_view.py

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from helpers import tiny
 from helpers.configs import merged, small_config
+from helpers.families import plain_inputs
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import Optimizer
@@ -70,9 +71,8 @@ def make_groups(processor: Processor) -> list[Group]:
 
 
 @lru_cache
-def media_of(path: str) -> list[int]:
-    """Tokens of the model at `path` that are never sampled."""
-    return sorted(load_processor(path).media_token_ids)
+def processor_at(path: str) -> Any:
+    return load_processor(path)
 
 
 def plain_logp(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:
@@ -84,12 +84,17 @@ def plain_logp(model: Any, config: GRPOConfig, group: Group, c: Completion) -> T
 
 def distribution(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:
     """Log-probs [T, V] of all tokens at each place of a completion, -1e9 of what is banned."""
-    ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
-    kinds = (ids == model.config.image_token_id).int()
-    out = model(input_ids=ids, mm_token_type_ids=kinds, **group.prompt.vision, use_cache=False)
+    processor = processor_at(config.model.path)
+    if group.prompt.engine_prompt.videos:
+        inputs = plain_inputs(processor, group.prompt, c.token_ids)
+    else:
+        ids = torch.tensor([[*group.prompt.token_ids, *c.token_ids]])
+        kinds = (ids == model.config.image_token_id).int()
+        inputs = {"input_ids": ids, "mm_token_type_ids": kinds, **group.prompt.vision}
+    out = model(**inputs, use_cache=False)
     logits = out.logits[0, len(group.prompt.token_ids) - 1 : -1] / config.rollout.temperature
     keep = torch.ones(logits.shape[1], dtype=torch.bool)
-    keep[media_of(config.model.path)] = False
+    keep[sorted(processor.media_token_ids)] = False
     return logits.float().masked_fill(~keep, -1e9).log_softmax(-1)
 
 

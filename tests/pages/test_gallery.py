@@ -58,8 +58,8 @@ def test_a_large_picture_is_made_smaller_and_keeps_its_own_pixels(tmp_path: Path
 
 
 def test_a_video_is_a_strip_of_small_frames_that_count(tmp_path: Path) -> None:
-    """Frames of the prompt and of a tool's answer; one frame is an image, too, and as large as that."""
-    frames = [Image.new("RGB", (600, 300), (0, 0, level)) for level in range(4)]
+    """Frames of the prompt and of a tool's answer, beside an image with the pixels of one."""
+    frames = [Image.new("RGB", (600, 300), (0, 0, 60 * level)) for level in range(4)]
     noise = Image.effect_noise((480, 240), 80).convert("RGB")
     video = Video((*frames[:3], noise), (0.5, 1.0, 1.5, 1.5), 2.0)
     one = group(0, (1.0,))
@@ -72,12 +72,14 @@ def test_a_video_is_a_strip_of_small_frames_that_count(tmp_path: Path) -> None:
     (shown,) = gallery.groups
     (strip,), (turn,) = shown["videos"], shown["completions"][0]["turns"]
     assert (strip["times"], turn["videos"][0]["times"]) == ([0.5, 1.0, 1.5, 1.5], [7.25])
-    assert shown["messages"][0]["text"] == "" and strip["frames"][0] == shown["images"][0]
-    names = [*strip["frames"], *turn["videos"][0]["frames"]]
+    assert shown["messages"][0]["text"] == ""
+    names = [*shown["images"], *strip["frames"], *turn["videos"][0]["frames"]]
     sizes = [decoded(images.by_name[name]).size for name in names]
-    assert sizes == [(512, 256), (240, 120), (240, 120), (240, 120), (240, 120)]
-    assert [images.by_name[name].width for name in names] == [600, 600, 600, 480, 600]
-    assert images.by_name[names[3]].uri[:16] == "data:image/jpeg;" and len(images.by_name) == 5
+    assert sizes == [(512, 256), *[(240, 120)] * 5]
+    assert [images.by_name[name].width for name in names] == [600, 600, 600, 600, 480, 600]
+    forms = [images.by_name[name].uri.partition(";")[0].rpartition("/")[2] for name in names]
+    assert forms == ["png", "png", "png", "png", "jpeg", "png"]  # as small as they can be
+    assert len(images.by_name) == 6
     size = sum(len(image.uri) for image in images.by_name.values())
     assert images.bytes == size and gathered(folder, Budget(10**6, size - 1))[0].groups == []
 

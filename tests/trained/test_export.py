@@ -83,7 +83,7 @@ def test_an_export_answers_as_the_trainer_did(
 @pytest.mark.lowest
 @pytest.mark.parametrize("family", list(TABLE))
 def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path: Path) -> None:
-    """Adapters with factors that act, without a run: tied in every other family; rows with videos where it takes them."""
+    """Adapters with factors that act, without a run; tied in every other family; with videos where it takes them."""
     number = list(TABLE).index(family)
     path = models[family] if number % 2 else tiny.build(family, tmp_path / "base", tie=False)
     lora = {"rank": 2, "target_modules": ["q_proj", "v_proj"]}

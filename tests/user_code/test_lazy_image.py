@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from PIL import Image
 
 from mm_grpo.data import Dataset
 from mm_grpo.data.shapes import render, scene, shapes_rows
-from mm_grpo.user_code.lazy_image import LazyImage
+from mm_grpo.user_code.kept_state import own_copy
+from mm_grpo.user_code.lazy_image import LazyImage, with_pil_images
 
 
 def counted(calls: list[int]) -> LazyImage:
@@ -52,6 +54,15 @@ def test_threads_that_read_one_picture_at_once_see_the_same() -> None:
             shown = scene(split="train", index=index)
             image = LazyImage((84, 84), lambda shown=shown: render(shown))
             assert set(pool.map(lambda _: image.tobytes(), range(8))) == {render(shown).tobytes()}  # noqa: B023
+
+
+def test_a_column_of_videos_is_left_as_it_is_and_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "long.mp4"
+    with file.open("wb") as film:
+        film.write(b"\0\0\0\x20ftypisom\0\0\2\0isomiso2avc1mp41")
+        film.truncate(2**40)  # which fits in no memory, and takes no place on the disk
+    rows = [{"bytes": None, "path": str(file)}, {"bytes": file.open("rb").read(99), "path": None}]
+    assert with_pil_images(rows) == rows and own_copy(rows) == rows
 
 
 def test_reading_rows_draws_none_of_their_pictures() -> None:
