@@ -15,6 +15,9 @@ from typing import Any
 
 from PIL import Image
 
+from mm_grpo.data.videos import VideoSource
+from mm_grpo.types import MEDIA_TYPES
+
 
 def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:
     """Return for each of n members the member that lends it its images; one cycle if all `keys` differ.
@@ -43,10 +46,12 @@ def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:
 
 
 def image_key(source: Any, folder: object = None) -> Hashable:
-    """Return a key that is equal for equal pictures, as far as that shows without opening a file.
+    """Return a key that is equal for equal pictures or videos, as far as that shows without opening a file.
 
     Relative paths start at `folder`.
     """
+    if isinstance(source, VideoSource):
+        return source.numbers, tuple(image_key(part, folder) for part in source.sources)
     if isinstance(source, Mapping):
         return image_key(source.get("path") if source.get("bytes") is None else source["bytes"], folder)
     if isinstance(source, bytes | bytearray | memoryview):
@@ -58,10 +63,10 @@ def image_key(source: Any, folder: object = None) -> Hashable:
     return os.path.join(str(folder or ""), str(source))
 
 
-def without_images(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the messages without their image parts."""
+def without_media(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the messages without their image and video parts."""
     return tuple(
-        {**m, "content": [part for part in m["content"] if part["type"] != "image"]}
+        {**m, "content": [part for part in m["content"] if part["type"] not in MEDIA_TYPES]}
         if not isinstance(m["content"], str)
         else dict(m)
         for m in messages

@@ -25,7 +25,7 @@ import xxhash
 from PIL import Image
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
-from mm_grpo.data.blind import exchange, image_key, without_images
+from mm_grpo.data.blind import exchange, image_key, without_media
 from mm_grpo.data.columns import (
     ABSENT,
     check_columns,
@@ -42,14 +42,16 @@ from mm_grpo.data.images import Refusal, look_at_image, open_images, read_encode
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
+from mm_grpo.data.videos import look_at_video, open_videos, read_edges
 from mm_grpo.errors import BadImage, DataError, did_you_mean
-from mm_grpo.types import Sample, messages_text, pixel_limits
+from mm_grpo.types import Sample, media_parts, messages_text, pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
 
 MAX_CHARACTERS = 4_000_000
 MAX_IMAGES = 1_000
+MAX_VIDEOS = 100
 """Limits of a row's messages: no context holds more, and tokenising and decoding more takes minutes and gigabytes."""
 FIRST_ROWS = 16
 """Rows that show what all rows are like: which columns hold the prompt and the answer."""
@@ -147,24 +149,29 @@ class Dataset(Rows):
         fields = self._read(self._rows[at], at)
         image_row = at if self._image_rows is None else self._image_rows[at]
         if self._blank:
-            fields = replace(fields, messages=without_images(fields.messages), images=())
+            fields = replace(fields, messages=without_media(fields.messages), images=(), videos=())
         elif image_row != at:
             row_name = f"{row_name} (images of {self._rows.row_name(image_row)})"
-            fields = replace(fields, images=self._read(self._rows[image_row], image_row).images)
+            lender = self._read(self._rows[image_row], image_row)
+            fields = replace(fields, images=lender.images, videos=lender.videos)
         folder = self._image_folder(image_row)
         characters = len(messages_text(fields.messages))
         # before an image is opened: a huge row would take minutes
         for number, limit, noun in (
-            (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
+            (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images"),
+            (len(fields.videos), MAX_VIDEOS, "videos"),
         ):  # fmt: skip
             if number > limit:
                 raise DataError(f"{row_name}: {number:,} {noun} in the prompt, {limit:,} at most; shorten it")
 
         def open_sample() -> Sample:
-            images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
+            options: Any = {"row": row_name, "image_dir": folder, "files": self._image_files}
+            images = open_images(fields.images, **options)
+            options |= {"fps": self._settings.video_fps, "max_frames": self._settings.video_max_frames}
+            videos = open_videos(fields.videos, **options)
             prompt_columns = frozenset(fields.columns) - fields.other_columns.keys()
             return Sample(
-                self.uid(index), fields.messages, images, (), fields.columns,
+                self.uid(index), fields.messages, images, videos, fields.columns,
                 chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
@@ -191,28 +198,32 @@ class Dataset(Rows):
         for index in range(len(self) if self.in_memory else 0):
             with suppress(DataError):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
-                if not any(isinstance(image, Image.Image) for image in fields.images):
-                    pictures = (image_key(image, folder) for image in fields.images)
-                    yield (str(without_images(fields.messages)), *pictures), self.row_name(index)
+                images = chain(fields.images, *(video.sources for video in fields.videos))
+                if not any(isinstance(image, Image.Image) for image in images):
+                    media = (image_key(source, folder) for source in fields.media)
+                    yield (str(without_media(fields.messages)), *media), self.row_name(index)
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         row_name, folder = self.row_name(index), self._image_folder(self._indices[index])
         fields = self.fields(index)
 
         def look() -> None:
-            limits = chain((tuple(part.items()) for part in pixel_limits(fields.messages)), repeat(()))
-            for image, limit in zip(fields.images, limits, strict=False):
-                look_at_image(image, row_name, folder, self._image_files, refusal, limit)
+            parts = zip(media_parts(fields.messages), pixel_limits(fields.messages), strict=True)
+            of_images = (tuple(limits.items()) for part, limits in parts if part["type"] == "image")
+            for image, limits in zip(fields.images, chain(of_images, repeat(())), strict=False):
+                look_at_image(image, row_name, folder, self._image_files, refusal, limits)
+            for video in fields.videos:
+                look_at_video(video, row_name, folder, self._image_files)
 
         return look
 
     def with_shuffled_images(self, seed: int = 0) -> Dataset:
-        by_count: dict[int, dict[int, tuple[Hashable, ...]]] = {}
+        by_count: dict[tuple[int, int], dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
-            images = self.fields(index).images
-            folder = self._image_folder(self._indices[index])
-            by_count.setdefault(len(images), {})[index] = tuple(image_key(image, folder) for image in images)
-        by_count.pop(0, None)
+            fields, folder = self.fields(index), self._image_folder(self._indices[index])
+            members = by_count.setdefault((len(fields.images), len(fields.videos)), {})
+            members[index] = tuple(image_key(source, folder) for source in fields.media)
+        by_count.pop((0, 0), None)
         image_rows = list(range(len(self._rows)))
         rng = random.Random(f"shuffled images/{seed}")
         for count, members in sorted(by_count.items()):
@@ -221,8 +232,9 @@ class Dataset(Rows):
                 lenders = exchange(list(members.values()), rng)
             except ValueError as error:
                 raise DataError(
-                    f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count} "
-                    f"(run.eval_blind: shuffled): {error}; leave rows out, or write run.eval_blind: removed"
+                    f"{self.row_name(indices[0])}: images cannot be exchanged among the rows with {count[0]} images "
+                    f"and {count[1]} videos (run.eval_blind: shuffled): {error}; leave rows out, or write "
+                    "run.eval_blind: removed"
                 ) from None
             for place, lender in enumerate(lenders):
                 image_rows[self._indices[indices[place]]] = self._indices[indices[lender]]
@@ -255,7 +267,7 @@ class Dataset(Rows):
         return {"name": self.name, "rows": len(self), "left_out": left_out, "digests": row_digests}
 
     def _row_text(self, index: int) -> str:
-        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image.
+        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image, of their edges of a video.
 
         A PIL image is its mode and size, an image that cannot be read what the row has. DataError if a file changed.
         """
@@ -265,8 +277,9 @@ class Dataset(Rows):
         for place, source in enumerate(images):
             with suppress(BadImage):
                 images[place] = read_encoded(source, name, folder, files=self._image_files)[0]
-        columns = fields.other_columns  # of the prompt's, messages and images say all
-        return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)
+        videos = [(v.numbers, read_edges(v, name, folder, self._image_files)) for v in fields.videos]
+        columns = fields.other_columns  # of the prompt's, messages and media say all
+        return json.dumps([fields.messages, images + videos, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""

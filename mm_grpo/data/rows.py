@@ -45,6 +45,7 @@ from mm_grpo.data.image_columns import (
 )
 from mm_grpo.data.layouts import RowConversation, from_json, read_conversation
 from mm_grpo.data.row_settings import TEMPLATE_COLUMN, read_limits, read_template_kwargs
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError, half_character
 from mm_grpo.types import PIXEL_LIMITS, messages_text, with_limits
 
@@ -77,6 +78,13 @@ class Fields:
     """Columns and their purposes: PROMPT_PURPOSES, ALIAS, "prompt template", "chat template", "answer"."""
     conversational: bool = True
     """True when the prompt was a list of messages, not a string."""
+    videos: tuple[VideoSource, ...] = ()
+    """Sources of the video parts of the conversation, in order."""
+
+    @property
+    def media(self) -> tuple[Any, ...]:
+        """Sources of images, then of videos."""
+        return self.images + self.videos
 
     @property
     def other_columns(self) -> dict[str, Any]:
