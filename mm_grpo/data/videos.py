@@ -26,6 +26,7 @@ import math
 import os
 import struct
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ MAX_DECODED = 2**30
 EDGE = 2**16
 MIN_FRAMES = 4
 """Fewest frames that are chosen of a part that has as many."""
-FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpeg", "mpegts")
+FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpegts")
 """Containers by FFmpeg's names. No playlists, because they name other files and addresses."""
 VIDEO = images.SourceKind("video", "data:video/mp4;base64,...", "a list of images", max_bytes=16 * 2**30)
 _LEAST, _MOST = {"fps": 1e-3, "start": 0, "end": 0, "max_frames": 2, "frames": 2}, 1e6
@@ -115,6 +116,8 @@ class _File(NamedTuple):
     """Unit of the times of packets and frames, in seconds."""
     seconds: float
     """Length of its pictures by the header; 0 if it does not say."""
+    is_avi: bool
+    """True if frames have no times but their order."""
 
 
 def open_videos(sources: Sequence[VideoSource], *, row: str, **options: Any) -> tuple[Video, ...]:
@@ -140,22 +143,17 @@ def open_video(
         BadImage: the video is missing, not a video, damaged, too long, too large, or has no frame in the part.
     """
     source.check(row)
-    most = min(max_frames, source.max_frames or max_frames)
     if isinstance(source.source, list | tuple):
-        return _open_list(source, row, source.fps or fps, most, image_dir, files)
+        return _open_list(source, row, source.fps or fps, max_frames, image_dir, files)
     with _opened(source, row, image_dir, files) as file:
         times, keys, first = _scan(file, source)
-        places, seconds = _places(times, file, fps)
-        wanted = max(seconds * (source.fps or fps), MIN_FRAMES)
-        if source.frames is not None:
-            wanted = round(source.frames / 2) * 2
-        number = int(min(wanted, most, len(times))) // 2 * 2 or 1
-        chosen = [times[index] for index in _evenly(places, number)]
+        indices, seconds = choose_frames(times, file.tick, file.stream.average_rate, source, fps, max_frames)
+        chosen = [times[index] for index in indices]
         distinct = list(dict.fromkeys(chosen))  # a frame may be the nearest to several places
-        frames = _alike(_decode(file, distinct, keys), len(distinct), file.where)
+        frames = _alike(_decode(file, distinct, keys, first), len(distinct), file.where)
         pictures = dict(zip(distinct, frames, strict=True))
         seconds_of_frames = tuple(float((time - first) * file.tick) for time in chosen)
-        return Video(tuple(pictures[time] for time in chosen), seconds_of_frames, number / seconds)
+        return Video(tuple(pictures[time] for time in chosen), seconds_of_frames, len(chosen) / seconds)
 
 
 def read_edges(video: VideoSource, row: str, image_dir: Folder, files: Files) -> list[Any]:
@@ -183,12 +181,12 @@ def look_at_video(source: VideoSource, row: str, image_dir: Folder, files: Files
 
 
 def _open_list(
-    source: VideoSource, row: str, rate: float, most: int, image_dir: Folder, files: Files
+    source: VideoSource, row: str, rate: float, max_frames: int, image_dir: Folder, files: Files
 ) -> Video:
     start, end = source.span
     names = images.numbered(row, "frame", len(source.source))
     shown = [at for at in range(len(names)) if start <= at / rate <= end]
-    most = min(most, source.frames or most)
+    most = min(max_frames, source.max_frames or max_frames, source.frames or max_frames)
     number = len(shown) if len(shown) <= most else most // 2 * 2
     if not shown:
         raise BadImage(f"{row}: the video is {len(names)} images, of which none is shown; give it some")
@@ -227,7 +225,8 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     base = stream.time_base or Fraction(1, av.time_base)
     tick = Fraction(base.numerator, base.denominator)
     # the duration of an AVI file is cut to what it holds, Matroska has it in a tag
-    own = float((stream.frames if container.format.name == "avi" else stream.duration or 0) * tick)
+    is_avi = container.format.name == "avi"
+    own = float((stream.frames if is_avi else stream.duration or 0) * tick)
     with suppress(KeyError, ValueError):
         parts = stream.metadata["DURATION"].split(":")
         own = own or sum(float(part) * 60**place for place, part in enumerate(reversed(parts)))
@@ -236,7 +235,7 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     _limit(min(seconds, end) - start, MAX_SECONDS, "seconds", where)
     # the file's length may be that of its sound
     whole = seconds if own or len(container.streams) == 1 else 0.0
-    return _File(container, stream, where, tick, whole)
+    return _File(container, stream, where, tick, whole, is_avi)
 
 
 def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
@@ -246,13 +245,11 @@ def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
     file's first frame.
     """
     first = _first_time(file)
-    # a thousandth of a tick, because the number 0.1 is a little more than a tenth
-    low, high = (float(second / file.tick) for second in source.span)
-    low, high = first + math.ceil(low - 1e-3), first + high + 1e-3
+    # Matroska and FLV round times to milliseconds
+    start, end = source.span
+    low, high = first + math.ceil(max(start - 1e-3, 0) / file.tick), first + (end + 1e-3) / file.tick
     times, keys, last = set[int](), list[int](), first
-    # times in AVI are guessed from what was read before, so nothing is left out
-    is_avi = file.container.format.name == "avi"
-    for packet, time in _seek(file, first if is_avi else low):
+    for packet, time in _seek(file, low):
         if packet.is_keyframe:
             keys.append(time)
         last = max(last, time + (packet.duration or 0))
@@ -263,23 +260,24 @@ def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
         if packet.dts is not None and packet.dts > high:
             break
     else:
-        length = float((last - first) * file.tick)
+        # the header counts from 0, or from the first frame
+        length = float((last - min(first, 0)) * file.tick)
         if length < 0.9 * file.seconds - 1:
             raise _damaged(file.where, f"it has {length:.1f} of {file.seconds:.1f} seconds")
     if not times:
-        start, end = source.span
         until = float((last - first) * file.tick)
         raise BadImage(
             f"{file.where} has no frame from {start:g} to {end:g} seconds; its frames end at {until:.3f}"
         )
-    return sorted(times), keys[:1] if is_avi else sorted(keys), first
+    return sorted(times), sorted(keys), first
 
 
 def _first_time(file: _File) -> int:
     """Return the time of the first frame that a player shows, in ticks."""
     times = list[int]()
     for packet, time in _packets(file):
-        if packet.is_keyframe and times:
+        # later packets are of later frames
+        if times and (packet.is_keyframe or (packet.dts is not None and packet.dts >= min(times))):
             break
         if not packet.is_discard:
             times.append(time)
@@ -292,7 +290,7 @@ def _packets(file: _File) -> Iterator[_Packet]:
     """Yield packets from the next keyframe on, and their frames' times in ticks; without pictures before that frame."""
     key: int | None = None
     for packet in file.container.demux(file.stream):
-        time = packet.pts
+        time = packet.dts if file.is_avi else packet.pts
         if packet.size and (time is None or packet.is_corrupt):
             raise _damaged(file.where, "a packet is cut off, or has no time")
         if key is None and packet.is_keyframe:
@@ -314,16 +312,32 @@ def _seek(file: _File, time: int) -> Iterator[_Packet]:
     raise _damaged(file.where, f"nothing can be read at {float(time * file.tick):.3f} seconds")
 
 
-def _places(times: list[int], file: _File, fps: float) -> tuple[Sequence[int], float]:
-    """Return the places of frames in time, in any unit, and the seconds that they last together."""
-    count, first, rate = len(times), times[0], file.stream.average_rate
+def choose_frames(
+    times: Sequence[int],
+    tick: Fraction,
+    rate: Fraction | None,
+    source: VideoSource,
+    fps: float,
+    max_frames: int,
+) -> tuple[list[int], float]:
+    """Return the indices of the frames that are shown, and the seconds that all last.
+
+    `times` [N] are those of all frames in the part, ascending in units of `tick` seconds; `rate` is the header's.
+    """
+    count, first = len(times), times[0]
+    places = times
+    mean = Fraction(times[-1] - first, count - 1) * tick if count > 1 else 1 / Fraction(source.fps or fps)
     if rate:
-        step = 1 / (Fraction(rate.numerator, rate.denominator) * file.tick)
+        step = 1 / (Fraction(rate.numerator, rate.denominator) * tick)
         unit, length = step.denominator, step.numerator  # integers, because fractions are slow
         if all(abs((time - first) * unit - n * length) < unit for n, time in enumerate(times)):
-            return range(count), float(count * step * file.tick)
-    mean = Fraction(times[-1] - first, count - 1) * file.tick if count > 1 else 1 / Fraction(fps)
-    return times, float(count * mean)
+            places, mean = range(count), step * tick
+    seconds = float(count * mean)
+    wanted = max(seconds * (source.fps or fps), MIN_FRAMES)
+    if source.frames is not None:
+        wanted = round(source.frames / 2) * 2
+    number = int(min(wanted, max_frames, source.max_frames or max_frames, count)) // 2 * 2
+    return list(_evenly(places, number or 1)), seconds
 
 
 def _evenly(places: Sequence[int], number: int) -> Iterator[int]:
@@ -334,12 +348,13 @@ def _evenly(places: Sequence[int], number: int) -> Iterator[int]:
         yield min((max(after - 1, 0), after), key=lambda index: abs(places[index] - target))
 
 
-def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[Image.Image]:
+def _decode(file: _File, times: Sequence[int], keys: Sequence[int], first: int) -> Iterator[Image.Image]:
     """Yield the upright pictures of frames, whose times ascend."""
     position, frames = -math.inf, iter(list[tuple[int, av.VideoFrame]]())
     reformatter = VideoReformatter()
     for time in times:
-        key = keys[bisect_right(keys, time) - 1]
+        # frames of AVI are counted from its start
+        key = first if file.is_avi else keys[bisect_right(keys, time) - 1]
         if key > position:
             frames = _frames(file, key)
         position, frame = next((entry for entry in frames if entry[0] >= time), (math.inf, None))
@@ -356,15 +371,20 @@ def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[
 
 def _frames(file: _File, key: int) -> Iterator[tuple[int, av.VideoFrame]]:
     """Yield frames with their times, from a keyframe on."""
-    for packet, _ in _seek(file, key):
-        yield from ((frame.pts, frame) for frame in packet.decode() if frame.pts is not None)
-    # the decoder holds some back
-    yield from ((frame.pts, frame) for frame in file.stream.decode() if frame.pts is not None)
+    times = deque[int]()
+    for packet, time in chain(
+        _seek(file, key), [(None, 0)]
+    ):  # at the end come frames that the decoder held back
+        times.append(time)
+        for frame in file.stream.decode(packet):
+            at = times.popleft() if file.is_avi else frame.pts
+            if at is not None:
+                yield at, frame
 
 
 def _upright(pixels: Any, matrix: bytes, where: str) -> Any:
     """Turn pixels [H, W, C] by a display matrix, which moves the pixel (x, y) to (ax + cy, bx + dy)."""
-    a, b, _, c, d = (value >> 16 for value in struct.unpack_from("<5i", matrix))
+    a, b, _, c, d = (max(-1, min(1, round(value / 2**16))) for value in struct.unpack_from("<5i", matrix))
     if {abs(a), abs(b)} != {0, 1} or (abs(a), abs(b)) != (abs(d), abs(c)):
         raise BadImage(f"{where} is not turned by quarters ({a, b, c, d}); write it upright")
     return (pixels if a else pixels.swapaxes(0, 1))[:: b + d, :: a + c]
