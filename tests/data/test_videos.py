@@ -390,12 +390,12 @@ def test_hostile(name: str, clip: Path, capfd: pytest.CaptureFixture[str]) -> No
 def test_hostile_headers_are_refused_without_decoding(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes and durations are written over in the headers."""
     monkeypatch.setattr(videos, "_decode", lambda *_: pytest.fail("decoded"))
-    data = bytearray(clip.read_bytes())
-    at = data.index(struct.pack(">HH", *SIZE), data.index(b"avc1"))
-    wide = data[:at] + struct.pack(">HH", 60_000, 60_000) + data[at + 4 :]
+    wide = write_clip(clip.parent / "a.mov", constant(9, 30), codec="qtrle", pixels="rgb24").read_bytes()
+    at = wide.index(struct.pack(">HH", *SIZE), wide.index(b"stsd"))
+    wide = wide[:at] + struct.pack(">HH", 10_000, 20_000) + wide[at + 4 :]
     long = write_clip(clip.parent / "a.webm", constant(30, 30), codec="libvpx").read_bytes()
     long = long.replace(b"00:00:01.0", b"99:00:01.0")
-    for source, words in ((bytes(wide), "60000"), (long, "356,401 seconds")):
+    for source, words in ((wide, "200000000 pixels"), (long, "356,401 seconds")):
         refusals = [refusal(source)]
         with pytest.raises(BadImage) as caught:
             look_at_video(VideoSource(source), "train.jsonl:12", None, None)
@@ -431,13 +431,15 @@ def test_limits_of_the_part(limit: str, value: float, clip: Path, monkeypatch: p
         assert f"{value:,}" in refusal(live)
 
 
-def test_a_picture_that_grows_is_refused(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header says one size, and the frames have another."""
-    data = bytearray(clip.read_bytes())
-    at = data.index(struct.pack(">HH", *SIZE), data.index(b"avc1"))
-    data[at : at + 4] = struct.pack(">HH", 2, 2)
+def test_frames_larger_than_the_header_says_are_refused(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder refuses before it allocates them."""
+    data = write_clip(clip.parent / "a.webm", constant(9, 30), codec="libvpx").read_bytes()
+    small = data.replace(
+        bytes([0xB0, 0x81, SIZE[0], 0xBA, 0x81, SIZE[1]]), bytes([0xB0, 0x81, 2, 0xBA, 0x81, 2])
+    )
+    assert small != data
     monkeypatch.setattr(images, "MAX_PIXELS", 1000)
-    refusal(bytes(data))
+    assert "damaged" in refusal(small) and "3072" in refusal(data)
 
 
 def test_a_file_that_changes_during_the_run(clip: Path) -> None:
