@@ -37,12 +37,12 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.images import Refusal, look_at_image, open_images, read_encoded
+from mm_grpo.data.images import IMAGE, Refusal, SourceKind, look_at_image, open_images, read_encoded
 from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.data.videos import look_at_video, open_videos, read_edges
+from mm_grpo.data.videos import VIDEO, look_at_video, open_videos
 from mm_grpo.errors import BadMedia, DataError, did_you_mean
 from mm_grpo.types import Sample, media_parts, messages_text, pixel_limits
 
@@ -53,6 +53,8 @@ MAX_CHARACTERS = 4_000_000
 MAX_IMAGES = 1_000
 MAX_VIDEOS = 100
 """Limits of a row's messages: no context holds more, and tokenising and decoding more takes minutes and gigabytes."""
+VIDEO_START = 2**16
+"""Bytes at the start of a video that tell it from others, because reading all would take too long."""
 FIRST_ROWS = 16
 """Rows that show what all rows are like: which columns hold the prompt and the answer."""
 
@@ -271,19 +273,23 @@ class Dataset(Rows):
         return {"name": self.name, "rows": len(self), "left_out": left_out, "digests": row_digests}
 
     def _row_text(self, index: int) -> str:
-        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image, of their edges of a video.
+        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image, of the first of a video.
 
         A PIL image is its mode and size, an image that cannot be read what the row has. DataError if a file changed.
         """
         fields = self.fields(index)
         name, folder = self.row_name(index), self._image_folder(self._indices[index])
-        images = list(fields.images)
-        for place, source in enumerate(images):
+
+        def encoded(source: Any, kind: SourceKind, at_most: int) -> Any:
             with suppress(BadMedia):
-                images[place] = read_encoded(source, name, folder, files=self._image_files)[0]
-        videos = [(v.numbers, read_edges(v, name, folder, self._image_files)) for v in fields.videos]
+                return read_encoded(source, name, folder, at_most, self._image_files, kind)[0]
+            return source
+
+        media = [encoded(image, IMAGE, -1) for image in fields.images]
+        for video in fields.videos:
+            media += [video.numbers, *(encoded(source, VIDEO, VIDEO_START) for source in video.sources)]
         columns = fields.other_columns  # of the prompt's, messages and media say all
-        return json.dumps([fields.messages, images + videos, columns], sort_keys=True, default=_stable_text)
+        return json.dumps([fields.messages, media, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""

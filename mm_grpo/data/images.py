@@ -192,10 +192,15 @@ def numbered(row: str, noun: str, count: int) -> list[str]:
 
 
 def read_encoded(
-    source: Any, row: str, image_dir: Folder, at_most: int = -1, files: Files = None
+    source: Any,
+    row: str,
+    image_dir: Folder,
+    at_most: int = -1,
+    files: Files = None,
+    kind: SourceKind | None = None,
 ) -> tuple[bytes, str]:
-    """Return the encoded bytes of an image, or the first `at_most` of them, and its name in messages."""
-    file, where = open_encoded(source, row, image_dir, IMAGE, files)
+    """Return the encoded bytes of an image, or of a `kind`, or the first `at_most`, and its name in messages."""
+    file, where = open_encoded(source, row, image_dir, kind or IMAGE, files)
     with file:
         try:
             return file.read(at_most), where

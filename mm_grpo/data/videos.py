@@ -5,7 +5,7 @@ A source is what an image's may be (images.py), or a list of images. In this ord
     open       one of FORMATS; nothing is fetched over a network, and no file is read whole
     limit      size and length by the header, before a frame is decoded
     scan       the times of all frames in the part that is shown: packets are read, none is decoded
-    choose     as said below
+    choose     which frames are shown (below)
     decode     from the keyframe before each chosen frame; no other frame is kept
     convert    to RGB of 8 bits by FFmpeg, without tone mapping of HDR; transparency over white
     turn       by the display matrix, as phones write it
@@ -23,16 +23,16 @@ row (rows.py).
 from __future__ import annotations
 
 import math
-import os
 import struct
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
 from numbers import Real
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, cast
 
 import av
 from av.container import InputContainer
@@ -49,10 +49,9 @@ MAX_SECONDS, MAX_FRAMES = 3_600, 250_000
 """Limits of the part that is shown; an hour at 60 frames a second has 216,000."""
 MAX_DECODED = 2**30
 """Most bytes of the chosen frames; 32 of 3840 × 2160 pixels have 800 MB."""
-EDGE = 2**16
 MIN_FRAMES = 4
 """Fewest frames that are chosen of a part that has as many."""
-FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpeg", "mpegts")
+FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpegts")
 """Containers by FFmpeg's names. No playlists, because they name other files and addresses."""
 VIDEO = images.SourceKind("video", "data:video/mp4;base64,...", "a list of images", max_bytes=16 * 2**30)
 _LEAST, _MOST = {"fps": 1e-3, "start": 0, "end": 0, "max_frames": 2, "frames": 2}, 1e6
@@ -94,27 +93,25 @@ class VideoSource:
 
     def check(self, row: str) -> None:
         """Raise BadMedia, naming `row`, if a number is not a legal one."""
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
+        for (name, least), value in zip(_LEAST.items(), self.numbers, strict=True):
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if value is not None and not (is_number and least <= value <= _MOST):
                 raise BadMedia(f"{row}: {name} of the video is {value!r}; legal is {least:g} to {_MOST:g}")
 
 
-_Packet: TypeAlias = "tuple[av.Packet[av.VideoStream], int]"
-"""A packet and the time of its frame in ticks."""
-
-
 class _File(NamedTuple):
-    """An open file whose header is within the limits."""
+    """An open file. Its times are in units of `tick` seconds; `seconds` is its length by the header, 0 if unknown."""
 
     container: InputContainer
     stream: av.VideoStream
     where: str
     tick: Fraction
-    """Unit of the times of packets and frames, in seconds."""
     seconds: float
-    """Length of its pictures by the header; 0 if it does not say."""
+
+    @property
+    def is_avi(self) -> bool:
+        """True if frames have an order and no times."""
+        return self.container.format.name == "avi"
 
 
 def open_videos(sources: Sequence[VideoSource], *, row: str, **options: Any) -> tuple[Video, ...]:
@@ -140,35 +137,18 @@ def open_video(
         BadMedia: the video is missing, not a video, damaged, too long, too large, or has no frame in the part.
     """
     source.check(row)
-    most = min(max_frames, source.max_frames or max_frames)
     if isinstance(source.source, list | tuple):
-        return _open_list(source, row, source.fps or fps, most, image_dir, files)
+        return _open_list(source, row, source.fps or fps, max_frames, image_dir, files)
     with _opened(source, row, image_dir, files) as file:
-        times, keys, first = _scan(file, source)
-        places, seconds = _places(times, file, fps)
-        wanted = max(seconds * (source.fps or fps), MIN_FRAMES)
-        if source.frames is not None:
-            wanted = round(source.frames / 2) * 2
-        number = int(min(wanted, most, len(times))) // 2 * 2 or 1
-        chosen = [times[index] for index in _evenly(places, number)]
+        first = file.stream.start_time or 0
+        times, keys = _scan(file, source, first)
+        indices, seconds = choose_frames(times, file.tick, file.stream.average_rate, source, fps, max_frames)
+        chosen = [times[index] for index in indices]
         distinct = list(dict.fromkeys(chosen))  # a frame may be the nearest to several places
         frames = _alike(_decode(file, distinct, keys), len(distinct), file.where)
         pictures = dict(zip(distinct, frames, strict=True))
-        seconds_of_frames = tuple(float((time - first) * file.tick) for time in chosen)
-        return Video(tuple(pictures[time] for time in chosen), seconds_of_frames, number / seconds)
-
-
-def read_edges(video: VideoSource, row: str, image_dir: Folder, files: Files) -> list[Any]:
-    """Return the size, the first and the last EDGE bytes of each file of a video, or its source if it is not read."""
-    edges = video.sources
-    for place, source in enumerate(video.sources):
-        with suppress(BadMedia):
-            file, _ = images.open_encoded(source, row, image_dir, VIDEO, files)
-            with file:
-                head, size = file.read(EDGE), file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - EDGE))
-                edges[place] = size, head, file.read(EDGE)
-    return edges
+        shown_at = tuple(float((time - first) * file.tick) for time in chosen)
+        return Video(tuple(pictures[time] for time in chosen), shown_at, len(chosen) / seconds)
 
 
 def look_at_video(source: VideoSource, row: str, image_dir: Folder, files: Files) -> None:
@@ -183,15 +163,15 @@ def look_at_video(source: VideoSource, row: str, image_dir: Folder, files: Files
 
 
 def _open_list(
-    source: VideoSource, row: str, rate: float, most: int, image_dir: Folder, files: Files
+    source: VideoSource, row: str, rate: float, max_frames: int, image_dir: Folder, files: Files
 ) -> Video:
     start, end = source.span
     names = images.numbered(row, "frame", len(source.source))
     shown = [at for at in range(len(names)) if start <= at / rate <= end]
-    most = min(most, source.frames or most)
-    number = len(shown) if len(shown) <= most else most // 2 * 2
     if not shown:
         raise BadMedia(f"{row}: the video is {len(names)} images, of which none is shown; give it some")
+    most = min(max_frames, source.max_frames or max_frames, source.frames or max_frames)
+    number = len(shown) if len(shown) <= most else most // 2 * 2
     chosen = [shown[index] for index in _evenly(shown, number)]
     options: Any = {"image_dir": image_dir, "files": files, "count_as": "frames"}
     pictures = (images.open_image(source.source[at], row=names[at], **options) for at in chosen)
@@ -206,7 +186,7 @@ def _opened(source: VideoSource, row: str, image_dir: Folder, files: Files) -> I
     is_video = False
     with encoded:
         try:
-            with av.open(encoded, options={"format_whitelist": ",".join(FORMATS)}) as container:
+            with av.open(encoded, container_options={"format_whitelist": ",".join(FORMATS)}) as container:
                 is_video = True
                 yield _look(cast(InputContainer, container), source, where)
         except (av.error.FFmpegError, OSError) as error:
@@ -225,9 +205,9 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     context.options = {"max_pixels": str(images.MAX_PIXELS)}  # frames may be larger than the header says
     context.thread_count = 1  # rows are opened by several threads
     base = stream.time_base or Fraction(1, av.time_base)
-    tick = Fraction(base.numerator, base.denominator)
+    file = _File(container, stream, where, Fraction(base.numerator, base.denominator), 0.0)
     # the duration of an AVI file is cut to what it holds, Matroska has it in a tag
-    own = float((stream.frames if container.format.name == "avi" else stream.duration or 0) * tick)
+    own = float((stream.frames if file.is_avi else stream.duration or 0) * file.tick)
     with suppress(KeyError, ValueError):
         parts = stream.metadata["DURATION"].split(":")
         own = own or sum(float(part) * 60**place for place, part in enumerate(reversed(parts)))
@@ -235,27 +215,20 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     start, end = source.span
     _limit(min(seconds, end) - start, MAX_SECONDS, "seconds", where)
     # the file's length may be that of its sound
-    whole = seconds if own or len(container.streams) == 1 else 0.0
-    return _File(container, stream, where, tick, whole)
+    return file._replace(seconds=seconds if own or len(container.streams) == 1 else 0.0)
 
 
-def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
-    """Read packets, and decode none.
-
-    Returns times in ticks, in order: of the frames in the part, of keyframes (also one before the part), and of the
-    file's first frame.
-    """
-    first = _first_time(file)
-    # a thousandth of a tick, because the number 0.1 is a little more than a tenth
-    low, high = (float(second / file.tick) for second in source.span)
-    low, high = first + math.ceil(low - 1e-3), first + high + 1e-3
+def _scan(file: _File, source: VideoSource, first: int) -> tuple[list[int], list[int]]:
+    """Return the times of the part's frames, and of keyframes, also one before them, in order; nothing is decoded."""
+    # Matroska and FLV round times to milliseconds
+    start, end = source.span
+    low, high = first + math.ceil(max(start - 1e-3, 0) / file.tick), first + (end + 1e-3) / file.tick
     times, keys, last = set[int](), list[int](), first
-    # times in AVI are guessed from what was read before, so nothing is left out
-    is_avi = file.container.format.name == "avi"
-    for packet, time in _seek(file, first if is_avi else low):
+    for packet, time in _seek(file, low) if start and not file.is_avi else _packets(file):
         if packet.is_keyframe:
             keys.append(time)
         last = max(last, time + (packet.duration or 0))
+        # an edit list may hide frames
         if not packet.is_discard and low <= time <= high:
             times.add(time)
         _limit(len(times), MAX_FRAMES, "frames", file.where)
@@ -263,36 +236,23 @@ def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
         if packet.dts is not None and packet.dts > high:
             break
     else:
-        length = float((last - first) * file.tick)
+        # the header counts from 0, or from the first frame
+        length = float((last - min(first, 0)) * file.tick)
         if length < 0.9 * file.seconds - 1:
             raise _damaged(file.where, f"it has {length:.1f} of {file.seconds:.1f} seconds")
     if not times:
-        start, end = source.span
         until = float((last - first) * file.tick)
         raise BadMedia(
             f"{file.where} has no frame from {start:g} to {end:g} seconds; its frames end at {until:.3f}"
         )
-    return sorted(times), keys[:1] if is_avi else sorted(keys), first
+    return sorted(times), sorted(keys)
 
 
-def _first_time(file: _File) -> int:
-    """Return the time of the first frame that a player shows, in ticks."""
-    times = list[int]()
-    for packet, time in _packets(file):
-        if packet.is_keyframe and times:
-            break
-        if not packet.is_discard:
-            times.append(time)
-    if not times:
-        raise _damaged(file.where, "it has no frames")
-    return min(times)
-
-
-def _packets(file: _File) -> Iterator[_Packet]:
-    """Yield packets from the next keyframe on, and their frames' times in ticks; without pictures before that frame."""
+def _packets(file: _File) -> Iterator[tuple[av.Packet[av.VideoStream], int]]:
+    """Yield packets with their frames' times, from the next keyframe on, without those of earlier pictures."""
     key: int | None = None
     for packet in file.container.demux(file.stream):
-        time = packet.pts
+        time = packet.dts if file.is_avi else packet.pts
         if packet.size and (time is None or packet.is_corrupt):
             raise _damaged(file.where, "a packet is cut off, or has no time")
         if key is None and packet.is_keyframe:
@@ -301,7 +261,7 @@ def _packets(file: _File) -> Iterator[_Packet]:
             yield packet, time
 
 
-def _seek(file: _File, time: int) -> Iterator[_Packet]:
+def _seek(file: _File, time: int) -> Iterator[tuple[av.Packet[av.VideoStream], int]]:
     """Return packets from a keyframe at or before `time` on."""
     # a seek may land behind the keyframe that it aims at if the container has no index
     for seconds in (0, 1, 10, 100):
@@ -314,16 +274,32 @@ def _seek(file: _File, time: int) -> Iterator[_Packet]:
     raise _damaged(file.where, f"nothing can be read at {float(time * file.tick):.3f} seconds")
 
 
-def _places(times: list[int], file: _File, fps: float) -> tuple[Sequence[int], float]:
-    """Return the places of frames in time, in any unit, and the seconds that they last together."""
-    count, first, rate = len(times), times[0], file.stream.average_rate
+def choose_frames(
+    times: Sequence[int],
+    tick: Fraction,
+    rate: Fraction | None,
+    source: VideoSource,
+    fps: float,
+    max_frames: int,
+) -> tuple[list[int], float]:
+    """Return the indices of the frames that are shown, and the seconds that all last.
+
+    `times` [N] are those of all frames in the part, ascending in units of `tick` seconds; `rate` is the header's.
+    """
+    count, first = len(times), times[0]
+    places = times
+    mean = Fraction(times[-1] - first, count - 1) * tick if count > 1 else 1 / Fraction(source.fps or fps)
     if rate:
-        step = 1 / (Fraction(rate.numerator, rate.denominator) * file.tick)
+        step = 1 / (Fraction(rate.numerator, rate.denominator) * tick)
         unit, length = step.denominator, step.numerator  # integers, because fractions are slow
         if all(abs((time - first) * unit - n * length) < unit for n, time in enumerate(times)):
-            return range(count), float(count * step * file.tick)
-    mean = Fraction(times[-1] - first, count - 1) * file.tick if count > 1 else 1 / Fraction(fps)
-    return times, float(count * mean)
+            places, mean = range(count), step * tick
+    seconds = float(count * mean)
+    wanted = max(seconds * (source.fps or fps), MIN_FRAMES)
+    if source.frames is not None:
+        wanted = round(source.frames / 2) * 2
+    number = int(min(wanted, max_frames, source.max_frames or max_frames, count)) // 2 * 2
+    return list(_evenly(places, number or 1)), seconds
 
 
 def _evenly(places: Sequence[int], number: int) -> Iterator[int]:
@@ -339,7 +315,8 @@ def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[
     position, frames = -math.inf, iter(list[tuple[int, av.VideoFrame]]())
     reformatter = VideoReformatter()
     for time in times:
-        key = keys[bisect_right(keys, time) - 1]
+        # frames of AVI are counted from its first
+        key = keys[0] if file.is_avi else keys[bisect_right(keys, time) - 1]
         if key > position:
             frames = _frames(file, key)
         position, frame = next((entry for entry in frames if entry[0] >= time), (math.inf, None))
@@ -347,7 +324,8 @@ def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[
             raise _damaged(file.where, f"no frame at {float(time * file.tick):.3f} seconds")
         images.count_decoded("frames")
         has_alpha = any(component.is_alpha for component in frame.format.components)
-        pixels = reformatter.reformat(frame, format="rgba" if has_alpha else "rgb24").to_ndarray()
+        rgb = reformatter.reformat(frame, format="rgba" if has_alpha else "rgb24", threads=1)
+        pixels = rgb.to_ndarray()
         matrix: Any = frame.side_data.get("DISPLAYMATRIX")
         if matrix is not None:
             pixels = _upright(pixels, bytes(matrix), file.where)
@@ -356,15 +334,19 @@ def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[
 
 def _frames(file: _File, key: int) -> Iterator[tuple[int, av.VideoFrame]]:
     """Yield frames with their times, from a keyframe on."""
-    for packet, _ in _seek(file, key):
-        yield from ((frame.pts, frame) for frame in packet.decode() if frame.pts is not None)
-    # the decoder holds some back
-    yield from ((frame.pts, frame) for frame in file.stream.decode() if frame.pts is not None)
+    times = deque[int]()
+    # the decoder gives the frames that it holds back when it gets None
+    for packet, time in chain(_seek(file, key), [(None, 0)]):
+        times.append(time)
+        for frame in file.stream.decode(packet):
+            at = times.popleft() if file.is_avi else frame.pts
+            if at is not None:
+                yield at, frame
 
 
 def _upright(pixels: Any, matrix: bytes, where: str) -> Any:
     """Turn pixels [H, W, C] by a display matrix, which moves the pixel (x, y) to (ax + cy, bx + dy)."""
-    a, b, _, c, d = (value >> 16 for value in struct.unpack_from("<5i", matrix))
+    a, b, _, c, d = (max(-1, min(1, round(value / 2**16))) for value in struct.unpack_from("<5i", matrix))
     if {abs(a), abs(b)} != {0, 1} or (abs(a), abs(b)) != (abs(d), abs(c)):
         raise BadMedia(f"{where} is not turned by quarters ({a, b, c, d}); write it upright")
     return (pixels if a else pixels.swapaxes(0, 1))[:: b + d, :: a + c]
