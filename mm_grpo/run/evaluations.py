@@ -190,10 +190,10 @@ class Evaluations:
 
 
 def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool = False) -> dict[str, Rows]:
-    """Return the sets that have images, with their images `shuffled` or `removed`.
+    """Return the sets that have images or videos, with these `shuffled` or `removed`.
 
-    Raises ConfigError if no set has images, or if tools would look for images that are removed;
-    DataError if images cannot be exchanged.
+    Raises ConfigError if no set has any, or if tools would look for images that are removed;
+    DataError if they cannot be exchanged.
     """
     where = f"run.eval_blind = '{kind}'"
     if several_turns and kind == "removed":
@@ -203,10 +203,10 @@ def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool =
     controls = {
         name: rows.with_shuffled_images() if kind == "shuffled" else rows.with_images_removed()
         for name, rows in sets.items()
-        if any(rows.fields(index).images for index in range(len(rows)))
+        if any(fields.images or fields.videos for fields in map(rows.fields, range(len(rows))))
     }
     if not controls:
-        raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image; leave it out")
+        raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image or a video; leave it out")
     return controls
 
 

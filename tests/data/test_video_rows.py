@@ -18,6 +18,7 @@ from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.data.sources import load_train, shared_rows
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
+from mm_grpo.run.evaluations import blind_controls
 
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 MP4 = b"\x00\x00\x00\x20ftypisom and more"
@@ -374,6 +375,12 @@ def test_videos_are_exchanged_among_rows_with_as_many_images_and_videos() -> Non
         DataError, match=r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
     ):
         dataset(([], ["a.mp4"]), ([], ["a.mp4"])).with_shuffled_images()
+
+
+def test_a_set_of_videos_alone_has_a_blind_control() -> None:
+    rows = dataset(([], ["a.mp4"]), ([], ["b.mp4"]))
+    control = blind_controls({"clips": rows, "texts": dataset(([], []))}, "shuffled")
+    assert control.keys() == {"clips"} and control["clips"]._image_rows == [1, 0]  # type: ignore[attr-defined]
 
 
 def test_removed_media_leave_the_text() -> None:
