@@ -28,7 +28,11 @@ def evaluate(
     trust_remote_code: Trust = False,
     blind: Annotated[
         str | None,
-        typer.Option(metavar="shuffled|removed", help="Also with another row's images, or without images."),
+        typer.Option(
+            metavar="shuffled|removed|frames|first_frame",
+            help="Also with another row's images and videos, without any, with the frames of videos in another order, "
+            "or with their first frame alone.",
+        ),
     ] = None,
     samples: Annotated[
         int | None,

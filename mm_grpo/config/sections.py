@@ -555,9 +555,10 @@ class RunConfig(Section):
     """What evaluations, and the best checkpoint, are judged by: NAME >= MARK, such as exact_match >= 1, is the share
     of completions to which that reward gives at least the mark (accuracy); NAME mean, such as iou mean, its mean
     score; null is the mean reward. Default: null."""
-    eval_blind: Literal["shuffled", "removed"] | None = None
+    eval_blind: Literal["shuffled", "removed", "frames", "first_frame"] | None = None
     """Also answer the rows of the first evaluation set without their images and videos: shuffled (each with those of
-    another row) or removed; null is shuffled after `mm-grpo warm`, else none (docs/evaluation.md). Default: null."""
+    another row) or removed; or with other frames in videos: frames (in another order) or first_frame (in the place of
+    all); null is shuffled after `mm-grpo warm`, else none (docs/evaluation.md). Default: null."""
     sight_every: int = Field(default=10, ge=0)
     """Steps from one that measures how much completions depend on their images (docs/evaluation.md) to the next, the
     first step included, >= 0; 0 is none. Default: 10."""

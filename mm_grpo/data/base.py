@@ -150,5 +150,8 @@ class Rows(Protocol):
         numbers, or most rows with these numbers have the same images and videos.
         """
 
+    def with_frames(self, control: str) -> Rows:
+        """Return the rows with the frames of their videos changed by one of `blind.FRAME_CONTROLS`."""
+
     def with_images_removed(self) -> Rows:
         """Return the rows without images and videos, and without their parts of messages."""

@@ -54,11 +54,7 @@ def media_key(source: Any, folder: object = None) -> Hashable:
     Relative paths start at `folder`.
     """
     if isinstance(source, VideoSource):
-        return tuple(
-            media_key(value, folder) if name == "source" else value for name, value in vars(source).items()
-        )
-    if isinstance(source, list | tuple):
-        return tuple(media_key(frame, folder) for frame in source)
+        return source.numbers, tuple(media_key(part, folder) for part in source.sources)
     if isinstance(source, Mapping):
         return media_key(source.get("path") if source.get("bytes") is None else source["bytes"], folder)
     if isinstance(source, bytes | bytearray | memoryview):
@@ -111,6 +107,14 @@ FRAME_CONTROLS: Mapping[str, Callable[[Frames, random.Random], Frames]] = {
     "first_frame": lambda frames, rng: frames[:1] * len(frames),
 }
 """Changes of a video's frames, whose times stay, by their names in `run.eval_blind`."""
+
+CONTROLS: Mapping[str, tuple[str, str]] = {
+    "shuffled": ("images shuffled", "the images add"),
+    "removed": ("images removed", "the images add"),
+    "frames": ("frames shuffled", "the order of frames adds"),
+    "first_frame": ("first frame alone", "the later frames add"),
+}
+"""Words for each kind of `run.eval_blind`: what was done, and what the gap is."""
 
 
 def with_frames(sample: Sample, control: str) -> Sample:

@@ -174,5 +174,8 @@ class MixedDataset(Rows):
     def with_shuffled_images(self, seed: int = 0) -> MixedDataset:
         return self.map_sources(lambda source: source.with_shuffled_images(seed))
 
+    def with_frames(self, control: str) -> MixedDataset:
+        return self.map_sources(lambda source: source.with_frames(control))
+
     def with_images_removed(self) -> MixedDataset:
         return self.map_sources(lambda source: source.with_images_removed())

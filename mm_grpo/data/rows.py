@@ -101,6 +101,11 @@ class Fields:
     """True when the prompt was a list of messages, not a string."""
 
     @property
+    def media(self) -> tuple[Any, ...]:
+        """Sources of images, then of videos."""
+        return self.images + self.videos
+
+    @property
     def sources(self) -> Media:
         """Sources of all images, also of the frames of videos that are lists, and of all videos."""
         videos = [video.source for video in self.videos]

@@ -1,6 +1,6 @@
-"""Prompts that stand in for the prompts of a step's groups: the same rows with other images.
+"""Prompts that stand in for the prompts of a step's groups: the same rows with other images and videos.
 
-The G completions of a group share the alternate prompt as they share their own, and its images are encoded once.
+The G completions of a group share the alternate prompt as they share their own, and its media are encoded once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mm_grpo.learner.pack import Item
 from mm_grpo.types import Group, Prompt, Tail
 
 ROWS = 1000
-"""Most rows of the training set in which `require_images` looks for an image."""
+"""Most rows of the training set in which `require_images` looks for an image or a video."""
 
 
 class AlternatePrompts:
@@ -59,11 +59,12 @@ def moved_tail(tail: Tail | None, old: Prompt, new: Prompt) -> Tail | None:
 
 
 def require_images(
-    train: Rows, field: str, *, several_turns: bool = False, column: str | None = None
+    train: Rows, field: str, *, several_turns: bool = False, videos: bool = True, column: str | None = None
 ) -> None:
     """Raise ConfigError if the rows do not have what a field of `algorithm` that compares images needs.
 
-    At least one row needs an image, and one with images the `column`. Conversations of `several_turns` are refused.
+    At least one row needs an image, or a video if `videos`, and one of these rows the `column`. Conversations of
+    `several_turns` are refused.
     """
     if several_turns:
         raise ConfigError(
@@ -71,11 +72,11 @@ def require_images(
             "rollout.environment), whose tools may show what the other view hides"
         )
     rows = [train.fields(index) for index in train.spaced(ROWS)]
-    pictured = [row for row in rows if row.images]
+    pictured = [row for row in rows if row.images or (videos and row.videos)]
     if not pictured:
         raise ConfigError(
-            f"algorithm.{field}: none of {len(rows)} rows of the training set has an image, and it compares answers "
-            "with those to another image; leave it out, or train on rows with images"
+            f"algorithm.{field}: none of {len(rows)} rows of the training set has an image{' or a video' * videos}, "
+            "and it compares answers with those to another one; leave it out, or train on rows with images"
         )
     if column is not None and all(row.columns.get(column) is None for row in pictured):
         raise ConfigError(

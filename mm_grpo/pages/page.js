@@ -354,8 +354,8 @@ function summary_cards(run) {
       known(before.value) && `from ${score(before.value, share)}, ${points(after.value - before.value, share)}`)]);
   }
   if (control && known(control.gap)) {
-    cards.push(["what the images add", difference(control.gap, share), share ? "points" : "", note(interval(control.gap_interval, difference),
-      known(control.score) && `images ${control.kind}: ${score(control.score, share)}`, before.blind && known(before.blind.gap) && `from ${points(before.blind.gap, share)}`)]);
+    cards.push([`what ${data.controls[control.kind][1]}`, difference(control.gap, share), share ? "points" : "", note(interval(control.gap_interval, difference),
+      known(control.score) && `${data.controls[control.kind][0]}: ${score(control.score, share)}`, before.blind && known(before.blind.gap) && `from ${points(before.blind.gap, share)}`)]);
   }
   if (known(run.reward)) cards.push(["reward", run.reward.toFixed(3), "", run.reward_steps > 1 ? `mean of the last ${run.reward_steps} steps, from ${run.first_reward.toFixed(3)}` : ""]);
   if (known(run.last_step)) cards.push(["steps", String(run.last_step), "", run.step_seconds ? `${run.step_seconds.toFixed(1)} s each` : ""]);
@@ -374,8 +374,8 @@ function evaluation_rows(run) {
     const logged = now[name] === ends.after ? pair(now, name) : null;
     const rows = [row(set, ends.before, ends.after, i === 0 ? after.interval : logged, score)];
     if (control) {
-      rows.push(row(`${set}, images ${control.kind}`, then.score, control.score, control.interval, score),
-        row(`${set}, what the images add`, then.gap, control.gap, control.gap_interval, points, difference));
+      rows.push(row(`${set}, ${data.controls[control.kind][0]}`, then.score, control.score, control.interval, score),
+        row(`${set}, what ${data.controls[control.kind][1]}`, then.gap, control.gap, control.gap_interval, points, difference));
     }
     return rows;
   });

@@ -16,6 +16,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
+from mm_grpo.data.blind import CONTROLS
 from mm_grpo.errors import UserError
 from mm_grpo.files import atomic_write, read_json
 from mm_grpo.pages.curves import CURVES, Curves, ExpectedCurve, curves_of, read_expected_curve, thin_out
@@ -84,6 +85,7 @@ class Report:
             "expected": list(dict.fromkeys(f"{curve.metric}: {curve.source}" for curve in expected if curve)),
             "groups": [group for gallery in galleries for group in gallery.groups],
             "evaluations": [row for gallery in galleries for row in gallery.evaluations],
+            "controls": CONTROLS,
             "page": PAGE_SIZE,
             "budget": asdict(budget),
         }

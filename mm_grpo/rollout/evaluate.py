@@ -4,8 +4,9 @@ Rows are answered with the sampling of `rollout.eval`, greedy by default. Seeds 
 same at every evaluation, so that before and after are compared on equal terms. Rows that are too long stop the run or
 are left out, as in training. The value of one completion comes from eval_metric.py.
 
-A blind control answers the same rows from the same seeds without their images (`run.eval_blind`): what is left of the
-score did not need them. Its gap is the mean over rows of the score with images less the score without.
+A blind control answers the same rows from the same seeds without their images and videos, or with other frames
+(`run.eval_blind`): what is left of the score did not need them. Its gap is the mean over rows of the score with them
+less the score without.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ class RowScores:
 
 @dataclass(frozen=True)
 class Blind:
-    """Result for the same rows without their images; fields are None if nothing was measured."""
+    """Result for the same rows of a blind control; fields are None if nothing was measured."""
 
     kind: str
-    """`shuffled` or `removed` images."""
+    """A key of `blind.CONTROLS`."""
     rows: int
     score: float | None
     interval: Interval | None
     reward: float | None
     gap: float | None
-    """What the images add to the score, row by row."""
+    """What they add to the score, row by row."""
     gap_interval: Interval | None
 
 
@@ -199,7 +200,7 @@ def _tasks(rows: Sequence[RowScores], metric: EvalMetric) -> dict[str, dict[str,
 
 
 def _control(rows: Sequence[RowScores], blind: Sequence[RowScores], metric: EvalMetric, kind: str) -> Blind:
-    """Return the blind control, and its distance from the same rows with images."""
+    """Return the blind control, and its distance from the same rows as they are."""
     sighted, values = {row.row: row.values for row in rows}, [row.values for row in blind]
     gaps = [[fmean(s) - fmean(row.values)] for row in blind if row.values and (s := sighted.get(row.row))]
     return Blind(

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
 from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
 from mm_grpo.run.json_records import decode
@@ -94,7 +95,9 @@ class Evaluations:
                     step,
                     (number, len(self.sets)),
                     keep=partial(keep, name, blind) if keep is not None else None,
-                    report=partial(report, f"{name}, images {blind}" if blind else name) if report else None,
+                    report=partial(report, f"{name}, {CONTROLS[blind][0]}" if blind else name)
+                    if report
+                    else None,
                 )
                 for rows, blind in ((dataset, None), (control, kind))
                 if rows is not None
@@ -182,7 +185,7 @@ class Evaluations:
             words.append(f"reward {first.reward:.3f}")
         if first.blind is not None:
             words.append(
-                f"images {first.blind.kind} {_score(first.blind.score, first.blind.interval)}, "
+                f"{CONTROLS[first.blind.kind][0]} {_score(first.blind.score, first.blind.interval)}, "
                 f"gap {_score(first.blind.gap, first.blind.gap_interval)}"
             )
         words += [f"{name} {_score(result.score, None)}" for name, result in [*self.after.items()][1:]]
@@ -190,23 +193,32 @@ class Evaluations:
 
 
 def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool = False) -> dict[str, Rows]:
-    """Return the sets that have images or videos, with these `shuffled` or `removed`.
+    """Return the sets that have images or videos, without them as `kind` says, a key of `blind.CONTROLS`.
 
-    Raises ConfigError if no set has any, or if tools would look for images that are removed;
-    DataError if they cannot be exchanged.
+    Raises ConfigError if no set has some, or if tools would look for images that are removed; DataError if images
+    cannot be exchanged.
     """
     where = f"run.eval_blind = '{kind}'"
     if several_turns and kind == "removed":
         raise ConfigError(
             f"{where}: tools and environments would look for the images that are removed; write shuffled"
         )
+    of_frames = kind in FRAME_CONTROLS
+
+    def control(rows: Rows) -> Rows:
+        if of_frames:
+            return rows.with_frames(kind)
+        return rows.with_shuffled_images() if kind == "shuffled" else rows.with_images_removed()
+
+    every_row = {name: map(rows.fields, range(len(rows))) for name, rows in sets.items()}
     controls = {
-        name: rows.with_shuffled_images() if kind == "shuffled" else rows.with_images_removed()
-        for name, rows in sets.items()
-        if any(fields.images or fields.videos for fields in map(rows.fields, range(len(rows))))
+        name: control(sets[name])
+        for name, rows in every_row.items()
+        if any(row.videos or (row.images and not of_frames) for row in rows)
     }
     if not controls:
-        raise ConfigError(f"{where}: no row of {', '.join(sets)} has an image or a video; leave it out")
+        medium = "a video" if of_frames else "an image or a video"
+        raise ConfigError(f"{where}: no row of {', '.join(sets)} has {medium}; leave it out")
     return controls
 
 

@@ -11,7 +11,7 @@ weight_versions, reward, parts, advantage, columns. `images` are names; each of 
 (types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight` and `order`, if they
 were measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
 pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
-evaluation also have `set`, its name, and `blind`, null or how the images were removed; their `slot` is the index of
+evaluation also have `set`, its name, and `blind`, null or the kind of its control; their `slot` is the index of
 the row, their `advantage` is null.
 """
 

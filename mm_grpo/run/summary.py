@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
 from mm_grpo.run.metrics import read_events
 from mm_grpo.run.paths import RunPaths
 
@@ -83,11 +84,12 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
         lines.append(text)
         old, new = (evaluation and evaluation["blind"] for evaluation in (before, after))
         if old and new and old["score"] is not None and new["score"] is not None:
-            gap = "" if new["gap"] is None else f", the images add {new['gap']:.3f}"
-            if before and after and learned_blind(before, after):
+            done, adds = CONTROLS[new["kind"]]
+            gap = "" if new["gap"] is None else f", {adds} {new['gap']:.3f}"
+            if before and after and new["kind"] not in FRAME_CONTROLS and learned_blind(before, after):
                 gap += ": it learned the questions, not the pictures"
             lines.append(
-                f"{name}, images {new['kind']}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
+                f"{name}, {done}: {old['score']:.3f} -> {new['score']:.3f} ({new['rows']} rows){gap}"
             )
     for name, counts in summary.get("warned", {}).items():
         lines.append(f"guard {name} warned {counts['times']} times, first after step {counts['first']}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.blind import CONTROLS
 from mm_grpo.terminal import print_phase, printable
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
-    """Print `results`: a line for each set and each value of a column, then the scores without images.
+    """Print `results`: a line for each set and each value of a column, then the scores of blind controls.
 
     The text is the same in a pipe. pass@1 is left out, because it is the share itself.
     """
@@ -35,10 +36,8 @@ def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
         write("  ".join([label.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]))
     for label, result in rows:
         if (blind := result.evaluation.blind) is not None:
-            gap = _number(blind.gap, blind.gap_interval)
-            write(
-                f"{label}, images {blind.kind}: {_number(blind.score, blind.interval)}; the images add {gap}"
-            )
+            (done, adds), gap = CONTROLS[blind.kind], _number(blind.gap, blind.gap_interval)
+            write(f"{label}, {done}: {_number(blind.score, blind.interval)}; {adds} {gap}")
     write("[...]: 95 % intervals, of shares by Wilson, of means by the normal approximation")
     if sampling["num_generations"] > 1 and not ks:
         write("no pass@k: run.headline has no mark to pass; write it as NAME >= MARK")

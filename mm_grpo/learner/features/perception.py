@@ -2,7 +2,7 @@
 
 A pack holds its rows and, after them, each row's groups with images once more with the masked ones. One forward gives
 both log-probabilities of a token, so the gradient is that of the term as it is written (algorithm/perception.py).
-`optim.max_tokens_per_pack` counts both. Rows without images have no term.
+`optim.max_tokens_per_pack` counts both. Rows without images and videos have no term.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mm_grpo.learner.features.base import FeatureLearner, FeaturePack, LossFeatu
 from mm_grpo.learner.minibatch import Minibatch
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Group, Prompt
+from mm_grpo.types import Group, Prompt, Video
 
 
 class Perception(LossFeature):
@@ -82,7 +82,15 @@ def masked_prompts(groups: Sequence[Group], learner: FeatureLearner) -> Alternat
 
 
 def masked_prompt(processor: Processor, prompt: Prompt, ratio: float, seed: int) -> Prompt:
-    """Return the prompt with all its images masked; they keep their size, so its tokens stay."""
-    generator = torch.Generator().manual_seed(seed)
-    images = tuple(masked_image(image, ratio, generator) for image in prompt.engine_prompt.images)
-    return processor.prompt(replace(prompt.sample, images=images))
+    """Return the prompt with all its images and videos masked; they keep their size, so its tokens stay."""
+    generator, media = torch.Generator().manual_seed(seed), prompt.engine_prompt
+    images = tuple(masked_image(image, ratio, generator) for image in media.images)
+    videos = tuple(masked_video(video, ratio, generator) for video in media.videos)
+    return processor.prompt(replace(prompt.sample, images=images, videos=videos))
+
+
+def masked_video(video: Video, ratio: float, generator: torch.Generator) -> Video:
+    """Return the video with the same squares black in all frames: a frame would show what another one hides."""
+    state = generator.get_state()
+    frames = (masked_image(frame, ratio, generator.set_state(state)) for frame in video.frames)
+    return replace(video, frames=tuple(frames))

@@ -12,7 +12,8 @@ Before an update the twins are run in packs of their own, without gradients: the
 prompt, `optim.max_tokens_per_pack` bounds each pack, and the number of backward passes stays. Kept are the states that
 predict the tokens, in the host's memory; logits are made from them tile by tile (logprobs.py). No term have rows
 without images, without a gold box, whose twin has images of the same size, or whose twin and longest completion are
-more than a pack holds; nor, with a warning, rows whose twin cannot be made.
+more than a pack holds; nor, with a warning, rows whose twin cannot be made. Videos stay as the student sees them: rows
+hold no larger frames, and boxes are in images. So rows with videos alone have no term.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ class TwinView(LossFeature):
     def check_rows(cls, config: GRPOConfig, train: Rows, *, several_turns: bool) -> None:
         twin_view = config.algorithm.twin_view
         column = BOX if twin_view is not None and twin_view.view == "crop" else None
-        require_images(train, "twin_view", several_turns=several_turns, column=column)
+        require_images(train, "twin_view", several_turns=several_turns, videos=False, column=column)
 
     def has_gradient(self, prompt: Prompt) -> bool:
-        return bool(prompt.vision)
+        return bool(prompt.engine_prompt.images)
 
     def begin_step(self, groups: Sequence[Group], minibatches: Sequence[Minibatch]) -> None:
         max_tokens = self.learner.config.optim.max_tokens_per_pack
