@@ -63,8 +63,8 @@ def read_video(source: Any, values: Mapping[str, Any], where: str) -> VideoSourc
     legal_keys = _FRAME_KEYS | {"fps"} if is_list else VIDEO_KEYS.keys() - _FRAME_KEYS
     if repeated or not is_whole or not video.span[0] < video.span[1] or not given.keys() <= legal_keys:
         raise DataError(
-            f"{where}: {given}: legal are fps or nframes; start before end; whole numbers of frames; each setting once; "
-            "of a list of frames fps (or sample_fps) alone"
+            f"{where}: {given}: legal are fps or nframes; start before end; whole numbers of frames; each once; of a "
+            "list of frames fps (or sample_fps) alone"
         )
     return replace(video, **counts)
 
