@@ -73,7 +73,7 @@ learner/features/twin_view.py < learner/test_twin_view.py
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
-    wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
+    wrong seed | torch.Generator().manual_seed(seed) ==> torch.Generator().manual_seed(0)
 learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
@@ -261,12 +261,12 @@ data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_setting
     dropped limits | return {"type": medium, **read_limits(values, values["where"])} ==> return {"type": medium}
     dropped settings | next(entries[medium]) | part ==> part | next(entries[medium])
     wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
+    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
 data/row_settings.py < data/test_video_rows.py
     skipped check | len(settings) < len(given) ==> False
     skipped check | not given.keys() <= legal_keys ==> False
 data/blind.py < data/test_video_rows.py
-    dropped numbers | if name == "source" else value ==> if name == "source" else None
-    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
+    dropped numbers | return source.numbers, ==> return (),
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
 data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
@@ -278,7 +278,7 @@ data/images.py < data/test_images.py data/test_image_files.py
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
+    dropped part | json.dumps([fields.messages, images + videos, columns] ==> json.dumps([fields.messages, images]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
