@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 from reading import config, png, rows_refusal, write_rows
@@ -134,13 +135,15 @@ def test_a_part_may_set_what_is_shown_of_its_entry() -> None:
         ({"resized_height": 8}, "resized_height"),
         ({"video": "a.jpg"}, "'image'"),
         ({"video": []}, "[]"),
+        ({"video": {"path": "a.mp4", "fps": 2}}, "'fps'"),
+        ({"fps": np.zeros((2, 200))}, "fps"),
         ({"video": ["f/1.jpg", None]}, "None"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(settings: dict[str, Any], key: str) -> None:
     part = {**VIDEO, "video": "a.mp4", **settings}
     message = refusal({"prompt": user(text("?"), part)})
-    assert message.startswith("row 3: prompt[0].content[1]: ") and key in message
+    assert message.startswith("row 3: prompt[0].content[1]: ") and key in message and "\n" not in message
     message = refusal({"videos": ["b.mp4", {"video": "a.mp4", **settings}]})
     assert message.startswith("row 3: videos[1]: ") and key in message
 

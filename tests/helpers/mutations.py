@@ -263,8 +263,8 @@ data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_setting
     wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
     dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
 data/row_settings.py < data/test_video_rows.py
-    skipped check | len(settings) < len(given) ==> False
-    skipped check | not given.keys() <= legal_keys ==> False
+    skipped check | len(settings) < len(options) ==> False
+    skipped check | not options.keys() <= legal_keys ==> False
 data/blind.py < data/test_video_rows.py
     dropped numbers | return source.numbers, ==> return (),
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
