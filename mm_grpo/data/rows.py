@@ -205,10 +205,12 @@ def renamed(row: Any, row_name: str, columns: Mapping[str, str]) -> dict[str, An
     return {name: value for name, value in values.items() if value is not ABSENT}
 
 
-def _listed_media(values: Mapping[str, Any], own: Set[str], row_name: str) -> tuple[Media, dict[str, str]]:
+def _listed_media(
+    values: Mapping[str, Any], elsewhere: Set[str], row_name: str
+) -> tuple[Media, dict[str, str]]:
     """Return the entries of `image` or `images` and `video` or `videos` as parts, and purposes of numbered columns.
 
-    Those are read in the place of both names, unless one is in `own`. DataError if both are set.
+    Those are read in the place of both names, unless one is in `elsewhere`. DataError if both are set.
     """
     listed: Media = {}
     used: dict[str, str] = {}
@@ -226,7 +228,7 @@ def _listed_media(values: Mapping[str, Any], own: Set[str], row_name: str) -> tu
             if entries and column:
                 raise DataError(f"{row_name}: has {medium!r} and {name!r}; legal is one of them")
             entries |= {f"{name}[{at}]": entry for at, entry in enumerate(column)}
-        if not entries and not {medium, f"{medium}s"} & own:
+        if not entries and not {medium, f"{medium}s"} & elsewhere:
             numbered = numbered_columns(values, medium, row_name)
             used |= dict.fromkeys(numbered, f"{medium}s")
             entries = {name: value for name, value in numbered.items() if value is not None}
@@ -310,9 +312,9 @@ def _part(part: Any, where: str) -> Message:
         raise DataError(
             f"{where}: {len(sources)} {medium}s in a part; legal is one of {quoted(_SOURCE_KEYS[medium])}"
         )
-    own = {medium: sources[0]} if sources else {}
+    source = {medium: sources[0]} if sources else {}
     settings = {key: value for key, value in values.items() if key not in _SOURCE_KEYS[medium]}
-    return {"type": medium, **settings, **own, "where": where}
+    return {"type": medium, **settings, **source, "where": where}
 
 
 def _check_texts(
@@ -363,12 +365,12 @@ def _place(
     unread: str | None,
 ) -> tuple[list[Message], Media]:
     """Return messages with one part per place of a medium, and the media in the order of their parts."""
-    what, has_parts = "{} parts", bool(_media_parts(messages))
+    form, has_parts = "{} parts", bool(_media_parts(messages))
     texts = [m["content"] for m in messages if isinstance(m["content"], str) and not has_parts]
     if tags := [match[0] for text in texts for match in places.finditer(text)]:
         # LLaVA's sets write <image> for a video too
         of_videos = not listed["image"] and tags == [IMAGE_TAG] * len(listed["video"])
-        what, messages = "<{}> tags", [_split_tags(message, places, of_videos) for message in messages]
+        form, messages = "<{}> tags", [_split_tags(message, places, of_videos) for message in messages]
     elif not has_parts:
         messages = _add_parts(messages, [{"type": m} for m in MEDIA_TYPES for _ in listed[m]])
     entries: dict[str, Iterator[Message]] = {}
@@ -376,12 +378,12 @@ def _place(
         of_type = [part for part in _media_parts(messages) if part["type"] == medium]
         numbers = [part.get("index") for part in of_type if medium not in part]
         indices: list[Any] = list(range(len(numbers))) if {*numbers} == {None} else numbers
-        if "tags" in what and None not in numbers and 0 not in numbers:  # tags are numbered from 1, or from 0
+        if "tags" in form and None not in numbers and 0 not in numbers:  # tags are numbered from 1, or from 0
             indices = [index - 1 for index in indices]
         if {*indices} != {*range(len(of_row))}:
             tagged = f" (numbers {', '.join(map(str, numbers))})" if any(numbers) else ""
             raise DataError(
-                f"{row_name}: {what.format(medium)} in the prompt: {len(numbers)}{tagged}; {medium}s in the row: "
+                f"{row_name}: {form.format(medium)} in the prompt: {len(numbers)}{tagged}; {medium}s in the row: "
                 f"{len(of_row)}{unread or ''}. Write one for each {medium}. {HOW_TO_READ}"
             )
         entries[medium] = iter([of_row[int(index)] for index in indices])

@@ -42,7 +42,7 @@ from PIL import Image
 
 from mm_grpo.data import images
 from mm_grpo.data.images import Files, Folder
-from mm_grpo.errors import BadMedia
+from mm_grpo.errors import BadMedia, shorten
 from mm_grpo.types import Video
 
 MAX_SECONDS, MAX_FRAMES = 3_600, 250_000
@@ -96,7 +96,8 @@ class VideoSource:
         for (name, least), value in zip(_LEAST.items(), self.numbers, strict=True):
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if value is not None and not (is_number and least <= value <= _MOST):
-                raise BadMedia(f"{row}: {name} of the video is {value!r}; legal is {least:g} to {_MOST:g}")
+                shown = shorten(repr(value))
+                raise BadMedia(f"{row}: {name} of the video is {shown}; legal is {least:g} to {_MOST:g}")
 
 
 class _File(NamedTuple):

@@ -86,6 +86,33 @@ def test_rows_that_are_shared_are_found_by_text_and_pixels(command: Any, config_
     assert "rows of train" not in command("check", config_path, f"data.eval={heldout}").out
 
 
+def test_videos_are_counted_compared_and_refused_by_row(command: Any, config_path: Path) -> None:
+    frames, folder = ["0.png", "1.png", "2.png", "3.png"], config_path.parent
+    rows: list[dict[str, Any]] = [
+        {"prompt": "<image><video>what is it", "image": "0.png", "video": frames, "answer": "red"},
+        {"prompt": "what is it", "videos": [{"video": frames, "fps": 1}, frames[::-1]], "answer": "blue"},
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "held.jsonl").write_text(
+        json.dumps({**rows[1], "videos": [frames, frames]}) + "\n" + json.dumps(rows[0])
+    )
+    result = command("check", config_path, f"data.eval={folder}/held.jsonl")
+    assert result.code == 0, result.out
+    counts = result.out.partition("rewards: scores")[0]
+    tables = [row_of(counts, name)[:5] for name in ("train", "eval")]
+    assert tables == [["train", "2", "2", "1", "3"], ["eval", "2", "2", "1", "3"]]
+    assert "eval: 1 of 2 rows are rows of train too" in result.out
+    (folder / "rows.jsonl").write_text(
+        json.dumps(rows[0]) + "\n" + json.dumps({"prompt": "?", "video": "no.mp4"})
+    )
+    result = command("check", config_path)
+    assert (
+        result.code == 2
+        and "rows.jsonl:2: video 'no.mp4'" in result.out
+        and "on_bad_media=drop" in result.out
+    )
+
+
 def test_another_form_than_that_of_the_warm_start_is_a_warning(
     command: Any, config_path: Path, models: dict[str, Path]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 from reading import config, png, rows_refusal, write_rows
@@ -18,6 +19,7 @@ from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.data.sources import load_train, shared_rows
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
+from mm_grpo.run.evaluations import blind_controls
 
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 MP4 = b"\x00\x00\x00\x20ftypisom and more"
@@ -115,12 +117,12 @@ def test_a_part_may_set_what_is_shown_of_its_entry() -> None:
     ("settings", "key"),
     [
         *(({"fps": value}, "fps") for value in (0, -1, float("nan"), "2", True, float("inf"))),
-        *(({"nframes": value}, "nframes") for value in (1, 2.5, -4)),
+        *(({"nframes": value}, "frames") for value in (1, 2.5, -4)),
         ({"max_frames": 0}, "max_frames"),
         ({"start": -1}, "start"),
         ({"start": 8, "end": 3}, "end"),
         ({"end": 0}, "end"),
-        ({"video_end": float("nan")}, "video_end"),
+        ({"video_end": float("nan")}, "end of the video"),
         ({"fps": 1, "nframes": 4}, "nframes"),
         ({"start": 1, "video_start": 1}, "video_start"),
         ({"sample_fps": 2}, "sample_fps"),
@@ -133,13 +135,15 @@ def test_a_part_may_set_what_is_shown_of_its_entry() -> None:
         ({"resized_height": 8}, "resized_height"),
         ({"video": "a.jpg"}, "'image'"),
         ({"video": []}, "[]"),
+        ({"video": {"path": "a.mp4", "fps": 2}}, "'fps'"),
+        ({"fps": np.zeros((2, 200))}, "fps"),
         ({"video": ["f/1.jpg", None]}, "None"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_its_name(settings: dict[str, Any], key: str) -> None:
     part = {**VIDEO, "video": "a.mp4", **settings}
     message = refusal({"prompt": user(text("?"), part)})
-    assert message.startswith("row 3: prompt[0].content[1]: ") and key in message
+    assert message.startswith("row 3: prompt[0].content[1]: ") and key in message and "\n" not in message
     message = refusal({"videos": ["b.mp4", {"video": "a.mp4", **settings}]})
     assert message.startswith("row 3: videos[1]: ") and key in message
 
@@ -374,6 +378,12 @@ def test_videos_are_exchanged_among_rows_with_as_many_images_and_videos() -> Non
         DataError, match=r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
     ):
         dataset(([], ["a.mp4"]), ([], ["a.mp4"])).with_shuffled_images()
+
+
+def test_a_set_of_videos_alone_has_a_blind_control() -> None:
+    rows = dataset(([], ["a.mp4"]), ([], ["b.mp4"]))
+    control = blind_controls({"clips": rows, "texts": dataset(([], []))}, "shuffled")
+    assert control.keys() == {"clips"} and control["clips"]._image_rows == [1, 0]  # type: ignore[attr-defined]
 
 
 def test_removed_media_leave_the_text() -> None:

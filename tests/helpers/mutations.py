@@ -73,7 +73,7 @@ learner/features/twin_view.py < learner/test_twin_view.py
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
-    wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
+    wrong seed | torch.Generator().manual_seed(seed) ==> torch.Generator().manual_seed(0)
 learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
@@ -254,12 +254,19 @@ data/pass_rate_order.py < data/test_pass_rate_order.py
     * late pass | self.factor, self.lag = factor, 2 + staleness ==> self.factor, self.lag = factor, 1 + staleness
 data/mixture_order.py < data/test_mixture_order.py
     skipped check | if lag >= self.total: ==> if lag >= 0:
-data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_settings.py
-    skipped check | if {*indices} != {*range(len(listed))}: ==> if len(indices) != len(listed):
+data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_settings.py data/test_video_rows.py
+    skipped check | if {*indices} != {*range(len(of_row))}: ==> if len(indices) != len(of_row):
     wrong number | indices = [index - 1 for index in indices] ==> indices = list(range(len(indices)))
-    skipped check | if not (is_index or is_default or key in _PART_KEYS[kind]): ==> if False:
-    dropped limits | return {"type": "image", **own, **read_limits(values, where)} ==> return {"type": "image", **own}
+    skipped check | if not is_default: ==> if False:
+    dropped limits | return {"type": medium, **read_limits(values, values["where"])} ==> return {"type": medium}
+    dropped settings | next(entries[medium]) | part ==> part | next(entries[medium])
+    wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
     dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
+data/row_settings.py < data/test_video_rows.py
+    skipped check | len(settings) < len(options) ==> False
+    skipped check | not options.keys() <= legal_keys ==> False
+data/blind.py < data/test_video_rows.py
+    dropped numbers | return source.numbers, ==> return (),
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
 data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
@@ -271,7 +278,7 @@ data/images.py < data/test_images.py data/test_image_files.py
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
+    dropped part | json.dumps([fields.messages, images + videos, columns] ==> json.dumps([fields.messages, images]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
