@@ -201,8 +201,8 @@ def run(setting: Setting, engine: str, sleep_level: int = 0) -> Row:
         row |= {f"seconds_{what}": seconds / steps for what, seconds in watch.take().items()}
         row |= {"bytes_freed": min(freed.bytes), **_of_canary(synced.reports)}
     found = memory_of_run(
-        ModelSizes.of(trainer.model), largest_of(trainer.processor, given), given, device_memory(machine.device), processes=1,
-        checkpointing=trainer.learner.checkpointing, gpu=machine.device.type == "cuda",
+        ModelSizes.of(trainer.model), largest_of(trainer.processor, given), given, device_memory(machine.device),
+        processes=1, checkpointing=trainer.learner.checkpointing, gpu=machine.device.type == "cuda",
     )  # fmt: skip
     row |= {"bytes_learner": synced.held, "bytes_rollout": freed.held}
     row |= {"estimate_learner": sum(found.learner.values()), "estimate_rollout": sum(found.rollout.values())}

@@ -191,7 +191,13 @@ def plain_inputs(
     media: dict[str, Any] = {"images": list(prompt.engine_prompt.images) or None}
     if videos := prompt.engine_prompt.videos:
         media |= {"videos": [*map(frames_array, videos)], "video_metadata": [*map(video_metadata, videos)]}
-        media["videos_kwargs"] = FRAMES_UNCHANGED
+        # transformers 5.19 warns if this is not said
+        cap = (
+            {"cap_pixels_per_frame": False}
+            if hasattr(processor.video_processor, "cap_pixels_per_frame")
+            else {}
+        )
+        media["videos_kwargs"] = FRAMES_UNCHANGED | cap
     inputs: dict[str, Tensor] = {}
     for conversation in (messages, with_parts):
         try:

@@ -307,6 +307,13 @@ def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, conf
     images = command("check", config_path, "rollout.engine=vllm", "rollout.vllm.max_images=1")
     assert images.code == 2 and images.out.rstrip().endswith("1 problem(s)")
     assert f"{rows}:5: the row has 2 images, and rollout.vllm.max_images = 1;" in images.out
+    videos = [{"video": ["0.png", "1.png"], "fps": 1}] * 2
+    shown = {"prompt": "which", "videos": videos, "answer": "red"}
+    rows.write_text(rows.read_text().replace(json.dumps(row), json.dumps(shown)))
+    clips = command("check", config_path, "rollout.engine=vllm", "rollout.vllm.max_videos=1")
+    assert (
+        clips.code == 2 and f"{rows}:5: the row has 2 videos, and rollout.vllm.max_videos = 1;" in clips.out
+    )
     length = command("check", config_path, "rollout.engine=vllm", "rollout.vllm.max_model_len=40")
     assert length.code == 2
     assert "rollout.vllm.max_model_len = 40 less rollout.max_completion_length allows 35;" in length.out
