@@ -1,6 +1,6 @@
 """Paths as users write them, atomic writes, and temporary folders.
 
-Only `expand_home` knows what `~` means; `read_regular_file` reads no pipe and no device. A file or a folder is filled
+Only `expand_home` knows what `~` means; `open_regular_file` opens no pipe and no device. A file or a folder is filled
 under a temporary name, then renamed, so it is never half written. A file that a user names is an `OutputFile`.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mm_grpo.errors import ConfigError
 
@@ -79,15 +79,22 @@ def _folders(top: str) -> Iterator[str]:
             folders += sorted(glob.glob(os.path.join(glob.escape(folder), "*", "")), key=len)
 
 
-def read_regular_file(path: str | Path, limit: int = -1) -> bytes:
-    """Read at most `limit` bytes of a file, without waiting for a pipe, a socket or a device.
+def open_regular_file(path: str | Path) -> BinaryIO:
+    """Open a file to be read, without waiting for a pipe, a socket or a device.
 
     Raises OSError for anything but a regular file; its `strerror` says what is there.
     """
     # the path is not checked first: it may change, and open waits for the writer of a pipe
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "a pipe, a socket or a device, not a file", str(path))
+
+
+def read_regular_file(path: str | Path, limit: int = -1) -> bytes:
+    """Read at most `limit` bytes of a file. Raises as `open_regular_file`."""
+    with open_regular_file(path) as file:
         return file.read(limit)
 
 

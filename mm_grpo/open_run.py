@@ -157,7 +157,7 @@ class OpenRun:
 
     @cached_property
     def first_prompt(self) -> tuple[int, int, Prompt]:
-        """Step, slot and prompt of the first row with an image among the first P rows, else of the first row."""
+        """Step, slot and prompt of the first row with an image or a video among the first P, else of the first row."""
         prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_media(islice(prompts, self.config.rollout.prompts_per_step))
 

@@ -13,6 +13,7 @@ from contextlib import closing
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.data.images import PICTURES
 from mm_grpo.data.sources import Source
 from mm_grpo.errors import ConfigError
 from mm_grpo.exports import Exports
@@ -145,7 +146,7 @@ class GRPOTrainer(Exports):
             **self.plan.order.epochs(step),
             "prompts/dropped": rollout.dropped,
             "prompts/images": rollout.images,
-            "prompts/images_decoded": rollout.decoded,
+            **{f"prompts/{noun}_decoded": rollout.decoded[noun] for noun in PICTURES},
         }
         # a reward may log any name it likes, and a KL in rewards has the name of one in the loss; ours win
         return {

@@ -54,11 +54,7 @@ def media_key(source: Any, folder: object = None) -> Hashable:
     Relative paths start at `folder`.
     """
     if isinstance(source, VideoSource):
-        return tuple(
-            media_key(value, folder) if name == "source" else value for name, value in vars(source).items()
-        )
-    if isinstance(source, list | tuple):
-        return tuple(media_key(frame, folder) for frame in source)
+        return source.numbers, tuple(media_key(part, folder) for part in source.sources)
     if isinstance(source, Mapping):
         return media_key(source.get("path") if source.get("bytes") is None else source["bytes"], folder)
     if isinstance(source, bytes | bytearray | memoryview):

@@ -42,14 +42,16 @@ from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
+from mm_grpo.data.videos import look_at_video, open_videos, read_edges
 from mm_grpo.errors import BadMedia, DataError, did_you_mean
-from mm_grpo.types import Sample, messages_text, pixel_limits
+from mm_grpo.types import Sample, media_parts, messages_text, pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
 
 MAX_CHARACTERS = 4_000_000
 MAX_IMAGES = 1_000
+MAX_VIDEOS = 100
 """Limits of a row's messages: no context holds more, and tokenising and decoding more takes minutes and gigabytes."""
 FIRST_ROWS = 16
 """Rows that show what all rows are like: which columns hold the prompt and the answer."""
@@ -157,16 +159,20 @@ class Dataset(Rows):
         characters = len(messages_text(fields.messages))
         # before an image is opened: a huge row would take minutes
         for number, limit, noun in (
-            (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images")
+            (characters, MAX_CHARACTERS, "characters"), (len(fields.images), MAX_IMAGES, "images"),
+            (len(fields.videos), MAX_VIDEOS, "videos"),
         ):  # fmt: skip
             if number > limit:
                 raise DataError(f"{row_name}: {number:,} {noun} in the prompt, {limit:,} at most; shorten it")
 
         def open_sample() -> Sample:
-            images = open_images(fields.images, row=row_name, image_dir=folder, files=self._image_files)
+            options: Any = {"row": row_name, "image_dir": folder, "files": self._image_files}
+            images = open_images(fields.images, **options)
+            options |= {"fps": self._settings.video_fps, "max_frames": self._settings.video_max_frames}
+            videos = open_videos(fields.videos, **options)
             prompt_columns = frozenset(fields.columns) - fields.other_columns.keys()
             return Sample(
-                self.uid(index), fields.messages, images, (), fields.columns,
+                self.uid(index), fields.messages, images, videos, fields.columns,
                 chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
@@ -195,7 +201,7 @@ class Dataset(Rows):
             with suppress(DataError):
                 fields, folder = self.fields(index), self._image_folder(self._indices[index])
                 if not any(isinstance(image, Image.Image) for image in fields.sources["image"]):
-                    media = (media_key(source, folder) for source in (*fields.images, *fields.videos))
+                    media = (media_key(source, folder) for source in fields.media)
                     yield (str(without_media(fields.messages)), *media), self.row_name(index)
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
@@ -203,9 +209,12 @@ class Dataset(Rows):
         fields = self.fields(index)
 
         def look() -> None:
-            limits = chain((tuple(part.items()) for part in pixel_limits(fields.messages)), repeat(()))
-            for image, limit in zip(fields.images, limits, strict=False):
-                look_at_image(image, row_name, folder, self._image_files, refusal, limit)
+            parts = zip(media_parts(fields.messages), pixel_limits(fields.messages), strict=True)
+            of_images = (tuple(limits.items()) for part, limits in parts if part["type"] == "image")
+            for image, limits in zip(fields.images, chain(of_images, repeat(())), strict=False):
+                look_at_image(image, row_name, folder, self._image_files, refusal, limits)
+            for video in fields.videos:
+                look_at_video(video, row_name, folder, self._image_files)
 
         return look
 
@@ -213,7 +222,7 @@ class Dataset(Rows):
         by_count: dict[tuple[int, int], dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
             fields, folder = self.fields(index), self._image_folder(self._indices[index])
-            keys = tuple(media_key(source, folder) for source in (*fields.images, *fields.videos))
+            keys = tuple(media_key(source, folder) for source in fields.media)
             by_count.setdefault((len(fields.images), len(fields.videos)), {})[index] = keys
         by_count.pop((0, 0), None)
         image_rows = list(range(len(self._rows)))
@@ -262,7 +271,7 @@ class Dataset(Rows):
         return {"name": self.name, "rows": len(self), "left_out": left_out, "digests": row_digests}
 
     def _row_text(self, index: int) -> str:
-        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image.
+        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image, of their edges of a video.
 
         A PIL image is its mode and size, an image that cannot be read what the row has. DataError if a file changed.
         """
@@ -272,8 +281,9 @@ class Dataset(Rows):
         for place, source in enumerate(images):
             with suppress(BadMedia):
                 images[place] = read_encoded(source, name, folder, files=self._image_files)[0]
-        columns = fields.other_columns  # of the prompt's, messages and images say all
-        return json.dumps([fields.messages, images, columns], sort_keys=True, default=_stable_text)
+        videos = [(v.numbers, read_edges(v, name, folder, self._image_files)) for v in fields.videos]
+        columns = fields.other_columns  # of the prompt's, messages and media say all
+        return json.dumps([fields.messages, images + videos, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""

@@ -21,13 +21,15 @@ import glob
 import os
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import unquote
 
 from PIL import Image, ImageOps
@@ -35,7 +37,7 @@ from PIL import Image, ImageOps
 from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import FileStates
 from mm_grpo.errors import BadMedia
-from mm_grpo.files import expand_home, read_regular_file
+from mm_grpo.files import expand_home, open_regular_file
 
 MAX_BYTES = 50 * 1024 * 1024
 """Size limit of an encoded image."""
@@ -44,9 +46,21 @@ MAX_PIXELS = 178956970 // 2
 HEADER_BYTES = 2**14
 """Bytes from the start of a file that hold the header of nearly every picture."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-LEGAL_SOURCES = (
-    "a path, bytes, a mapping with 'bytes' or 'path', a data URL (data:image/png;base64,...) or a PIL image"
-)
+LEGAL_SOURCES = "a path, bytes, a mapping with 'bytes' or 'path', a data URL ({}) or {}"
+
+
+@dataclass(frozen=True)
+class SourceKind:
+    """Words and the limit in messages about the sources of images, or of videos."""
+
+    noun: str
+    data_url: str
+    opened: str
+    """A source that Python programs give."""
+    max_bytes: int
+
+
+IMAGE = SourceKind("image", "data:image/png;base64,...", "a PIL image", MAX_BYTES)
 Folder = str | Path | None
 Files = FileStates | None
 Size = tuple[int, int]
@@ -59,9 +73,9 @@ Refusal = Callable[[Size, Limits], str]
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
 _JPEG = b"\xff\xd8\xff"
 _FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# the first bytes of PNG, JPEG, GIF, WebP, BMP, TIFF (two orders), HEIC and AVIF, encoded
+# the first bytes of PNG, JPEG, GIF, WebP and AVI, BMP, TIFF (two orders), HEIC, AVIF and MP4, WebM, encoded
 _BASE64 = re.compile(
-    r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkq|TU0AK|AAAA.GZ0eX)[A-Za-z0-9+/\s]+={0,2}\s*"
+    r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkq|TU0AK|AAAA.GZ0eX|GkXf)[A-Za-z0-9+/\s]+={0,2}\s*"
 )
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 # common files that are no image: (bytes, offset, description)
@@ -76,14 +90,23 @@ _IMPOSTORS = (
 _SHARED_IMAGES = threading.Lock()
 """Held while a PIL image of the user's is read: rows that share an image may be opened by several threads."""
 _thread = threading.local()
+PICTURES = ("images", "frames")
+"""Kinds of pictures that are counted when they are decoded; frames are those of videos."""
 
 
-def decoded_here() -> int:
-    """Return the number of images that the calling thread has decoded so far."""
-    return getattr(_thread, "decoded", 0)
+def decoded_here() -> Counter[str]:
+    """Return how many of PICTURES the calling thread has decoded so far."""
+    return Counter(getattr(_thread, "decoded", None))
 
 
-def open_image(source: Any, *, row: str, image_dir: Folder = None, files: Files = None) -> Image.Image:
+def count_decoded(noun: str) -> None:
+    """Count one picture that the calling thread decoded."""
+    _thread.decoded = decoded_here() + Counter({noun: 1})
+
+
+def open_image(
+    source: Any, *, row: str, image_dir: Folder = None, files: Files = None, count_as: str = "images"
+) -> Image.Image:
     """Open one source as a picture that is upright, RGB, fully decoded and independent of the source.
 
     Args:
@@ -91,6 +114,7 @@ def open_image(source: Any, *, row: str, image_dir: Folder = None, files: Files 
             base64 data URL, a file:// URL, or a PIL image.
         row: what messages call the row, such as "train.jsonl:12".
         files: states of files at the first look; a file that changed since is a DataError.
+        count_as: which of PICTURES it is counted as.
 
     Raises:
         BadMedia: the image is missing, not an image, truncated, too large, animated, or of a kind that
@@ -102,11 +126,11 @@ def open_image(source: Any, *, row: str, image_dir: Folder = None, files: Files 
     else:
         data, where = read_encoded(source, row, image_dir, files=files)
         opened = _identify(data, where)
-    _limit_pixels(opened.size, where)
+    limit_pixels(opened.size, where)
     with _SHARED_IMAGES if is_image else nullcontext():
         decoded = _decode(opened, where)
-    _thread.decoded = decoded_here() + 1
-    return _to_rgb(decoded, where)
+    count_decoded(count_as)
+    return to_rgb(decoded, where)
 
 
 def look_at_image(
@@ -120,7 +144,7 @@ def look_at_image(
         size, where = source.size, f"{row}: image (a PIL image)"
     else:
         size, where = _header_size(source, row, image_dir, files)
-    _limit_pixels(size, where)
+    limit_pixels(size, where)
     if refusal is None:
         return
     why = refusal(size[::-1], limits)
@@ -133,7 +157,7 @@ def look_at_image(
 def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tuple[Size, str]:
     """Return (width, height) of an encoded image, before it is turned, and its name in messages."""
     # an EXIF block may stand before a JPEG's size, WebP needs all bytes, and a TIFF's header may be at the end
-    for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, None):
+    for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, -1):
         data, where = read_encoded(source, row, image_dir, at_most=at_most, files=files)
         try:
             return jpeg_size(data) or _identify(data, where).size, where
@@ -158,65 +182,90 @@ def jpeg_size(data: bytes) -> Size | None:
 
 def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Image.Image, ...]:
     """Open the pictures of a row by `open_image`."""
-    numbers = [f", image {number} of {len(sources)}" for number in range(1, len(sources) + 1)]
-    labels = numbers if len(sources) > 1 else [""]
-    return tuple(open_image(s, row=row + label, **options) for s, label in zip(sources, labels, strict=False))
+    names = numbered(row, "image", len(sources))
+    return tuple(open_image(s, row=name, **options) for s, name in zip(sources, names, strict=True))
+
+
+def numbered(row: str, noun: str, count: int) -> list[str]:
+    """Return the names of a row's sources in messages; the row's own if there is one source."""
+    return [row] if count == 1 else [f"{row}, {noun} {number} of {count}" for number in range(1, count + 1)]
 
 
 def read_encoded(
+    source: Any, row: str, image_dir: Folder, at_most: int = -1, files: Files = None
+) -> tuple[bytes, str]:
+    """Return the encoded bytes of an image, or the first `at_most` of them, and its name in messages."""
+    file, where = open_encoded(source, row, image_dir, IMAGE, files)
+    with file:
+        try:
+            return file.read(at_most), where
+        except OSError as error:
+            raise BadMedia(f"{where} cannot be read ({error.strerror})") from None
+
+
+def open_encoded(
     source: Any,
     row: str,
     image_dir: Folder,
-    label: str = "(bytes in the row)",
-    at_most: int | None = None,
+    kind: SourceKind,
     files: Files = None,
-) -> tuple[bytes, str]:
-    """Return the encoded bytes of a source, MAX_BYTES at most, and its name in messages.
+    label: str = "(bytes in the row)",
+) -> tuple[BinaryIO, str]:
+    """Open the encoded bytes of a source, `kind.max_bytes` at most, and return its name in messages too.
 
-    `label` is the name of bytes. Of a file only the first `at_most` bytes are read.
+    `label` is the name of bytes.
     """
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
-            raise BadMedia(f"{row}: an image has neither 'bytes' nor 'path'; legal is {LEGAL_SOURCES}")
+            raise BadMedia(f"{row}: the {kind.noun} has neither 'bytes' nor 'path'; legal is {_legal(kind)}")
         label = label if path is None else _label(str(path))
-        inner = path if inner is None else inner
-        return read_encoded(inner, row, image_dir, label, at_most, files)
+        return open_encoded(path if inner is None else inner, row, image_dir, kind, files, label)
+    where = f"{row}: {kind.noun} "
+    file: BinaryIO
     if isinstance(source, bytes | bytearray | memoryview):
-        data, where = bytes(source), f"{row}: image {label}"
+        where += label
+        file = BytesIO(source)
     elif isinstance(source, str) and source[:5].lower() == "data:":
-        where = f"{row}: image {brief(source)}"
-        data = _read_data_url(source, where)
+        where += brief(source)
+        file = BytesIO(_read_data_url(source, where, kind))
     elif isinstance(source, str | os.PathLike):
         name = os.fsdecode(source)
-        where = f"{row}: image {_label(name)}"
-        data = _read_file(name, where, image_dir, at_most or MAX_BYTES + 1, files)
+        where += _label(name)
+        file = _open_file(name, where, image_dir, kind, files)
     else:
-        raise BadMedia(f"{row}: an image is a {type(source).__name__}; legal is {LEGAL_SOURCES}")
-    if not data:
-        raise BadMedia(f"{where} is empty (0 bytes); write the image again or leave the row out")
-    _limit_bytes(len(data), where)
-    return data, where
+        raise BadMedia(f"{row}: the {kind.noun} is a {type(source).__name__}; legal is {_legal(kind)}")
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    if 0 < size <= kind.max_bytes:
+        return file, where
+    file.close()
+    _limit_bytes(size, where, kind)
+    raise BadMedia(f"{where} is empty (0 bytes); write it again or leave the row out")
+
+
+def _legal(kind: SourceKind) -> str:
+    return LEGAL_SOURCES.format(kind.data_url, kind.opened)
 
 
 def _label(name: str) -> str:
     return repr(name) if len(name) <= 200 else brief(name)
 
 
-def _read_data_url(url: str, where: str) -> bytes:
+def _read_data_url(url: str, where: str, kind: SourceKind) -> bytes:
     header, _, payload = url.partition(",")
     if not header.lower().endswith(";base64"):
-        raise BadMedia(f"{where} is a data URL without base64; write it as data:image/png;base64,...")
-    _limit_bytes(len(payload) * 3 // 4 - 2, where)  # base64 has up to two bytes of padding
+        raise BadMedia(f"{where} is a data URL without base64; write it as {kind.data_url}")
+    _limit_bytes(len(payload) * 3 // 4 - 2, where, kind)  # base64 has up to two bytes of padding
     try:
         return base64.b64decode("".join(unquote(payload).split()), validate=True)
     except ValueError as error:
         raise BadMedia(f"{where} is not valid base64 ({error}); encode the file's bytes again") from None
 
 
-def _read_file(name: str, where: str, image_dir: Folder, at_most: int, files: Files) -> bytes:
+def _open_file(name: str, where: str, image_dir: Folder, kind: SourceKind, files: Files) -> BinaryIO:
     if len(name) > 64 and _BASE64.fullmatch(name):
-        raise BadMedia(f"{where} is base64 alone; write it as data:image/png;base64,...")
+        raise BadMedia(f"{where} is base64 alone; write it as {kind.data_url}")
     scheme = _URL.match(name)
     if scheme and scheme[1].lower() == "file":
         name = unquote(re.sub("^localhost(?=/)", "", name[len("file://") :], flags=re.IGNORECASE))
@@ -227,8 +276,7 @@ def _read_file(name: str, where: str, image_dir: Folder, at_most: int, files: Fi
         path = os.path.join(expand_home(folder), expand_home(name))
         if files is not None:
             files.look(path, where=where)
-        _limit_bytes(os.stat(path).st_size, where)
-        return read_regular_file(path, at_most)
+        return open_regular_file(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL, half a character, an unknown user
         why = f"{where} cannot be read ({getattr(error, 'strerror', None) or error})"
         missing = isinstance(error, FileNotFoundError) and image_dir is not None
@@ -252,17 +300,18 @@ def _folders_near(here: str) -> list[str]:
     return [above, *chain.from_iterable(inside)]
 
 
-def _limit_pixels(size: Size, where: str) -> None:
+def limit_pixels(size: Size, where: str) -> None:
+    """Raise BadMedia if a picture of (width, height) pixels has more than MAX_PIXELS, or none."""
     width, height = size
     if not 0 < width * height <= MAX_PIXELS:
         raise BadMedia(
-            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {MAX_PIXELS}: shrink the image"
+            f"{where} is {width} × {height} = {width * height} pixels; legal are 1 to {MAX_PIXELS}: shrink it"
         )
 
 
-def _limit_bytes(size: int, where: str) -> None:
-    if size > MAX_BYTES:
-        raise BadMedia(f"{where} has {size} bytes; {MAX_BYTES} are allowed: shrink the image")
+def _limit_bytes(size: int, where: str, kind: SourceKind) -> None:
+    if size > kind.max_bytes:
+        raise BadMedia(f"{where} has {size} bytes; {kind.max_bytes} are allowed: shrink it")
 
 
 def _identify(data: bytes, where: str) -> Image.Image:
@@ -276,11 +325,16 @@ def _identify(data: bytes, where: str) -> Image.Image:
     except MemoryError:
         raise
     except Exception:  # Pillow's readers raise nearly anything on a broken header
-        head = data[:64].lstrip().lower()
-        looks = next((kind for magic, at, kind in _IMPOSTORS if head.startswith(magic, at)), "")
-        looks = looks and f" (it looks like {looks})"
-        legal = ", ".join(FORMATS)
-        raise BadMedia(f"{where} is not an image that can be read{looks}; legal are {legal}") from None
+        raise not_readable(where, "an image", data, FORMATS) from None
+
+
+def not_readable(where: str, noun: str, data: bytes, formats: Iterable[str]) -> BadMedia:
+    """Return the error about a file, of which `data` are the first bytes, that has none of the formats."""
+    head = data[:64].lstrip().lower()
+    looks = next(
+        (f" (it looks like {kind})" for magic, at, kind in _IMPOSTORS if head.startswith(magic, at)), ""
+    )
+    return BadMedia(f"{where} is not {noun} that can be read{looks}; legal are {', '.join(formats)}")
 
 
 def _decode(image: Image.Image, where: str) -> Image.Image:
@@ -303,7 +357,8 @@ def _decode(image: Image.Image, where: str) -> Image.Image:
     )
 
 
-def _to_rgb(image: Image.Image, where: str) -> Image.Image:
+def to_rgb(image: Image.Image, where: str) -> Image.Image:
+    """Return an RGB copy, transparency over white. BadMedia for a mode without a faithful one."""
     if image.mode not in _EIGHT_BITS:
         raise BadMedia(
             f"{where} has pixels of mode {image.mode!r}, whose range is not known; save it with 8 bits per channel"

@@ -101,6 +101,11 @@ class Fields:
     """True when the prompt was a list of messages, not a string."""
 
     @property
+    def media(self) -> tuple[Any, ...]:
+        """Sources of images, then of videos."""
+        return self.images + self.videos
+
+    @property
     def sources(self) -> Media:
         """Sources of all images, also of the frames of videos that are lists, and of all videos."""
         videos = [video.source for video in self.videos]
@@ -165,7 +170,10 @@ def read_row(
     unread = None
     if not shown:
         others = {n: v for n, v in row_columns.items() if used.get(n) not in PROMPT_PURPOSES}
-        unread = dict(media_columns(others))
+        hints = (
+            f" (the column {n!r} looks like {m}s: data.columns.{m}s={n})" for n, m in media_columns(others)
+        )
+        unread = "".join(hints)
     places = MEDIA_PLACE if "video" in shown else IMAGE_PLACE
     _check_texts(conversation, messages, places, unread, row_name, text_only)
     messages, media = _place(messages, listed, places, row_name, unread)
@@ -311,13 +319,13 @@ def _check_texts(
     conversation: RowConversation,
     messages: list[Message],
     places: re.Pattern[str],
-    unread: Mapping[str, str] | None,
+    unread: str | None,
     row_name: str,
     text_only: bool,
 ) -> None:
     """DataError for a tag of an image, a video or a sound that is not read, and for a prompt that asks nothing.
 
-    `places` are the tags that are read. `unread` are the columns of a row without media that look like media; None if
+    `places` are the tags that are read. `unread` names the columns of a row without media that look like media; None if
     the row has media.
     """
     asks, has_parts = False, bool(_media_parts(messages))
@@ -325,13 +333,13 @@ def _check_texts(
         text, in_parts = messages_text([message]), has_parts or bool(_parts(message))
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
-        reads_markup = text_only and unread == {}
+        reads_markup = text_only and unread == ""
         if tag := unread_tag(text, places=None if in_parts else places, reads_markup=reads_markup):
             medium = "video" if "video" in tag.lower() else "image"
             place = f"a part {{'type': {medium!r}}}" if in_parts else f"<{medium}>"
             why = f"which would stay text. Write {place} where the {medium} stands"
             if unread is not None or (medium == "video" and places is IMAGE_PLACE):
-                why = f"and the row has no {medium}{_looks(unread)}. {HOW_TO_READ}; give the row its {medium}"
+                why = f"and the row has no {medium}{unread or ''}. {HOW_TO_READ}; give the row its {medium}"
             raise DataError(f"{row_name}: the prompt holds {tag!r}, {why}, remove it, or put a space into it")
         has_question = bool(places.sub("", text).strip())
         has_medium = conversation.conversational and unread is None
@@ -347,17 +355,12 @@ def _parts(message: Message) -> list[Message]:
     return [] if isinstance(message["content"], str) else message["content"]
 
 
-def _looks(unread: Mapping[str, str] | None) -> str:
-    columns = (unread or {}).items()
-    return "".join(f" (the column {n!r} looks like {m}s: data.columns.{m}s={n})" for n, m in columns)
-
-
 def _place(
     messages: list[Message],
     listed: Media,
     places: re.Pattern[str],
     row_name: str,
-    unread: Mapping[str, str] | None,
+    unread: str | None,
 ) -> tuple[list[Message], Media]:
     """Return messages with one part per place of a medium, and the media in the order of their parts."""
     what, has_parts = "{} parts", bool(_media_parts(messages))
@@ -379,7 +382,7 @@ def _place(
             tagged = f" (numbers {', '.join(map(str, numbers))})" if any(numbers) else ""
             raise DataError(
                 f"{row_name}: {what.format(medium)} in the prompt: {len(numbers)}{tagged}; {medium}s in the row: "
-                f"{len(of_row)}{_looks(unread)}. Write one for each {medium}. {HOW_TO_READ}"
+                f"{len(of_row)}{unread or ''}. Write one for each {medium}. {HOW_TO_READ}"
             )
         entries[medium] = iter([of_row[int(index)] for index in indices])
     media: Media = {medium: [] for medium in MEDIA_TYPES}

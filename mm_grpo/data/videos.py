@@ -1,9 +1,62 @@
-"""Safe video loading: the video of a row becomes a few frames with their times (`Video`)."""
+"""Safe video loading: a video source of a row becomes a few upright RGB frames with their times, fully in memory.
+
+A source is what an image's may be (images.py), or a list of images. In this order:
+
+    open       one of FORMATS; nothing is fetched over a network, and no file is read whole
+    limit      size and length by the header, before a frame is decoded
+    scan       the times of all frames in the part that is shown: packets are read, none is decoded
+    choose     as said below
+    decode     from the keyframe before each chosen frame; no other frame is kept
+    convert    to RGB of 8 bits by FFmpeg, without tone mapping of HDR; transparency over white
+    turn       by the display matrix, as phones write it
+
+How frames are chosen: their number is the part's seconds times `fps`, at least MIN_FRAMES, at most `max_frames` and
+the frames that there are, rounded down to an even number; one if the part has one. Their places are evenly spaced from
+the time of its first frame to that of its last, and each gets the frame nearest to it. The part lasts from its first
+frame to its last and a mean interval more. Frames that have the header's rate, apart from rounding, count as exactly
+so: these are the frames that qwen-vl-utils takes. A file of variable rate is shown by its times.
+
+Sample aspect ratios are ignored, as in qwen-vl-utils. Not here: resizing (processors/), and which videos belong to a
+row (rows.py).
+"""
 
 from __future__ import annotations
 
+import math
+import os
+import struct
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from itertools import chain
+from numbers import Real
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import av
+from av.container import InputContainer
+from av.stream import Disposition
+from av.video.reformatter import VideoReformatter
+from PIL import Image
+
+from mm_grpo.data import images
+from mm_grpo.data.images import Files, Folder
+from mm_grpo.errors import BadMedia
+from mm_grpo.types import Video
+
+MAX_SECONDS, MAX_FRAMES = 3_600, 250_000
+"""Limits of the part that is shown; an hour at 60 frames a second has 216,000."""
+MAX_DECODED = 2**30
+"""Most bytes of the chosen frames; 32 of 3840 × 2160 pixels have 800 MB."""
+EDGE = 2**16
+MIN_FRAMES = 4
+"""Fewest frames that are chosen of a part that has as many."""
+FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpeg", "mpegts")
+"""Containers by FFmpeg's names. No playlists, because they name other files and addresses."""
+VIDEO = images.SourceKind("video", "data:video/mp4;base64,...", "a list of images", max_bytes=16 * 2**30)
+_LEAST, _MOST = {"fps": 1e-3, "start": 0, "end": 0, "max_frames": 2, "frames": 2}, 1e6
+"""Bounds of the numbers of a source."""
 
 
 @dataclass(frozen=True)
@@ -23,3 +76,321 @@ class VideoSource:
     """Most frames, below `data.video_max_frames`."""
     frames: int | None = None
     """Number of frames, in the place of `fps`, bounded like it (qwen-vl-utils' nframes)."""
+
+    @property
+    def sources(self) -> list[Any]:
+        """The images of a list, or the one file."""
+        return [*self.source] if isinstance(self.source, list | tuple) else [self.source]
+
+    @property
+    def numbers(self) -> tuple[float | None, ...]:
+        """All fields but the source."""
+        return tuple(getattr(self, name) for name in _LEAST)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        """First and last second that may be shown."""
+        return self.start or 0.0, math.inf if self.end is None else self.end
+
+    def check(self, row: str) -> None:
+        """Raise BadMedia, naming `row`, if a number is not a legal one."""
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and least <= value <= _MOST):
+                raise BadMedia(f"{row}: {name} of the video is {value!r}; legal is {least:g} to {_MOST:g}")
+
+
+_Packet: TypeAlias = "tuple[av.Packet[av.VideoStream], int]"
+"""A packet and the time of its frame in ticks."""
+
+
+class _File(NamedTuple):
+    """An open file whose header is within the limits."""
+
+    container: InputContainer
+    stream: av.VideoStream
+    where: str
+    tick: Fraction
+    """Unit of the times of packets and frames, in seconds."""
+    seconds: float
+    """Length of its pictures by the header; 0 if it does not say."""
+
+
+def open_videos(sources: Sequence[VideoSource], *, row: str, **options: Any) -> tuple[Video, ...]:
+    """Open the videos of a row by `open_video`."""
+    names = images.numbered(row, "video", len(sources))
+    return tuple(open_video(s, row=name, **options) for s, name in zip(sources, names, strict=True))
+
+
+def open_video(
+    source: VideoSource,
+    *,
+    row: str,
+    fps: float,
+    max_frames: int,
+    image_dir: Folder = None,
+    files: Files = None,
+) -> Video:
+    """Choose and decode the frames of one source; of a list of images all, or `max_frames` evenly spaced.
+
+    `row`, `image_dir` and `files` are as in `open_image`. `fps` counts if the source does not say another number.
+
+    Raises:
+        BadMedia: the video is missing, not a video, damaged, too long, too large, or has no frame in the part.
+    """
+    source.check(row)
+    most = min(max_frames, source.max_frames or max_frames)
+    if isinstance(source.source, list | tuple):
+        return _open_list(source, row, source.fps or fps, most, image_dir, files)
+    with _opened(source, row, image_dir, files) as file:
+        times, keys, first = _scan(file, source)
+        places, seconds = _places(times, file, fps)
+        wanted = max(seconds * (source.fps or fps), MIN_FRAMES)
+        if source.frames is not None:
+            wanted = round(source.frames / 2) * 2
+        number = int(min(wanted, most, len(times))) // 2 * 2 or 1
+        chosen = [times[index] for index in _evenly(places, number)]
+        distinct = list(dict.fromkeys(chosen))  # a frame may be the nearest to several places
+        frames = _alike(_decode(file, distinct, keys), len(distinct), file.where)
+        pictures = dict(zip(distinct, frames, strict=True))
+        seconds_of_frames = tuple(float((time - first) * file.tick) for time in chosen)
+        return Video(tuple(pictures[time] for time in chosen), seconds_of_frames, number / seconds)
+
+
+def read_edges(video: VideoSource, row: str, image_dir: Folder, files: Files) -> list[Any]:
+    """Return the size, the first and the last EDGE bytes of each file of a video, or its source if it is not read."""
+    edges = video.sources
+    for place, source in enumerate(video.sources):
+        with suppress(BadMedia):
+            file, _ = images.open_encoded(source, row, image_dir, VIDEO, files)
+            with file:
+                head, size = file.read(EDGE), file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - EDGE))
+                edges[place] = size, head, file.read(EDGE)
+    return edges
+
+
+def look_at_video(source: VideoSource, row: str, image_dir: Folder, files: Files) -> None:
+    """Raise as `open_video` for what the header shows; no frame is decoded."""
+    source.check(row)
+    if isinstance(source.source, list | tuple):
+        for image in source.source:
+            images.look_at_image(image, row, image_dir, files, None, ())
+    else:
+        with _opened(source, row, image_dir, files):
+            pass
+
+
+def _open_list(
+    source: VideoSource, row: str, rate: float, most: int, image_dir: Folder, files: Files
+) -> Video:
+    start, end = source.span
+    names = images.numbered(row, "frame", len(source.source))
+    shown = [at for at in range(len(names)) if start <= at / rate <= end]
+    most = min(most, source.frames or most)
+    number = len(shown) if len(shown) <= most else most // 2 * 2
+    if not shown:
+        raise BadMedia(f"{row}: the video is {len(names)} images, of which none is shown; give it some")
+    chosen = [shown[index] for index in _evenly(shown, number)]
+    options: Any = {"image_dir": image_dir, "files": files, "count_as": "frames"}
+    pictures = (images.open_image(source.source[at], row=names[at], **options) for at in chosen)
+    frames = _alike(pictures, number, f"{row}: the video")
+    return Video(tuple(frames), tuple(at / rate for at in chosen), number / len(shown) * rate)
+
+
+@contextmanager
+def _opened(source: VideoSource, row: str, image_dir: Folder, files: Files) -> Iterator[_File]:
+    """Open a file within the limits. Faults of FFmpeg and of the disk are BadMedia, also in the body."""
+    encoded, where = images.open_encoded(source.source, row, image_dir, VIDEO, files)
+    is_video = False
+    with encoded:
+        try:
+            with av.open(encoded, options={"format_whitelist": ",".join(FORMATS)}) as container:
+                is_video = True
+                yield _look(cast(InputContainer, container), source, where)
+        except (av.error.FFmpegError, OSError) as error:
+            if is_video:
+                raise _damaged(where, error.strerror) from None
+            encoded.seek(0)
+            raise images.not_readable(where, "a whole video", encoded.read(64), FORMATS) from None
+
+
+def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
+    streams = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    if not streams or streams[0].codec_context is None:
+        raise BadMedia(f"{where} has no pictures that FFmpeg can decode; write it again, such as with H.264")
+    stream, context = streams[0], streams[0].codec_context
+    images.limit_pixels((context.width, context.height), where)
+    context.options = {"max_pixels": str(images.MAX_PIXELS)}  # frames may be larger than the header says
+    context.thread_count = 1  # rows are opened by several threads
+    base = stream.time_base or Fraction(1, av.time_base)
+    tick = Fraction(base.numerator, base.denominator)
+    # the duration of an AVI file is cut to what it holds, Matroska has it in a tag
+    own = float((stream.frames if container.format.name == "avi" else stream.duration or 0) * tick)
+    with suppress(KeyError, ValueError):
+        parts = stream.metadata["DURATION"].split(":")
+        own = own or sum(float(part) * 60**place for place, part in enumerate(reversed(parts)))
+    seconds = own or (container.duration or 0) / av.time_base
+    start, end = source.span
+    _limit(min(seconds, end) - start, MAX_SECONDS, "seconds", where)
+    # the file's length may be that of its sound
+    whole = seconds if own or len(container.streams) == 1 else 0.0
+    return _File(container, stream, where, tick, whole)
+
+
+def _scan(file: _File, source: VideoSource) -> tuple[list[int], list[int], int]:
+    """Read packets, and decode none.
+
+    Returns times in ticks, in order: of the frames in the part, of keyframes (also one before the part), and of the
+    file's first frame.
+    """
+    first = _first_time(file)
+    # a thousandth of a tick, because the number 0.1 is a little more than a tenth
+    low, high = (float(second / file.tick) for second in source.span)
+    low, high = first + math.ceil(low - 1e-3), first + high + 1e-3
+    times, keys, last = set[int](), list[int](), first
+    # times in AVI are guessed from what was read before, so nothing is left out
+    is_avi = file.container.format.name == "avi"
+    for packet, time in _seek(file, first if is_avi else low):
+        if packet.is_keyframe:
+            keys.append(time)
+        last = max(last, time + (packet.duration or 0))
+        if not packet.is_discard and low <= time <= high:
+            times.add(time)
+        _limit(len(times), MAX_FRAMES, "frames", file.where)
+        _limit(float((time - low) * file.tick), MAX_SECONDS, "seconds", file.where)
+        if packet.dts is not None and packet.dts > high:
+            break
+    else:
+        length = float((last - first) * file.tick)
+        if length < 0.9 * file.seconds - 1:
+            raise _damaged(file.where, f"it has {length:.1f} of {file.seconds:.1f} seconds")
+    if not times:
+        start, end = source.span
+        until = float((last - first) * file.tick)
+        raise BadMedia(
+            f"{file.where} has no frame from {start:g} to {end:g} seconds; its frames end at {until:.3f}"
+        )
+    return sorted(times), keys[:1] if is_avi else sorted(keys), first
+
+
+def _first_time(file: _File) -> int:
+    """Return the time of the first frame that a player shows, in ticks."""
+    times = list[int]()
+    for packet, time in _packets(file):
+        if packet.is_keyframe and times:
+            break
+        if not packet.is_discard:
+            times.append(time)
+    if not times:
+        raise _damaged(file.where, "it has no frames")
+    return min(times)
+
+
+def _packets(file: _File) -> Iterator[_Packet]:
+    """Yield packets from the next keyframe on, and their frames' times in ticks; without pictures before that frame."""
+    key: int | None = None
+    for packet in file.container.demux(file.stream):
+        time = packet.pts
+        if packet.size and (time is None or packet.is_corrupt):
+            raise _damaged(file.where, "a packet is cut off, or has no time")
+        if key is None and packet.is_keyframe:
+            key = time
+        if time is not None and key is not None and time >= key:
+            yield packet, time
+
+
+def _seek(file: _File, time: int) -> Iterator[_Packet]:
+    """Return packets from a keyframe at or before `time` on."""
+    # a seek may land behind the keyframe that it aims at if the container has no index
+    for seconds in (0, 1, 10, 100):
+        with suppress(av.error.FFmpegError):
+            file.container.seek(time - int(seconds / file.tick), stream=file.stream)
+            packets = _packets(file)
+            packet = next(packets, None)
+            if packet is not None and packet[1] <= time:
+                return chain([packet], packets)
+    raise _damaged(file.where, f"nothing can be read at {float(time * file.tick):.3f} seconds")
+
+
+def _places(times: list[int], file: _File, fps: float) -> tuple[Sequence[int], float]:
+    """Return the places of frames in time, in any unit, and the seconds that they last together."""
+    count, first, rate = len(times), times[0], file.stream.average_rate
+    if rate:
+        step = 1 / (Fraction(rate.numerator, rate.denominator) * file.tick)
+        unit, length = step.denominator, step.numerator  # integers, because fractions are slow
+        if all(abs((time - first) * unit - n * length) < unit for n, time in enumerate(times)):
+            return range(count), float(count * step * file.tick)
+    mean = Fraction(times[-1] - first, count - 1) * file.tick if count > 1 else 1 / Fraction(fps)
+    return times, float(count * mean)
+
+
+def _evenly(places: Sequence[int], number: int) -> Iterator[int]:
+    """Yield the indices of `number` places: the nearest to evenly spaced ones from the first to the last."""
+    for step in range(number):
+        target = places[0] + Fraction((places[-1] - places[0]) * step, max(number - 1, 1))
+        after = bisect_left(places, target)
+        yield min((max(after - 1, 0), after), key=lambda index: abs(places[index] - target))
+
+
+def _decode(file: _File, times: Sequence[int], keys: Sequence[int]) -> Iterator[Image.Image]:
+    """Yield the upright pictures of frames, whose times ascend."""
+    position, frames = -math.inf, iter(list[tuple[int, av.VideoFrame]]())
+    reformatter = VideoReformatter()
+    for time in times:
+        key = keys[bisect_right(keys, time) - 1]
+        if key > position:
+            frames = _frames(file, key)
+        position, frame = next((entry for entry in frames if entry[0] >= time), (math.inf, None))
+        if frame is None or position > time or frame.is_corrupt:
+            raise _damaged(file.where, f"no frame at {float(time * file.tick):.3f} seconds")
+        images.count_decoded("frames")
+        has_alpha = any(component.is_alpha for component in frame.format.components)
+        pixels = reformatter.reformat(frame, format="rgba" if has_alpha else "rgb24").to_ndarray()
+        matrix: Any = frame.side_data.get("DISPLAYMATRIX")
+        if matrix is not None:
+            pixels = _upright(pixels, bytes(matrix), file.where)
+        yield images.to_rgb(Image.fromarray(pixels), file.where)
+
+
+def _frames(file: _File, key: int) -> Iterator[tuple[int, av.VideoFrame]]:
+    """Yield frames with their times, from a keyframe on."""
+    for packet, _ in _seek(file, key):
+        yield from ((frame.pts, frame) for frame in packet.decode() if frame.pts is not None)
+    # the decoder holds some back
+    yield from ((frame.pts, frame) for frame in file.stream.decode() if frame.pts is not None)
+
+
+def _upright(pixels: Any, matrix: bytes, where: str) -> Any:
+    """Turn pixels [H, W, C] by a display matrix, which moves the pixel (x, y) to (ax + cy, bx + dy)."""
+    a, b, _, c, d = (value >> 16 for value in struct.unpack_from("<5i", matrix))
+    if {abs(a), abs(b)} != {0, 1} or (abs(a), abs(b)) != (abs(d), abs(c)):
+        raise BadMedia(f"{where} is not turned by quarters ({a, b, c, d}); write it upright")
+    return (pixels if a else pixels.swapaxes(0, 1))[:: b + d, :: a + c]
+
+
+def _alike(pictures: Iterable[Image.Image], count: int, where: str) -> list[Image.Image]:
+    """Return `count` pictures, which have one size and MAX_DECODED bytes at most."""
+    frames: list[Image.Image] = []
+    for frame in pictures:
+        frames.append(frame)
+        _limit(count * frame.width * frame.height * 3, MAX_DECODED, "bytes of decoded frames", where)
+        if frame.size != frames[0].size:
+            sizes = " and ".join(f"{width} × {height}" for width, height in (frames[0].size, frame.size))
+            raise BadMedia(f"{where} has frames of {sizes} pixels; bring all to one size")
+    return frames
+
+
+def _limit(number: float, most: int, noun: str, where: str) -> None:
+    if number > most:
+        raise BadMedia(
+            f"{where} shows {number:,.0f} {noun}, {most:,} at most; show a part of it (start, end) or fewer frames, or "
+            "shrink it"
+        )
+
+
+def _damaged(where: str, why: object) -> BadMedia:
+    return BadMedia(
+        f"{where} is damaged, cut off or encrypted ({why}); write or download it again, or leave the row out"
+    )

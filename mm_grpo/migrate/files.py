@@ -20,7 +20,10 @@ from mm_grpo.files import read_regular_file
 from mm_grpo.migrate.keys import PROGRAMS
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
-ENVIRONMENT = "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM"
+ENVIRONMENT = (
+    "MAX_PIXELS MIN_PIXELS NPROC_PER_NODE NNODES CUDA_VISIBLE_DEVICES IMAGE_MAX_TOKEN_NUM FPS FPS_MAX_FRAMES"
+    " FPS_MIN_FRAMES NFRAMES VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS VIDEO_MAX_TOKEN_NUM VIDEO_MIN_TOKEN_NUM"
+)
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
 CALLS: Mapping[str, Mapping[str, str]] = {

@@ -32,6 +32,9 @@ FIELDS: Mapping[str, str] = {
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
     "data.max_pixels": "max_pixels",
+    "data.video_fps": "video_fps fps",
+    "data.video_max_frames": "video_max_frames fps_max_frames",
+    "data.video_max_pixels": "video_max_pixels",
     "data.max_prompt_length": "max_prompt_length max_length",
     "rollout.prompts_per_step": "data.train_batch_size data.rollout_batch_size",
     "rollout.num_generations": "num_generations rollout.n",
@@ -81,6 +84,10 @@ _PROCESSES = (
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"
 )
 _VLLM = "write it into rollout.vllm.engine_kwargs, beside rollout.engine: vllm"
+_FRAMES = (
+    "frames of a video are set by data.video_fps, data.video_max_frames and data.video_max_pixels; a row may hold its "
+    "fps or nframes"
+)
 NO_SETTING = "mm_grpo has no such setting; leave it out (`mm-grpo config` shows every field)"
 
 REASONS: Mapping[str, str] = {
@@ -145,8 +152,8 @@ REASONS: Mapping[str, str] = {
     "write data.on_overlong (a longer prompt is never cut)":
         "truncation_strategy data.truncation filter_overlong_prompts",
     "map it in data.columns (our name: the dataset's column)":
-        "prompt_key answer_key image_key images_key dataset_prompt_column",
-    "videos are not in this version of mm_grpo yet; leave it out": "data.video_key",
+        "prompt_key answer_key image_key images_key video_key videos_key dataset_prompt_column",
+    _FRAMES: "nframes num_frames max_num_frames",
     "write rollout.max_completion_length": "max_new_tokens response_length max_response_length",
     # rewards and the algorithm
     "write rewards (a list of names or mappings)": "reward_funcs",
@@ -179,6 +186,7 @@ REASONS: Mapping[str, str] = {
     "evaluation samples by rollout.eval.temperature (0 is greedy)": "do_sample",
     "write rollout.tools or rollout.environment, and rollout.max_turns": "multi_turn_scheduler use_gym_env gym_env",
     "write data.max_pixels (= tokens x the square of the patch that makes one)": "image_max_token_num",
+    "write data.video_max_pixels (= tokens x the square of the patch that makes one)": "video_max_token_num",
 }  # fmt: skip
 """Advice, and the keys that get it."""
 
@@ -214,7 +222,7 @@ PROGRAMS: Mapping[str, str] = {
 
 PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("fsdp", "deepspeed_", "zero_"), _ZERO),
-    **dict.fromkeys(("video_", "fps"), "videos are not in this version of mm_grpo yet; leave it out"),
+    **dict.fromkeys(("video_", "fps"), _FRAMES),
     **dict.fromkeys(("push_to_hub", "hub_"), "upload the run folder's model/ later (mm-grpo export --push)"),
     **dict.fromkeys(("save_", "log_", "logging_", "eval_", "ddp_", "torch_compile"), NO_SETTING),
     **dict.fromkeys(("reward_model", "soft_", "repetition_"), "write rewards: [{name: ..., option: value}]"),

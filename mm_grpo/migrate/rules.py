@@ -250,7 +250,7 @@ def _column(ours: str) -> Rule:
 
 
 def _columns(result: Conversion, value: Any) -> Converted:
-    names = {"query": "prompt", "image": "images"}
+    names = {"query": "prompt", "image": "images", "video": "videos"}
     return {"data.columns": {names.get(ours, ours): theirs for theirs, ours in value.items()}}
 
 
@@ -360,6 +360,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
         ("image_key", _column("images")),
+        ("video_key", _column("videos")),
         ("columns", _columns),
         ("filter_overlong_prompts", _values("data.on_overlong", {True: "drop", False: "stop"})),
         ("truncation_strategy", _values("data.on_overlong", {"delete": "drop"})),

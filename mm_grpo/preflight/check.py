@@ -58,13 +58,8 @@ if TYPE_CHECKING:
 
 MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
 MIN_WIDTH = 120  # least width of the tables, in characters
-NUMBER_COLUMNS = (
-    "rows",
-    "usable",
-    "images",
-    "videos",
-    "weight",
-)  # columns of the tables that hold one number
+NUMBER_COLUMNS = ("rows", "usable", "images", "videos", "weight")
+"""Columns of the tables that hold one number."""
 
 
 @dataclass

@@ -13,11 +13,13 @@ no gradient and counts in denominators.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.data.images import PICTURES
 from mm_grpo.rollout.engine import Sampling
 from mm_grpo.rollout.group_metrics import completion_tokens, group_metrics, task_metrics
 from mm_grpo.rollout.prompts import StepPrompts
@@ -55,8 +57,8 @@ class Rollout:
     dropped: int = 0
     images: int = 0
     """Images of the step's prompts, over all processes."""
-    decoded: int = 0
-    """How many of `images` were decoded for them."""
+    decoded: Counter[str] = field(default_factory=Counter)
+    """How many "images", and "frames" of videos, were decoded for them."""
     zero_std_slots: list[int] = field(default_factory=list)
     """Slots of the last attempt whose group is to be replaced; [] without dynamic sampling."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -126,12 +128,12 @@ class Collector:
             "prompts": len(prompts.prompts),
             "dropped": prompts.dropped,
             "images": sum(len(prompt.sample.images) for prompt in distinct),
-            "decoded": prompts.decoded,
+            **{f"{noun} decoded": prompts.decoded[noun] for noun in PICTURES},
         }
         totals = self.ranks.sum(counts, "prompts")
         rollout.dropped += int(totals["dropped"])
         rollout.images += int(totals["images"])
-        rollout.decoded += int(totals["decoded"])
+        rollout.decoded += Counter({noun: int(totals[f"{noun} decoded"]) for noun in PICTURES})
         if attempt == 0 and self.ranks.first:
             builder.warn_if_none(step, int(totals["prompts"]), rollout.dropped)
         return prompts

@@ -7,9 +7,9 @@ image counts as large as `data.max_pixels` lets it be, a video as `data.video_ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.types import Sample
@@ -17,7 +17,6 @@ from mm_grpo.types import Sample
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig
     from mm_grpo.data.base import Rows
-    from mm_grpo.data.rows import Fields
     from mm_grpo.environments.toolbox import Toolbox
     from mm_grpo.processors.base import Processor
 
@@ -102,7 +101,7 @@ def engine_limits(
     video_tokens = getattr(processor, "max_video_tokens", lambda frames: 0)(config.data.video_max_frames)
     for dataset, index in places:
         fields = dataset.fields(index)
-        counts, kwargs = [len(sources) for sources in _media(fields)], fields.chat_template_kwargs
+        counts, kwargs = (len(fields.images), len(fields.videos)), fields.chat_template_kwargs
         closed = Sample(dataset.row_name(index), fields.messages, chat_template_kwargs=kwargs)
         longest = max(longest, processor.max_prompt_tokens(closed, counts[0]) + counts[1] * video_tokens)
         images, videos = max(images, counts[0]), max(videos, counts[1])
@@ -137,17 +136,12 @@ def _added(toolbox: Toolbox, processor: Processor, sample: Sample) -> tuple[int,
     return after - before, images, videos
 
 
-def _media(fields: Fields) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the sources of images and of videos of a row."""
-    return fields.images, getattr(fields, "videos", ())
-
-
 def _rows_to_look_at(dataset: Rows) -> list[int]:
     if len(dataset) <= ROWS or not dataset.in_memory:
         return list(dataset.spaced(ROWS))
 
     def size(index: int) -> int:
         fields = dataset.fields(index)
-        return len(str(fields.messages)) + MEDIUM * sum(map(len, _media(fields)))
+        return len(str(fields.messages)) + MEDIUM * (len(fields.images) + len(fields.videos))
 
     return sorted(range(len(dataset)), key=size, reverse=True)[:ROWS]

@@ -10,6 +10,7 @@ Rows are read by the thread that asks (a user's dataset may belong to it), image
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prefetched:
-    """A prompt, and how many images were decoded for it."""
+    """A prompt, and how many "images" and "frames" of videos were decoded for it."""
 
     prompt: Prompt
-    decoded: int
+    decoded: Counter[str]
 
 
 class SamplePreparer(Protocol):

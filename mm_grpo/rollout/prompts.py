@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """The prompts of one step with their slots, how many rows were dropped, and how many images were decoded."""
+    """The prompts of one step with their slots, and the numbers of dropped rows and decoded pictures."""
 
     slots: list[int]
     prompts: list[Prompt]
     dropped: int
-    decoded: int = 0
+    decoded: Counter[str] = field(default_factory=Counter)
 
 
 class TooLong(DataError):
@@ -88,7 +89,7 @@ class PromptBuilder:
         self.prefetcher.ahead(dataset, next_rows)
         results = {row: self._usable(wait) for row, wait in waits.items()}
         usable = {slot: result.prompt for slot, row in rows.items() if (result := results[row]) is not None}
-        decoded = sum(result.decoded for result in results.values() if result is not None)
+        decoded = sum((result.decoded for result in results.values() if result is not None), Counter[str]())
         return StepPrompts(list(usable), list(usable.values()), len(rows) - len(usable), decoded)
 
     def warn_if_none(self, step: int, prompts: int, dropped: int) -> None:
@@ -96,8 +97,8 @@ class PromptBuilder:
         if prompts == 0:
             log.warning(
                 "step %d: all %d prompts were dropped, so it makes no update: they are longer than %s allows (%s "
-                "tokens), or their media cannot be read; lower data.max_pixels or data.video_max_frames, fix the files, or "
-                "raise the limit",
+                "tokens), or their media cannot be read; lower data.max_pixels or data.video_max_frames, fix the "
+                "files, or raise the limit",
                 step, dropped, self.limit_name, self.limit,
             )  # fmt: skip
 

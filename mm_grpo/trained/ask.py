@@ -105,7 +105,7 @@ def ask(
         if missing := [path for path in paths if not Path(path).is_file()]:
             raise DataError(f"{option} {missing[0]}: there is no such file")
     opened = tuple(open_image(path, row="--image") for path in images)
-    bounds = {"fps": config.data.video_fps, "max_frames": config.data.video_max_frames}
+    bounds: Any = {"fps": config.data.video_fps, "max_frames": config.data.video_max_frames}
     clips = tuple(open_video(VideoSource(path), row="--video", **bounds) for path in videos)
     parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
     content = [*parts, {"type": "text", "text": question}]

@@ -188,6 +188,22 @@ def test_a_shell_script_is_read_as_its_options(tmp_path: Path) -> None:
         "max_pixels": 1003520, "nproc_per_node": 2, "rlhf_type": "grpo", "data.shuffle": True,
     }  # fmt: skip
     assert convert(read_foreign(script)).values["data"] == {"max_pixels": 1003520, "shuffle": True}
+    script.write_text(
+        "FPS=1 FPS_MAX_FRAMES=16 VIDEO_MAX_PIXELS=50176 NFRAMES=8 VIDEO_TOTAL_PIXELS=9 VIDEO_MAX_TOKEN_NUM=128 "
+        """swift rlhf --rlhf_type grpo --model_kwargs '{"fps_min_frames": 4}' --columns '{"clip": "video"}'"""
+    )
+    converted = convert(read_foreign(script))
+    limits = {"video_fps": 1, "video_max_frames": 16, "video_max_pixels": 50176}
+    assert converted.values["data"] == {**limits, "columns": {"videos": "clip"}}
+    omitted = {"nframes", "video_total_pixels", "video_max_token_num", "model_kwargs.fps_min_frames"}
+    assert converted.omitted.keys() - {"per_device_train_batch_size"} == omitted
+    assert all("data.video_max_pixels" in converted.omitted[key] for key in omitted)
+    easy = {"data.rollout_batch_size": 4, "data.video_fps": 1.0, "data.video_key": "clips", "data.nframes": 8}
+    converted = convert(easy)
+    assert converted.values["data"]["video_fps"] == 1.0 and "data.nframes" in converted.omitted
+    assert converted.values["data"]["columns"] == {"videos": "clips"}
+    easy["data.video_key"] = "videos"
+    assert "columns" not in convert(easy).values["data"]
     script.write_text("echo nothing\n")
     for name in ("train.sh", "no.sh"):
         with pytest.raises(ConfigError, match=f"{name}: "):

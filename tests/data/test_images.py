@@ -6,6 +6,7 @@ import base64
 import re
 import struct
 import zlib
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mm_grpo.data.images import FORMATS, open_image
+from mm_grpo.data.images import FORMATS, IMAGE, open_image
 from mm_grpo.errors import DataError
 
 pytestmark = pytest.mark.lowest
@@ -24,7 +25,7 @@ RED, BLUE, WHITE = (255, 0, 0), (0, 0, 255), (255, 255, 255)
 
 
 def opened(source: Any, max_bytes: int = 10**6, max_pixels: int = 10**4, **options: Any) -> Image.Image:
-    limits = {"MAX_BYTES": max_bytes, "MAX_PIXELS": max_pixels}
+    limits = {"IMAGE": replace(IMAGE, max_bytes=max_bytes), "MAX_PIXELS": max_pixels}
     with patch.multiple("mm_grpo.data.images", **limits):
         return open_image(source, **{"row": "train.jsonl:12"} | options)
 

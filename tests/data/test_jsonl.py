@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny
+from PIL import Image
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data import load, write_jsonl
@@ -36,6 +37,22 @@ def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
     dataset = load(str(tmp_path / "out" / "rows.jsonl"), DataConfig())
     assert dataset.sample(0).images[0].tobytes() == tiny.picture(1).tobytes()
     assert dataset.sample(2).other_columns == {"answer": [1.5, "x"]}
+
+
+def test_frames_of_videos_are_written_and_a_file_stays(tmp_path: Path) -> None:
+    frames = tiny.video(1, 3).frames
+    rows = [
+        {"prompt": "a", "videos": [{"video": frames, "fps": 1.5}, "b.mp4"], "image": frames[1]},
+        {"prompt": "b", "video": list(frames[1:])},
+    ]
+    write_jsonl(rows, tmp_path / "rows.jsonl")
+    dataset = load(str(tmp_path / "rows.jsonl"), DataConfig())
+    (first, whole), (image,) = dataset.fields(0).videos, dataset.fields(0).images
+    (second,) = dataset.fields(1).videos
+    assert (first.fps, whole.source, second.fps) == (1.5, "b.mp4", None)
+    assert first.source[1:] == second.source and first.source[1] == image
+    pixels = [Image.open(tmp_path / name).tobytes() for name in first.source]
+    assert pixels == [frame.tobytes() for frame in frames]
 
 
 def test_what_cannot_be_written_names_the_row_and_leaves_the_file(tmp_path: Path) -> None:

@@ -26,6 +26,10 @@ def packs_of(processor: Processor) -> dict[str, Pack]:
         "images": tiny.sample("b", "x", (tiny.picture(1), tiny.picture(2, 56, 112))),
         "text": tiny.sample("c", "xyz"),
     }
+    if getattr(processor, "video_token_id", None) is not None:
+        videos = tiny.video(3, 4, 56, 56), tiny.video(4, 2, 56, 56)
+        samples["video"] = tiny.sample("d", "x", (), videos[:1])
+        samples["images and videos"] = tiny.sample("e", "x", (tiny.picture(1), tiny.picture(2)), videos)
     legal = tuple(legal_tokens(processor)[20:28])
     items = {n: Item(i, i, processor.prompt(s), legal[:2]) for i, (n, s) in enumerate(samples.items())}
     more = [Item(5 + g, 2, items["text"].prompt, legal) for g in range(6)]

@@ -25,7 +25,7 @@ from mm_grpo.parity.sync import SyncReport, VerifiedSync, stale_samples
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.engine import Request, Sampling, requests_for, require_answers, versions_of
 from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.types import Completion, Group, Prompt
+from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
 SEEDS = range(40, 44)
 
@@ -129,11 +129,13 @@ def test_answers_are_held_against_requests(models: dict[str, Path]) -> None:
     assert versions_of(*sound, mixed) == (3, 4)
 
 
-def test_the_first_prompt_with_an_image_is_chosen(models: dict[str, Path]) -> None:
+def test_the_first_prompt_with_an_image_or_a_video_is_chosen(models: dict[str, Path]) -> None:
     both = Both(models["qwen2_vl"])
     places = [(1, 0, both.plain), (1, 1, both.pictured), (1, 2, both.plain)]
     assert first_with_media(places) == places[1]
     assert first_with_media(places[2:]) == places[2]
+    filmed = replace(both.plain, engine_prompt=EnginePrompt((), (tiny.video(1),)))
+    assert first_with_media([*places[2:], (2, 0, filmed)])[2] is filmed
     with pytest.raises(DataError, match=r"data.train: no row is left, .* data.on_overlong"):
         first_with_media([])
 

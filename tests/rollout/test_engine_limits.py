@@ -12,7 +12,7 @@ from mm_grpo.data.sources import load_train
 from mm_grpo.environments.builtins import Zoom
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
-from mm_grpo.processors.base import load_processor
+from mm_grpo.processors.base import load_processor, processor_of
 from mm_grpo.rollout.engine_limits import EngineLimits, engine_limits
 from mm_grpo.rollout.prompts import PromptBuilder, TooLong
 
@@ -34,7 +34,7 @@ def limits(models: Any, given: Any, **changes: Any) -> Any:
     config = small_config(
         models["qwen2_5_vl"], rollout={"engine": "vllm", "max_completion_length": 100}, **changes
     )
-    processor = load_processor(str(models["qwen2_5_vl"]))
+    processor = processor_of(config)
     return engine_limits(config, processor, [load_train(config, given)], CONTEXT), processor
 
 
@@ -69,6 +69,25 @@ def test_media_of_environments_have_room(models: dict[str, Any]) -> None:
         found = engine_limits(config, processor, data, CONTEXT, box)
         box.close()
         assert (found.max_images, found.max_videos) == (images, videos)
+
+
+def test_videos_count_as_long_and_as_large_as_they_may_be(models: dict[str, Any]) -> None:
+    """Two videos of nine frames are five pairs each, of 64 tokens (224 x 224 pixels), beside an image of 64."""
+    (image,), pair = rows("x" * 40), [{"type": "video"}] * 2
+    content = [*pair, {"type": "text", "text": "x" * 40}]
+    two = {"prompt": [{"role": "user", "content": content}], "videos": ["none.mp4", "none.webm"]}
+    found, _ = limits(models, [image, two], data={"video_max_frames": 9})
+    # 640, 100 of the completion, 1 for scoring, 40 of text and at most 60 of the template, in steps of 256
+    assert (found.max_model_len, found.max_images, found.max_videos) == (1024, 1, 2)
+    assert "1 image(s) (max_images) and 2 video(s) (max_videos) in a prompt" in found.sentence
+    found, _ = limits(models, [image, two], data={"video_max_frames": 8, "video_max_pixels": 32 * 784})
+    assert found.max_model_len == 512  # 2 x 4 x 32 + 141 to 201
+    set_by_hand = {"engine": "vllm", "max_completion_length": 100, "vllm": {"max_videos": 0, "max_images": 3}}
+    config = small_config(models["qwen2_5_vl"], rollout=set_by_hand)
+    found = engine_limits(
+        config, load_processor(str(models["qwen2_5_vl"])), [load_train(config, [image])], CONTEXT
+    )
+    assert (found.max_images, found.max_videos) == (3, 0)
 
 
 def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[str, Any]) -> None:

@@ -105,7 +105,7 @@ def test_prompts_made_ahead_are_those_of_the_plain_way(processor: Processor, wor
     waits = [prefetcher.begin(data, row) for row in (1, 0, 7, 3)]
     for row, wait in zip((1, 0, 7, 3), waits, strict=True):
         made = wait()
-        assert made.decoded == 1 and same(made.prompt, processor.prompt(data.sample(row)))
+        assert made.decoded == {"images": 1} and same(made.prompt, processor.prompt(data.sample(row)))
     prefetcher.close()
 
 
@@ -179,7 +179,7 @@ def test_the_processor_is_used_by_one_thread_at_a_time(processor: Processor) -> 
 def test_a_row_with_two_slots_of_a_step_has_one_prompt(processor: Processor) -> None:
     builder = PromptBuilder(processor, small_config("model"), None)
     found = builder.prompts(dataset(rows(2)), {0: 1, 1: 0, 2: 1})
-    assert found.slots == [0, 1, 2] and found.decoded == 2
+    assert found.slots == [0, 1, 2] and found.decoded == {"images": 2}
     assert found.prompts[0] is found.prompts[2] and found.prompts[0].uid == "train:1"
     builder.close()
 

@@ -127,9 +127,15 @@ def test_controls_that_cannot_be_made(
 
 @pytest.mark.parametrize(
     ("rows", "kind"),
-    [(HELDOUT, "shuffled"), ([HELDOUT[0]] * 2, None), ([{"prompt": "q", "answer": "a"}] * 2, None)],
+    [
+        (HELDOUT, "shuffled"),
+        ([HELDOUT[0]] * 2, None),
+        ([{"prompt": "q", "answer": "a"}] * 2, None),
+        ([{"prompt": "q", "video": f"{name}.mp4"} for name in "ab"], "shuffled"),
+        ([{"prompt": "q", "video": "a.mp4"}] * 2, None),
+    ],
 )
-def test_the_control_of_a_warmed_model_is_made_where_images_can_be_exchanged(rows: Any, kind: Any) -> None:
+def test_the_control_of_a_warmed_model_is_made_where_media_can_be_exchanged(rows: Any, kind: Any) -> None:
     config = small_config("m", data={"text_only": True})
     assert default_control(load_eval(config, rows)) == kind
     assert default_control({}) is None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers import tiny
 from helpers.runs import group
 from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.trackers import Trackers, rollout_table
+from mm_grpo.types import EnginePrompt
 
 pytestmark = pytest.mark.lowest
 
@@ -137,4 +140,9 @@ def test_a_table_has_the_groups_whose_rewards_differ_most_and_their_pictures() -
     assert rows[0]["completion"] == first.completions[0].text
     assert rows[2]["advantage"] == first.advantages[2]
     assert rows[0]["image"].size == first.prompt.engine_prompt.images[0].size
+    filmed = replace(first.prompt, engine_prompt=EnginePrompt((1,), (tiny.video(1, width=512, height=64),)))
+    (row,) = rollout_table(7, [replace(group(0, (1.0,)), prompt=filmed)])
+    frame = filmed.engine_prompt.videos[0].frames[0]
+    frame.thumbnail((256, 256))
+    assert row["image"].tobytes() == frame.tobytes()
     assert len(rollout_table(1, [group(0, tuple(map(float, range(20))))])) == 8  # of 20

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import av
 import huggingface_hub
 import pytest
 import torch
 from helpers import tiny
 from helpers.finished_runs import Finished
 from peft import LoraConfig, get_peft_model
+from PIL import Image, ImageColor
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.rollout.engine import Request
+from mm_grpo.rollout.transformers_engine import TransformersEngine
 from mm_grpo.trained import hub, proof
 from mm_grpo.trained.ask import ask, load_answering
 from mm_grpo.trained.export import MARK, export_run
 from mm_grpo.trained.source import model_to_evaluate
-from mm_grpo.types import Completion
+from mm_grpo.types import Completion, Prompt, Video
 
 Runs = Callable[[str], Finished]
 
@@ -167,6 +171,52 @@ def test_export_and_ask_work_as_commands(runs: Runs, command: Any, tmp_path: Pat
     wrong = command(*asked[:4], tmp_path / "no.png")
     assert wrong.code == 2 and f"--image {tmp_path}/no.png" in wrong.err and "image_dir" not in wrong.err
     assert command(*asked, "--temperature", 0) == (0, answer, err) and answer.strip()
+
+
+def write_clip(path: Path, colours: Sequence[str], rate: int) -> Path:
+    """A file with a frame of each colour."""
+    with av.open(str(path), "w") as file:
+        stream: Any = file.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 112, 84, "yuv420p"
+        for colour in colours:
+            file.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (112, 84), colour))))
+        file.mux(stream.encode())
+    return path
+
+
+def test_videos_of_a_question_stand_behind_its_images(
+    models: dict[str, Path], command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight frames of two seconds, of which `data.video_fps` of 2 shows four; as a command, and with a wrong file."""
+    colours = ["red", "red", "lime", "lime", "blue", "blue", "white", "white"]
+    clip, prompts = write_clip(tmp_path / "clip.mp4", colours, 4), list[Prompt]()
+    tiny.picture(1).save(tmp_path / "a.png")
+    generate = TransformersEngine.generate
+
+    def watched(engine: TransformersEngine, requests: Sequence[Request]) -> list[Completion]:
+        prompts.extend(request.prompt for request in requests)
+        return generate(engine, requests)
+
+    monkeypatch.setattr(TransformersEngine, "generate", watched)
+    asked = ("ask", models["qwen2_5_vl"], "what is it", "--image", tmp_path / "a.png", "--max-tokens", 5)
+    code, answer, err = command(*asked, "--video", clip)
+    assert (code, err) == (0, "") or "cut after" in err
+    (prompt,) = prompts
+    image, video = prompt.engine_prompt.media
+    assert isinstance(video, Video) and not isinstance(image, Video)
+    assert video.fps == 2.0 and len(video.times) == 4 and video.times[0] == 0.0
+    centres = [frame.getpixel((50, 40)) for frame in video.frames]
+    expected = [ImageColor.getrgb(colours[round(4 * time)]) for time in video.times]
+    assert all(
+        abs(a - b) < 20 for pair in zip(centres, expected, strict=True) for a, b in zip(*pair, strict=True)
+    )
+    assert command(*asked) != (code, answer, err)  # without the video
+    for file, words in ((tmp_path / "none.mp4", "there is no such file"), (tmp_path / "a.txt", "")):
+        (tmp_path / "a.txt").write_text("no video")
+        wrong = command(*asked, "--video", file)
+        assert wrong.code == 2 and "--video" in wrong.err and words in wrong.err
+    refused = command("ask", models["gemma3"], "what is it", "--video", clip)
+    assert refused.code == 2 and "the question: the row has 1 video(s)" in refused.err
 
 
 class FakeHub:
