@@ -73,7 +73,15 @@ learner/features/twin_view.py < learner/test_twin_view.py
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
-    wrong seed | generator = torch.Generator().manual_seed(seed) ==> generator = torch.Generator().manual_seed(0)
+    wrong seed | generator, media = torch.Generator().manual_seed(seed), ==> generator, media = torch.Generator().manual_seed(0),
+    squares of one frame | generator.set_state(state)) ==> generator)
+learner/sight.py < learner/test_sight.py
+    wrong tail | moved_tail(c.tail, g.prompt, prompt)) for ==> c.tail) for
+    wrong kind | (self.videos, other.videos)) ==> (self.videos, other.images))
+    dropped choice | if all_rows[slot].has_order] ==> if all_rows[slot].images]
+data/blind.py < data/test_blind.py
+    wrong pairs | zip_longest(moved[::2], moved[1::2]) ==> zip_longest(moved[1::2], moved[1::2])
+    one order for all | random.Random(f"{control}/{sample.uid}") ==> random.Random(control)
 learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
