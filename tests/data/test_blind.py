@@ -16,6 +16,7 @@ from reading import colour_of
 from mm_grpo.config import DataConfig
 from mm_grpo.data.blind import exchange, media_key, reordered, with_frames
 from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.mixture import MixedDataset
 from mm_grpo.errors import DataError
 
 
@@ -114,3 +115,24 @@ def test_videos_of_a_row_keep_their_times_and_each_uid_has_an_order_of_its_own()
     first = with_frames(sample, "first_frame").videos[1]
     assert first.frames == (video.frames[0],) * 8
     assert (first.times, first.fps) == (video.times, video.fps)
+
+
+def test_rows_are_opened_with_their_frames_changed() -> None:
+    frames = [tiny.picture(number) for number in range(6)]
+    rows = [{"prompt": "what", "video": frames, "answer": "a"}, {"prompt": "what", "answer": "b"}]
+    config = DataConfig(text_only=True)
+    dataset = Dataset(rows, config)
+    (video,) = dataset.sample(0).videos
+    for source, uid in ((dataset, "train:0"), (MixedDataset("train", [dataset, dataset], (1, 1)), "train:0")):
+        (moved,), (still,) = (
+            source.with_frames(control).sample(0).videos for control in ("frames", "first_frame")
+        )
+        wanted = reordered(video.frames, random.Random(f"frames/{uid}"))
+        assert (
+            [f.tobytes() for f in moved.frames]
+            == [f.tobytes() for f in wanted]
+            != [f.tobytes() for f in video.frames]
+        )
+        assert {frame.tobytes() for frame in still.frames} == {video.frames[0].tobytes()}
+        assert moved.times == still.times == video.times and len(still.frames) == len(video.frames)
+        assert source.with_frames("frames").sample(1).videos == ()

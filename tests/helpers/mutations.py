@@ -73,7 +73,7 @@ learner/features/twin_view.py < learner/test_twin_view.py
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
-    wrong seed | generator, media = torch.Generator().manual_seed(seed), ==> generator, media = torch.Generator().manual_seed(0),
+    wrong seed | torch.Generator().manual_seed(seed), prompt ==> torch.Generator().manual_seed(0), prompt
     squares of one frame | generator.set_state(state)) ==> generator)
 learner/sight.py < learner/test_sight.py
     wrong tail | moved_tail(c.tail, g.prompt, prompt)) for ==> c.tail) for
