@@ -104,10 +104,10 @@ class DataConfig(Section):
     """Prompt made of columns, as in Where is the {category}?, in place of the row's own, which {prompt} is; names in
     braces are columns, dots reach into mappings and lists; {{ is a brace; null is the row's own. Default: null."""
     text_only: bool = False
-    """Use rows without images; false refuses a set without images, and images in columns that are not read, and warns
-    of single rows. Default: false."""
+    """Use rows without images and videos; false refuses a set without any, and such media in columns that are not read,
+    and warns of single rows. Default: false."""
     image_dir: Annotated[PathText | None, RelativeToFile(), Essential()] = None
-    """Folder that relative image paths start from; null is the dataset file's own folder. Default: null."""
+    """Folder that relative paths of images and videos start from; null is the dataset file's own. Default: null."""
     min_pixels: int | None = Field(default=None, ge=1)
     """Fewest pixels of an image after resizing, >= 1; null is the model processor's own limit. Default: null."""
     max_pixels: Annotated[int | None, Essential()] = Field(default=None, ge=1)

@@ -10,10 +10,10 @@
     blind     rows with the images of other rows, or without any: what a model scores that cannot see
     columns   names of columns: ours and the dataset's, nested ones; names and values in messages
     layouts   the columns of prompt and answer in the rows of several ecosystems
-    rows      one row → messages, image sources and columns
-    row_settings   what one row sets: limits of its images, arguments of the chat template
-    media_columns   images that nothing would read: columns, placeholders
-    media_check     datasets that would be trained on without their images
+    rows      one row → messages, sources of images and videos, and columns
+    row_settings   what one row sets: limits of its images, what is shown of videos, arguments of the chat template
+    media_columns   images and videos that nothing would read: columns, placeholders
+    media_check     datasets that would be trained on without them
     image_files     rows whose images cannot be read: refused or left out before a model is loaded
     images    one image source → an upright RGB picture within the limits
     videos      one video source → a few frames with their times, within the limits

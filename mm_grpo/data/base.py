@@ -35,7 +35,7 @@ class Rows(Protocol):
     weights: Sequence[int] = ()
     """Weights by which a run draws from the sources, without a common factor; empty if all rows come equally often."""
     text_only: bool
-    """True when rows may lack images."""
+    """True when rows may lack images and videos."""
     in_memory: bool
     """True when the rows are lists, or as quick to read: all of them can be looked at."""
 
@@ -142,16 +142,10 @@ class Rows(Protocol):
     def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         """Apply `change` to every source; return the rows of the results."""
 
-    def with_shuffled_images(self, seed: int = 0) -> Rows:
-        """Return the rows, each with the images of another row of its source.
+    def control(self, kind: str) -> Rows:
+        """Return the rows of a blind control: `shuffled`, `removed`, or one of `blind.FRAME_CONTROLS`.
 
-        Images move among rows with equally many, so that no row gets its own images or equal ones (`blind.exchange`).
-        Rows without images stay as they are. Every row is read, but no image file is opened. DataError if only one row
-        has a number of images, or most rows with that number have the same images.
+        Shuffled images and videos move among rows of a source with equally many of both, so that no row gets its own or
+        equal ones (`blind.exchange`). Rows without any stay as they are. Every row is read, but no file is opened.
+        DataError if only one row has such numbers, or most rows with these numbers have the same images and videos.
         """
-
-    def with_frames(self, control: str) -> Rows:
-        """Return the rows with the frames of their videos changed by one of `blind.FRAME_CONTROLS`."""
-
-    def with_images_removed(self) -> Rows:
-        """Return the rows without images, and without the image parts of messages."""

@@ -6,12 +6,12 @@
     conversations   turns of from and value (LLaVA), as above     the reply at the end, else a column
     problem         a string                                      a column, else <answer> of `solution` (R1-V)
 
-`image` and `images` are the same in all. A row with two of these columns is refused: nothing is guessed. A column that
-`data.columns.prompt` names is the prompt in any case. A reply at the end is never part of the prompt. Messages may be
-kept as JSON text. Before a string come the turns of `history` (ms-swift: pairs of a question and its answer), and
-before all the text of `system`.
+`image`, `images`, `video` and `videos` are the same in all. A row with two of these columns is refused: nothing is
+guessed. A column that `data.columns.prompt` names is the prompt in any case. A reply at the end is never part of the
+prompt. Messages may be kept as JSON text. Before a string come the turns of `history` (ms-swift: pairs of a question
+and its answer), and before all the text of `system`.
 
-Not here: where images stand in the messages, and what a message may hold (rows.py).
+Not here: where media stand in the messages, and what a message may hold (rows.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MissingPrompt(DataError):
 
 @dataclass(frozen=True)
 class RowConversation:
-    """A row's prompt, with images as its column holds them."""
+    """A row's prompt, with media as its column holds them."""
 
     column: str
     """Our name of the prompt's column."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mm_grpo.config.values import plain_mapping
@@ -53,22 +54,19 @@ def read_video(source: Any, values: Mapping[str, Any], where: str) -> VideoSourc
         )
     given = {key: values[key] for key in VIDEO_KEYS if values.get(key) is not None}
     settings = {VIDEO_KEYS[key]: value for key, value in given.items()}
-    counts = {name: settings[name] for name in ("max_frames", "frames") if name in settings}
-    legal_keys = _FRAME_KEYS | {"fps"} if is_list else VIDEO_KEYS.keys() - _FRAME_KEYS
-    if (
-        len(settings) < len(given)
-        or not given.keys() <= legal_keys
-        or not all(is_number(value) and value >= 0 for value in given.values())
-        or not all(count >= 2 and count % 1 == 0 for count in counts.values())
-        or not settings.get("start", 0) < settings.get("end", math.inf)
-        or ("fps" in settings and ("frames" in settings or not settings["fps"]))
-    ):
-        raise DataError(
-            f"{where}: {given}: legal are fps above 0 or nframes; start before end, in seconds; max_frames and nframes "
-            "whole from 2; each setting once; of a list of frames fps (or sample_fps) alone"
-        )
+    repeated = len(settings) < len(given) or {"frames", "fps"} <= settings.keys()
     settings.pop("", None)
-    return VideoSource(source, **settings | {name: int(count) for name, count in counts.items()})
+    video = VideoSource(source, **settings)
+    video.check(where)
+    counts = {name: int(settings[name]) for name in ("max_frames", "frames") if name in settings}
+    is_whole = all(settings[name] == count for name, count in counts.items())
+    legal_keys = _FRAME_KEYS | {"fps"} if is_list else VIDEO_KEYS.keys() - _FRAME_KEYS
+    if repeated or not is_whole or not video.span[0] < video.span[1] or not given.keys() <= legal_keys:
+        raise DataError(
+            f"{where}: {given}: legal are fps or nframes; start before end; whole numbers of frames; each once; of a "
+            "list of frames fps (or sample_fps) alone"
+        )
+    return replace(video, **counts)
 
 
 def read_template_kwargs(value: Any, row_name: str) -> tuple[dict[str, Any], dict[str, int]]:

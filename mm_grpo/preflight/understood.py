@@ -166,9 +166,9 @@ def _sources(fields: Fields) -> list[Any]:
 
 
 def _medium_name(source: Any) -> str:
-    """Return the file name of an image or a video, else its kind."""
+    """Return the file name of an image, a video or its first frame, else its kind."""
     if isinstance(source, VideoSource):
-        return "frames" if isinstance(source.source, list | tuple) else _medium_name(source.source)
+        source = source.source[0] if isinstance(source.source, list | tuple) else source.source
     if isinstance(source, Mapping):
         source = source.get("path") or b""
     if isinstance(source, str | os.PathLike) and not str(source).startswith("data:"):

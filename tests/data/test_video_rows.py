@@ -18,6 +18,7 @@ from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.data.sources import load_train, shared_rows
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
+from mm_grpo.run.evaluations import blind_controls
 
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 MP4 = b"\x00\x00\x00\x20ftypisom and more"
@@ -115,12 +116,12 @@ def test_a_part_may_set_what_is_shown_of_its_entry() -> None:
     ("settings", "key"),
     [
         *(({"fps": value}, "fps") for value in (0, -1, float("nan"), "2", True, float("inf"))),
-        *(({"nframes": value}, "nframes") for value in (1, 2.5, -4)),
+        *(({"nframes": value}, "frames") for value in (1, 2.5, -4)),
         ({"max_frames": 0}, "max_frames"),
         ({"start": -1}, "start"),
         ({"start": 8, "end": 3}, "end"),
         ({"end": 0}, "end"),
-        ({"video_end": float("nan")}, "video_end"),
+        ({"video_end": float("nan")}, "end of the video"),
         ({"fps": 1, "nframes": 4}, "nframes"),
         ({"start": 1, "video_start": 1}, "video_start"),
         ({"sample_fps": 2}, "sample_fps"),
@@ -368,16 +369,22 @@ def dataset(*media: tuple[list[str], list[str]]) -> Dataset:
 
 def test_videos_are_exchanged_among_rows_with_as_many_images_and_videos() -> None:
     rows = dataset((["a.png"], ["a.mp4"]), ([], ["b.mp4"]), (["c.png"], ["c.mp4"]), ([], ["d.mp4"]), ([], []))
-    shuffled = rows.with_shuffled_images()
+    shuffled = rows.control("shuffled")
     assert shuffled._image_rows == [2, 3, 0, 1, 4]
     with pytest.raises(
         DataError, match=r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
     ):
-        dataset(([], ["a.mp4"]), ([], ["a.mp4"])).with_shuffled_images()
+        dataset(([], ["a.mp4"]), ([], ["a.mp4"])).control("shuffled")
+
+
+def test_a_set_of_videos_alone_has_a_blind_control() -> None:
+    rows = dataset(([], ["a.mp4"]), ([], ["b.mp4"]))
+    control = blind_controls({"clips": rows, "texts": dataset(([], []))}, "shuffled")
+    assert control.keys() == {"clips"} and control["clips"]._image_rows == [1, 0]  # type: ignore[attr-defined]
 
 
 def test_removed_media_leave_the_text() -> None:
-    sample = dataset((["a.png"], ["a.mp4"])).with_images_removed().sample(0)
+    sample = dataset((["a.png"], ["a.mp4"])).control("removed").sample(0)
     assert (sample.images, sample.videos) == ((), ())
     assert sample.messages == ({"role": "user", "content": [text("q0")]},)
 

@@ -262,11 +262,18 @@ data/pass_rate_order.py < data/test_pass_rate_order.py
     * late pass | self.factor, self.lag = factor, 2 + staleness ==> self.factor, self.lag = factor, 1 + staleness
 data/mixture_order.py < data/test_mixture_order.py
     skipped check | if lag >= self.total: ==> if lag >= 0:
-data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_settings.py
-    skipped check | if {*indices} != {*range(len(listed))}: ==> if len(indices) != len(listed):
+data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_settings.py data/test_video_rows.py
+    skipped check | if {*indices} != {*range(len(of_row))}: ==> if len(indices) != len(of_row):
     wrong number | indices = [index - 1 for index in indices] ==> indices = list(range(len(indices)))
-    skipped check | if not (is_index or is_default or key in _PART_KEYS[kind]): ==> if False:
-    dropped limits | return {"type": "image", **own, **read_limits(values, where)} ==> return {"type": "image", **own}
+    skipped check | if not is_default: ==> if False:
+    dropped limits | return {"type": medium, **read_limits(values, values["where"])} ==> return {"type": medium}
+    dropped settings | next(entries[medium]) | part ==> part | next(entries[medium])
+    wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
+data/row_settings.py < data/test_video_rows.py
+    skipped check | len(settings) < len(given) ==> False
+    skipped check | not given.keys() <= legal_keys ==> False
+data/blind.py < data/test_video_rows.py
+    dropped numbers | if name == "source" else value ==> if name == "source" else None
     dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
+from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.preflight.check import check_config
 from mm_grpo.preflight.gold_warnings import warn_of_golds
@@ -170,6 +171,7 @@ READ: list[tuple[int, dict[str, Any]]] = [  # images and columns of the rows in 
     (1, {"answer": "red", "id": "000000033471"}),
     (1, {"answer": "3"}),
     (1, {"box": [4, 4, 16, 20], "category": "dog"}),
+    (0, {"answer": "door"}),
 ]
 
 
@@ -185,10 +187,13 @@ def test_rows_are_read_by_the_config_below_them(
         (tmp_path / "rows.jsonl").write_text(row)
         config = GRPOConfig.from_dict({"model": {"path": "m"}, **yaml.safe_load(config_text)})
         dataset = load_train(config, needs=Scorer(config.rewards).check)
-        sample = dataset.sample(0)
-        assert [image.size[0] for image in sample.images] == [32, 40][:images]
-        assert {name: sample.columns.get(name) for name in columns} == columns
-        assert sample.messages[-1]["role"] == "user"
+        fields = dataset.fields(0)
+        if images:
+            assert [image.size[0] for image in dataset.sample(0).images] == [32, 40][:images]
+        else:
+            assert fields.videos == (VideoSource("clips/0.mp4", fps=1.0, start=3.0, end=8.0),)
+        assert {name: fields.columns.get(name) for name in columns} == columns
+        assert fields.messages[-1]["role"] == "user"
         warn_of_golds([dataset], Scorer(config.rewards).specs)
     assert caplog.messages == []
 

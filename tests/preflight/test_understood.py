@@ -98,6 +98,24 @@ def test_the_lines_say_prompt_picture_golds_and_columns(config: Callable[..., GR
     ]
 
 
+def test_videos_stand_where_the_model_sees_them(tmp_path: Path, config: Callable[..., GRPOConfig]) -> None:
+    """Two pairs of frames of 84 x 84 in each video are 2 x 9 tokens."""
+    for number in range(4):
+        tiny.picture(number, 84, 84).save(tmp_path / f"{number}.png")
+    frames = [f"{number}.png" for number in range(4)]
+    first, second = {"video": frames, "fps": 2}, {"video": frames[::-1], "sample_fps": 0.5}
+    row = {"prompt": "<video>or<image>or<video>?", "image": "other.png", "videos": [first, second]}
+    made = config(row)
+    shown = " ".join(map(str.strip, lines_of(made)))
+    assert "‹0.png 4 frames, 0.0-1.5 s, 84×84, 18 tokens›or‹other.png 80×80→84×84, 9 tokens›or" in shown
+    assert "or‹3.png 4 frames, 0.0-6.0 s, 84×84, 18 tokens›?" in shown
+    assert "prompt, images <- image, videos" in shown
+    (brief, *_) = brief_lines(load_train(made, [{**row, "videos": ["a.mp4", first]}]), [], {})
+    assert brief == "train: train row 0: user: ‹a.mp4›or‹other.png›or‹0.png›? "
+    alone = lines_of(config({"prompt": "?", "video": frames}))
+    assert " user↵‹0.png 4 frames, 0.0-1.5 s, 84×84, 18 tokens›?" in " ".join(map(str.strip, alone))
+
+
 @pytest.mark.parametrize(
     ("reward", "columns", "expected"),
     [

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import pytest
+from helpers import tiny
 from PIL import Image, ImageOps
 
 from mm_grpo.config import DataConfig
@@ -94,6 +95,28 @@ def test_functions_of_trl_get_every_column(dataset: Dataset) -> None:
     assert [image.size for image in opened] == [(30, 20), (20, 30), (30, 20)], "upright"
     assert all(image.getpixel((0, 0))[0] > 250 for image in opened)
     assert [image.size for (image,) in SEEN["images"]] == [(30, 20), (20, 30), (30, 20), (30, 20)], "ours win"
+
+
+def of_videos(completion: str, videos: Any) -> float:
+    return float(sum(len(video.frames) * video.fps for video in videos))
+
+
+def of_all_videos(completions: list[Any], videos: Any, **kwargs: Any) -> list[float]:
+    return [of_videos(text, own) for text, own in zip(completions, videos, strict=True)]
+
+
+@pytest.mark.parametrize("function", [of_videos, of_all_videos])
+def test_videos_are_those_that_the_model_saw(dataset: Dataset, function: Callable[..., Any]) -> None:
+    prompts, completions = batch_of(dataset.head(2))
+    shown = EnginePrompt(
+        (1,), (tiny.picture(0), tiny.video(1, frames=3, fps=2.0), tiny.video(2, frames=5, fps=0.5))
+    )
+    column = replace(
+        prompts[0].sample, columns={**prompts[0].sample.columns, "videos": ["a.mp4"]}
+    )  # ours wins
+    prompts[0] = replace(prompts[0], engine_prompt=shown, sample=column)
+    scores = Scorer([{"name": function, "as": "r"}], conversational=False).score(prompts, completions, step=1)
+    assert scores.parts["r"] == [3 * 2.0 + 5 * 0.5, 0.0]
 
 
 def test_functions_of_one_completion_get_the_prompts_columns_by_name(dataset: Dataset) -> None:
