@@ -448,7 +448,8 @@ class AlgorithmConfig(Section):
     """Weight of PAPO's term, the KL between answers to the image and to the masked image, which is maximised
     (docs/algorithms.md), >= 0; 0 is none; 0.01 is common. Default: 0.0."""
     perception_mask_ratio: Number = Field(default=0.6, gt=0, le=1)
-    """Chance that a square of an image is made black, for that term and for credit, > 0 and <= 1. Default: 0.6."""
+    """Chance that a square of an image, or of all frames of a video, is made black, for that term and for credit, > 0
+    and <= 1. Default: 0.6."""
     perception_entropy_coef: Number = Field(default=0.0, ge=0)
     """Weight of that term's entropies, >= 0; 0 is none; 0.03 is common. Default: 0.0."""
     credit: Annotated[

@@ -142,16 +142,10 @@ class Rows(Protocol):
     def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         """Apply `change` to every source; return the rows of the results."""
 
-    def with_shuffled_images(self, seed: int = 0) -> Rows:
-        """Return the rows, each with the images and videos of another row of its source.
+    def control(self, kind: str) -> Rows:
+        """Return the rows of a blind control: `shuffled`, `removed`, or one of `blind.FRAME_CONTROLS`.
 
-        They move among rows with equally many of both, so that no row gets its own or equal ones (`blind.exchange`).
-        Rows without any stay as they are. Every row is read, but no file is opened. DataError if only one row has such
-        numbers, or most rows with these numbers have the same images and videos.
+        Shuffled images and videos move among rows of a source with equally many of both, so that no row gets its own or
+        equal ones (`blind.exchange`). Rows without any stay as they are. Every row is read, but no file is opened.
+        DataError if only one row has such numbers, or most rows with these numbers have the same images and videos.
         """
-
-    def with_frames(self, control: str) -> Rows:
-        """Return the rows with the frames of their videos changed by one of `blind.FRAME_CONTROLS`."""
-
-    def with_images_removed(self) -> Rows:
-        """Return the rows without images and videos, and without their parts of messages."""

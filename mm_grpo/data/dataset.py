@@ -25,7 +25,7 @@ import xxhash
 from PIL import Image
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
-from mm_grpo.data.blind import exchange, media_key, with_frames, without_media
+from mm_grpo.data.blind import FRAME_CONTROLS, exchange, media_key, with_frames, without_media
 from mm_grpo.data.columns import (
     ABSENT,
     check_columns,
@@ -95,8 +95,7 @@ class Dataset(Rows):
         self.in_memory, self.text_only = self._rows.in_memory, settings.text_only
         self._image_rows: Sequence[int] | None = None
         """By row of the source, the row whose images it has; None if each has its own."""
-        self._blank = False
-        self._frame_control: str | None = None
+        self._control = ""
         self._image_files = FileStates()  # one for all copies: a file must not change between two of them
         self._indices: Sequence[int] = range(len(rows))
         """By row of this dataset, its index in the source: `head` and `without` leave some out."""
@@ -151,7 +150,7 @@ class Dataset(Rows):
         row_name, at = self.row_name(index), self._indices[index]
         fields = self._read(self._rows[at], at)
         image_row = at if self._image_rows is None else self._image_rows[at]
-        if self._blank:
+        if self._control == "removed":
             fields = replace(fields, messages=without_media(fields.messages), images=(), videos=())
         elif image_row != at:
             row_name = f"{row_name} (images of {self._rows.row_name(image_row)})"
@@ -178,8 +177,8 @@ class Dataset(Rows):
                 chat_template_kwargs=fields.chat_template_kwargs, prompt_columns=prompt_columns,
             )  # fmt: skip
 
-        control = self._frame_control
-        return open_sample if control is None else lambda: with_frames(open_sample(), control)
+        control = self._control
+        return (lambda: with_frames(open_sample(), control)) if control in FRAME_CONTROLS else open_sample
 
     def fields(self, index: int) -> Fields:
         at = self._indices[index]
@@ -220,7 +219,9 @@ class Dataset(Rows):
 
         return look
 
-    def with_shuffled_images(self, seed: int = 0) -> Dataset:
+    def control(self, kind: str) -> Dataset:
+        if kind != "shuffled":
+            return self._changed(_control=kind)
         by_count: dict[tuple[int, int], dict[int, tuple[Hashable, ...]]] = {}
         for index in range(len(self)):
             fields, folder = self.fields(index), self._image_folder(self._indices[index])
@@ -228,7 +229,7 @@ class Dataset(Rows):
             by_count.setdefault((len(fields.images), len(fields.videos)), {})[index] = keys
         by_count.pop((0, 0), None)
         image_rows = list(range(len(self._rows)))
-        rng = random.Random(f"shuffled images/{seed}")
+        rng = random.Random("shuffled images/0")
         for (images, videos), members in sorted(by_count.items()):
             indices = list(members)
             try:
@@ -242,12 +243,6 @@ class Dataset(Rows):
             for place, lender in enumerate(lenders):
                 image_rows[self._indices[indices[place]]] = self._indices[indices[lender]]
         return self._changed(_image_rows=image_rows)
-
-    def with_frames(self, control: str) -> Dataset:
-        return self._changed(_frame_control=control)
-
-    def with_images_removed(self) -> Dataset:
-        return self._changed(_blank=True)
 
     def _changed(self, **attributes: Any) -> Dataset:
         # a copy shares the rows and `_image_files`, and keeps `columns` and `by_task` if they are known by now

@@ -171,11 +171,5 @@ class MixedDataset(Rows):
     def map_sources(self, change: Callable[[Rows], Rows]) -> MixedDataset:
         return MixedDataset(self.name, [change(source) for source in self._sources], self.weights)
 
-    def with_shuffled_images(self, seed: int = 0) -> MixedDataset:
-        return self.map_sources(lambda source: source.with_shuffled_images(seed))
-
-    def with_frames(self, control: str) -> MixedDataset:
-        return self.map_sources(lambda source: source.with_frames(control))
-
-    def with_images_removed(self) -> MixedDataset:
-        return self.map_sources(lambda source: source.with_images_removed())
+    def control(self, kind: str) -> MixedDataset:
+        return self.map_sources(lambda source: source.control(kind))

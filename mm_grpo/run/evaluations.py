@@ -203,21 +203,13 @@ def blind_controls(sets: Mapping[str, Rows], kind: str, *, several_turns: bool =
         raise ConfigError(
             f"{where}: tools and environments would look for the images that are removed; write shuffled"
         )
-    of_frames = kind in FRAME_CONTROLS
-
-    def control(rows: Rows) -> Rows:
-        if of_frames:
-            return rows.with_frames(kind)
-        return rows.with_shuffled_images() if kind == "shuffled" else rows.with_images_removed()
-
-    every_row = {name: map(rows.fields, range(len(rows))) for name, rows in sets.items()}
+    field, medium = ("videos", "a video") if kind in FRAME_CONTROLS else ("media", "an image or a video")
     controls = {
-        name: control(sets[name])
-        for name, rows in every_row.items()
-        if any(row.videos or (row.images and not of_frames) for row in rows)
+        name: rows.control(kind)
+        for name, rows in sets.items()
+        if any(getattr(rows.fields(index), field) for index in range(len(rows)))
     }
     if not controls:
-        medium = "a video" if of_frames else "an image or a video"
         raise ConfigError(f"{where}: no row of {', '.join(sets)} has {medium}; leave it out")
     return controls
 

@@ -16,6 +16,7 @@ from reading import colour_of
 from mm_grpo.config import DataConfig
 from mm_grpo.data.blind import exchange, media_key, reordered, with_frames
 from mm_grpo.data.dataset import Dataset
+from mm_grpo.data.mixture import MixedDataset
 from mm_grpo.errors import DataError
 
 
@@ -55,23 +56,23 @@ def shades_of(rows: Dataset) -> list[list[int]]:
 
 def test_shuffled_images_are_another_row_s() -> None:
     plain = dataset(1, 2, 3, (4, 4), (5, 5), ())
-    shuffled = plain.with_shuffled_images()
+    shuffled = plain.control("shuffled")
     own, moved = shades_of(plain), shades_of(shuffled)
     assert all(own[n] != moved[n] for n in range(5)) and moved[3:] == [[5, 5], [4, 4], []]
     assert sorted(moved[:3]) == own[:3]  # one image stays with one image
     assert [shuffled.uid(n) for n in range(6)] == [f"train:{n}" for n in range(6)]
-    assert shades_of(dataset(1, 2, 3, (4, 4), (5, 5), ()).with_shuffled_images()) == moved
+    assert shades_of(dataset(1, 2, 3, (4, 4), (5, 5), ()).control("shuffled")) == moved
 
 
 @pytest.mark.parametrize(("shades", "words"), [((1, 1, 1, 2), "with 1 .*: 3 of 4"), ((1, ()), "1 of 1")])
 def test_images_that_cannot_move_are_refused(shades: tuple[Any, ...], words: str) -> None:
     with pytest.raises(DataError, match=rf"^train row 0: images .*{words} are equal; .*run\.eval_blind"):
-        dataset(*shades).with_shuffled_images()
+        dataset(*shades).control("shuffled")
 
 
 def test_removed_images_leave_the_text() -> None:
     plain = dataset(1, 2)
-    sample = plain.with_images_removed().sample(1)
+    sample = plain.control("removed").sample(1)
     assert (sample.images, sample.uid) == ((), "train:1")
     assert sample.messages == ({"role": "user", "content": [{"type": "text", "text": "q1"}]},)
     assert len(plain.sample(1).images) == 1  # the dataset itself stays as it was
@@ -114,3 +115,24 @@ def test_videos_of_a_row_keep_their_times_and_each_uid_has_an_order_of_its_own()
     first = with_frames(sample, "first_frame").videos[1]
     assert first.frames == (video.frames[0],) * 8
     assert (first.times, first.fps) == (video.times, video.fps)
+
+
+def test_rows_are_opened_with_their_frames_changed() -> None:
+    frames = [tiny.picture(number) for number in range(6)]
+    rows = [{"prompt": "what", "video": frames, "answer": "a"}, {"prompt": "what", "answer": "b"}]
+    config = DataConfig(text_only=True)
+    dataset = Dataset(rows, config)
+    (video,) = dataset.sample(0).videos
+    for source, uid in ((dataset, "train:0"), (MixedDataset("train", [dataset, dataset], (1, 1)), "train:0")):
+        (moved,), (still,) = (
+            source.control(control).sample(0).videos for control in ("frames", "first_frame")
+        )
+        wanted = reordered(video.frames, random.Random(f"frames/{uid}"))
+        assert (
+            [f.tobytes() for f in moved.frames]
+            == [f.tobytes() for f in wanted]
+            != [f.tobytes() for f in video.frames]
+        )
+        assert {frame.tobytes() for frame in still.frames} == {video.frames[0].tobytes()}
+        assert moved.times == still.times == video.times and len(still.frames) == len(video.frames)
+        assert source.control("frames").sample(1).videos == ()

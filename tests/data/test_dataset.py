@@ -110,7 +110,7 @@ def test_the_head_of_a_dataset_keeps_names_and_uids() -> None:
     assert head.sample(1) == whole.sample(1) and head.sample(1).uid == "train:1"
     with pytest.raises(IndexError):
         head.sample(2)
-    shuffled = whole.with_shuffled_images().head(2)
+    shuffled = whole.control("shuffled").head(2)
     assert colour_of(shuffled.sample(0).images[0]) != colour_of(whole.sample(0).images[0])
 
 

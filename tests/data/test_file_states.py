@@ -78,7 +78,9 @@ def test_an_image_that_changes_later(tmp_path: Path, form: str, change: Callable
     rows = [row | {"image": image} for row, image in zip(numbered(0, 1, 2, 3), images, strict=True)]
     given = Mixture([{"path": rows[:2]}, {"path": rows[2:]}]) if form == "mixture" else rows
     whole = readable(load(given, tmp_path), "drop", Ranks())
-    found = {"head": lambda: whole.head(3), "shuffled": whole.with_shuffled_images}.get(form, lambda: whole)()
+    found = {"head": lambda: whole.head(3), "shuffled": lambda: whole.control("shuffled")}.get(
+        form, lambda: whole
+    )()
     change(paths[2])
     messages = []
     for index in range(len(found)):

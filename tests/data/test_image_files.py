@@ -55,7 +55,7 @@ def test_a_file_that_is_no_picture_ends_the_run_or_is_left_out(tmp_path: Path, d
     left = readable(found, "drop", Ranks())
     assert numbers(left) == [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11]
     assert (left.sample(7).uid, left.row_name(7)) == ("train:8", "train row 8")
-    shuffled = left.with_shuffled_images()
+    shuffled = left.control("shuffled")
     sizes = [shuffled.sample(i).uid for i in range(11)]  # opens every image: none is that of the row left out
     assert sizes == [f"train:{n}" for n in numbers(left)] and len(left.head(3)) == 3
     before = left.fingerprint()

@@ -153,7 +153,7 @@ def test_images_start_at_the_folder_of_their_own_file(tmp_path: Path) -> None:
     rows = read([tmp_path / "a", tmp_path / "b"])
     red, blue = (255, 0, 0), (0, 0, 255)
     assert [colour_of(rows.sample(i).images[0]) for i in (0, 1)] == [red, blue]
-    assert [colour_of(rows.with_shuffled_images().sample(i).images[0]) for i in (0, 1)] == [blue, red]
+    assert [colour_of(rows.control("shuffled").sample(i).images[0]) for i in (0, 1)] == [blue, red]
 
 
 def test_the_inputs_of_a_run_are_found_in_lists_and_globs(tmp_path: Path) -> None:

@@ -122,9 +122,9 @@ def test_settings_count_in_the_fingerprint_but_not_when_rows_are_compared() -> N
 
 def test_other_images_get_the_limits_of_their_place() -> None:
     rows = [row({"max_pixels": n}) | {"image": tiny.picture(n)} for n in (8, 9)]
-    shuffled = read(rows).with_shuffled_images()
+    shuffled = read(rows).control("shuffled")
     assert [pixel_limits(shuffled.sample(i).messages) for i in range(2)] == [
         [{"max_pixels": 8}],
         [{"max_pixels": 9}],
     ]
-    assert pixel_limits(read(rows).with_images_removed().sample(0).messages) == []
+    assert pixel_limits(read(rows).control("removed").sample(0).messages) == []

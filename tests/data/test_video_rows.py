@@ -372,12 +372,12 @@ def dataset(*media: tuple[list[str], list[str]]) -> Dataset:
 
 def test_videos_are_exchanged_among_rows_with_as_many_images_and_videos() -> None:
     rows = dataset((["a.png"], ["a.mp4"]), ([], ["b.mp4"]), (["c.png"], ["c.mp4"]), ([], ["d.mp4"]), ([], []))
-    shuffled = rows.with_shuffled_images()
+    shuffled = rows.control("shuffled")
     assert shuffled._image_rows == [2, 3, 0, 1, 4]
     with pytest.raises(
         DataError, match=r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
     ):
-        dataset(([], ["a.mp4"]), ([], ["a.mp4"])).with_shuffled_images()
+        dataset(([], ["a.mp4"]), ([], ["a.mp4"])).control("shuffled")
 
 
 def test_a_set_of_videos_alone_has_a_blind_control() -> None:
@@ -387,7 +387,7 @@ def test_a_set_of_videos_alone_has_a_blind_control() -> None:
 
 
 def test_removed_media_leave_the_text() -> None:
-    sample = dataset((["a.png"], ["a.mp4"])).with_images_removed().sample(0)
+    sample = dataset((["a.png"], ["a.mp4"])).control("removed").sample(0)
     assert (sample.images, sample.videos) == ((), ())
     assert sample.messages == ({"role": "user", "content": [text("q0")]},)
 

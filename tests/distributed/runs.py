@@ -40,6 +40,16 @@ def partly_long() -> list[dict[str, Any]]:
     return [{"prompt": text, "image": image} for text, image in zip(prompts, pictures, strict=True)]
 
 
+def films() -> list[dict[str, Any]]:
+    """Rows of a video, of a text, and of an image and a video, in turn."""
+    rows: list[dict[str, Any]] = []
+    for i in range(9):
+        frames = [Image.new("RGB", (56, 56), (25 * i, 30 * f, 90)) for f in range(4 + i % 2)]
+        media = ({"video": frames}, {}, {"image": frames[0], "video": frames[1:]})[i % 3]
+        rows.append({"prompt": f"what is it {i}", **media})
+    return rows
+
+
 def train(config: str) -> None:
     logging.disable_progress_bar()
     evaluate.LARGEST = 2  # rows at a time, so that an evaluation takes several

@@ -56,6 +56,15 @@ DROPPED: dict[str, Any] = {  # of step 2 all prompts
 }  # fmt: skip
 
 
+FILMS: dict[str, Any] = {
+    "rewards": [{"name": "length", "max_length": 4}],
+    "data": {"train": {"task": f"{runs.__file__}:films"}, "text_only": True},
+    "rollout": {"prompts_per_step": 5, "num_generations": 4, "max_completion_length": 6},
+    "algorithm": {"credit": "pgpo"},
+    "run": {"max_steps": 2},
+}
+
+
 def refilled(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
     replaced = {(row["step"], row["slot"]) for row in rows if row["attempt"]}
     assert len(rows) > 40 and len(replaced) > 2 and len({row["completion"] for row in rows}) > 20
@@ -86,11 +95,19 @@ def dropped(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
     assert Counter(row["step"] for row in rows) == {1: 8, 3: 8}
 
 
+def filmed(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> None:
+    videos = {row["slot"] for row in rows if row["step"] == 1 and row["videos"]}
+    assert len(videos) > 2 and len({row["slot"] for row in rows}) == 5
+    (order,) = (row["sight/order_nats"] for row in metrics if "sight/order_nats_stderr" in row)
+    assert abs(order) > 1e-3
+
+
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "refilled": (REFILLED, refilled),
     "mixture": (MIXTURE, mixed),
     "turns": (TURNS, in_turns),
     "dropped": (DROPPED, dropped),
+    "films": (FILMS, filmed),
 }
 
 
@@ -138,7 +155,15 @@ def test_one_and_two_processes_make_the_same_run(
         assert mine.keys() == theirs.keys()
         for key in ("reward", "reward_std", "num_tokens", "completions/mean_length", "eval/eval/reward"):
             assert mine.get(key) == theirs.get(key), key
-        for key in {"loss", "grad_norm", "entropy", "learner/update_norm", "kl", "sight/nats"} & mine.keys():
+        for key in {
+            "loss",
+            "grad_norm",
+            "entropy",
+            "learner/update_norm",
+            "kl",
+            "sight/nats",
+            "sight/order_nats",
+        } & mine.keys():
             assert mine[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key
         for key in (key for key in mine if key.startswith(("task/", "rewards/", "epoch", "eval/"))):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-6), key

@@ -73,7 +73,15 @@ learner/features/twin_view.py < learner/test_twin_view.py
 learner/features/perception.py < learner/test_perception.py
     dropped condition | if not group.prompt.vision: ==> if False:
     wrong mask | pack.mask(lambda item: bool(item.prompt.vision)) ==> pack.mask(lambda item: True)
-    wrong seed | torch.Generator().manual_seed(seed) ==> torch.Generator().manual_seed(0)
+    wrong seed | torch.Generator().manual_seed(seed), prompt ==> torch.Generator().manual_seed(0), prompt
+    squares of one frame | generator.set_state(state)) ==> generator)
+learner/sight.py < learner/test_sight.py
+    wrong tail | moved_tail(c.tail, g.prompt, prompt)) for ==> c.tail) for
+    wrong kind | (self.videos, other.videos)) ==> (self.videos, other.images))
+    dropped choice | if all_rows[slot].has_order] ==> if all_rows[slot].images]
+data/blind.py < data/test_blind.py
+    wrong pairs | zip_longest(moved[::2], moved[1::2]) ==> zip_longest(moved[1::2], moved[1::2])
+    one order for all | random.Random(f"{control}/{sample.uid}") ==> random.Random(control)
 learner/features/credit.py < learner/test_credit.py
     stale policy | for values in ({**engine, **logprobs.old}, control ==> for values in (engine, control
     swapped | map(dependency, logps, control_logps) ==> map(dependency, control_logps, logps)
@@ -261,12 +269,12 @@ data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_setting
     dropped limits | return {"type": medium, **read_limits(values, values["where"])} ==> return {"type": medium}
     dropped settings | next(entries[medium]) | part ==> part | next(entries[medium])
     wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
-    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
 data/row_settings.py < data/test_video_rows.py
-    skipped check | len(settings) < len(options) ==> False
-    skipped check | not options.keys() <= legal_keys ==> False
+    skipped check | len(settings) < len(given) ==> False
+    skipped check | not given.keys() <= legal_keys ==> False
 data/blind.py < data/test_video_rows.py
-    dropped numbers | return source.numbers, ==> return (),
+    dropped numbers | if name == "source" else value ==> if name == "source" else None
+    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
 data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
@@ -278,7 +286,7 @@ data/images.py < data/test_images.py data/test_image_files.py
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images + videos, columns] ==> json.dumps([fields.messages, images]
+    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0

@@ -75,11 +75,12 @@ def assert_the_same_run(folder: Path, other: Path, steps: int, *, weights: float
 
 
 def assert_the_same_sight(row: dict[str, Any], expected: dict[str, Any]) -> None:
-    """`sight` of two rows of rollouts agrees, and is taken out of both: its numbers are differences of log-probs."""
-    mine, theirs = row.pop("sight", None), expected.pop("sight", None)
-    if mine is None or theirs is None:
-        assert mine == theirs
-        return
-    tokens = mine.pop("tokens"), theirs.pop("tokens")
-    assert mine.pop("nats") == pytest.approx(theirs.pop("nats"), abs=1e-3)
-    assert tokens[0] == pytest.approx(tokens[1], abs=1e-3) and mine == theirs
+    """`sight` and `order` of two rows of rollouts agree, and are taken out: they are differences of log-probs."""
+    for name in ("sight", "order"):
+        mine, theirs = row.pop(name, None), expected.pop(name, None)
+        if mine is None or theirs is None:
+            assert mine == theirs
+            continue
+        tokens = mine.pop("tokens"), theirs.pop("tokens")
+        assert mine.pop("nats") == pytest.approx(theirs.pop("nats"), abs=1e-3)
+        assert tokens[0] == pytest.approx(tokens[1], abs=1e-3) and mine == theirs

@@ -48,14 +48,20 @@ def learner_of(path: Any, policy: Any = None, **changes: Any) -> Learner:
     return Learner(model, load_processor(str(path)), config_for(path, **changes), 10)
 
 
-def make_groups(processor: Processor) -> list[Group]:
-    """Four groups: two images, no image, one image, the first row again with another image."""
+def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
+    """Four groups: two images, no image, one image, the first row again with another image.
+
+    With `videos` the third one has a video in the place of its image, and the last one after its first image.
+    """
     samples = [
         tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
         tiny.sample("r:1", "just words"),
         tiny.sample("r:2", "what is that", (tiny.picture(3),)),
         tiny.sample("r:3", "what", (tiny.picture(4), tiny.picture(5, 56, 112))),
     ]
+    if videos:
+        samples[2] = tiny.sample("r:2", "what is that", (), (tiny.video(3, 4, 56, 56),))
+        samples[3] = tiny.sample("r:3", "what", (tiny.picture(4),), (tiny.video(5, 6, 56, 28),))
     generator = torch.Generator().manual_seed(0)
     groups = []
     for slot, (sample, lengths, advantages) in enumerate(zip(samples, LENGTHS, ADVANTAGES, strict=True)):

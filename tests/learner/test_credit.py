@@ -43,9 +43,9 @@ def sharp(path: Any) -> Any:
     return model
 
 
-def rows_of(path: Any, forward: Forward) -> list[Group]:
-    """Two images, none, one, two; the engine's log-probs are those of the model."""
-    groups, model = make_groups(load_processor(str(path))), sharp(path)
+def rows_of(path: Any, forward: Forward, *, videos: bool = False) -> list[Group]:
+    """Two images, none, one, two, or with videos; the engine's log-probs are those of the model."""
+    groups, model = make_groups(load_processor(str(path)), videos=videos), sharp(path)
     groups[1] = replace(groups[1], advantages=TEXT)
     with torch.no_grad():
         return [
@@ -97,18 +97,21 @@ def after_masked(path: Any, groups: list[Group], ratio: float) -> dict[int, Grou
 
 
 @pytest.mark.parametrize(
-    ("packs", "algorithm"),
+    ("packs", "algorithm", "videos"),
     [
-        (4096, {"credit": "pgpo", "perception_mask_ratio": 0.9}),
-        (70, {"credit": "vppo", "loss_type": "grpo", "perception_mask_ratio": 0.5}),
+        (4096, {"credit": "pgpo", "perception_mask_ratio": 0.9}, False),
+        (70, {"credit": "vppo", "loss_type": "grpo", "perception_mask_ratio": 0.5}, False),
+        (4096, {"credit": "vppo", "perception_mask_ratio": 0.9}, True),
     ],
 )
-def test_gradients_equal_autograds(packs: int, algorithm: dict[str, Any], models: dict[str, Any]) -> None:
+def test_gradients_equal_autograds(
+    packs: int, algorithm: dict[str, Any], videos: bool, models: dict[str, Any]
+) -> None:
     path = models["qwen2_5_vl"]
     changes: Any = {"algorithm": algorithm, "optim": {"max_tokens_per_pack": packs}}
     config = config_for(path, **changes)
     forward = forward_of(config)
-    groups = rows_of(path, forward)
+    groups = rows_of(path, forward, videos=videos)
     controls = after_masked(path, groups, config.algorithm.perception_mask_ratio)
     ours, report = gradients_of(learner_of(path, sharp(path), **changes), groups)
     theirs, weights = oracle(path, groups, controls, config.algorithm, forward)

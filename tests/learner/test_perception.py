@@ -55,13 +55,19 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("family", "packs", "loss_type"),
-    [("qwen2_5_vl", 4096, "dapo"), ("qwen3_vl", 200, "grpo")],
+    ("family", "packs", "loss_type", "videos"),
+    [
+        ("qwen2_5_vl", 4096, "dapo", False),
+        ("qwen3_vl", 200, "grpo", False),
+        ("qwen2_5_vl", 200, "grpo", True),
+    ],
 )
-def test_gradients_equal_autograds(family: str, packs: int, loss_type: str, models: dict[str, Any]) -> None:
+def test_gradients_equal_autograds(
+    family: str, packs: int, loss_type: str, videos: bool, models: dict[str, Any]
+) -> None:
     path = models[family]
     changes: Any = {"algorithm": {**TERM, "loss_type": loss_type}, "optim": {"max_tokens_per_pack": packs}}
-    groups = make_groups(load_processor(str(path)))
+    groups = make_groups(load_processor(str(path)), videos=videos)
     groups[1] = replace(groups[1], advantages=(1.0, -1.0, 0.5))  # a row without images, which has no twin
     ours, report = gradients_of(learner_of(path, **changes), groups)
     theirs, loss, kl = oracle(path, groups, config_for(path, **changes))
@@ -74,7 +80,7 @@ def test_gradients_equal_autograds(family: str, packs: int, loss_type: str, mode
     metrics = report.metrics
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["perception/kl"] == pytest.approx(kl, rel=1e-3) and kl > 1e-6
-    # three rows with images, each image and its masked one encoded once
+    # three rows with five media, each of these and its masked one encoded once
     assert metrics["learner/images_encoded"] == 10
 
 
@@ -126,6 +132,22 @@ def test_masks_of_a_prompt_follow_from_its_seed_and_differ(models: dict[str, Any
     assert first == again and len({*first, *other}) == 4
 
 
+def test_the_same_squares_of_all_frames_are_masked_and_others_of_the_next_video(
+    models: dict[str, Any],
+) -> None:
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    white = tiny.video(1, 6, 112, 112)
+    white = replace(white, frames=(Image.new("RGB", (112, 112), "white"),) * 6)
+    prompt = processor.prompt(tiny.sample("r:0", "what", (white.frames[0],), (white, white)))
+    masked = masked_prompt(processor, prompt, 0.5, 7)
+    frames = [[frame.tobytes() for frame in video.frames] for video in masked.sample.videos]
+    assert [len(set(each)) for each in frames] == [1, 1]
+    assert (
+        len({frames[0][0], frames[1][0], masked.sample.images[0].tobytes(), white.frames[0].tobytes()}) == 4
+    )
+    assert masked.token_ids == prompt.token_ids and masked.sample.videos[1].times == white.times
+
+
 def test_a_pack_has_to_hold_a_completion_twice(models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
     groups = make_groups(load_processor(str(path)))
@@ -145,6 +167,8 @@ def test_conversations_and_text_alone_are_refused() -> None:
             feature.check_rows(config, Dataset(rows, DataConfig()), several_turns=False)
     pictured = [*rows, {"prompt": "what is it", "images": [tiny.picture(1)], "answer": "a"}]
     Perception.check_rows(config, Dataset(pictured, DataConfig()), several_turns=False)
+    filmed = [*rows, {"prompt": "what is it", "video": "film.mp4", "answer": "a"}]
+    Credit.check_rows(config, Dataset(filmed, DataConfig()), several_turns=False)
     with pytest.raises(ConfigError, match=r"perception_coef.*several turns"):
         Perception.check_rows(config, Dataset(pictured, DataConfig()), several_turns=True)
     Credit.check_rows(config, Dataset(pictured, DataConfig()), several_turns=True)

@@ -22,7 +22,7 @@ from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.learner.alternate_prompts import require_images
 from mm_grpo.learner.features.perception import masked_prompt
-from mm_grpo.learner.features.twin_view import TwinPrompts, gold_crop
+from mm_grpo.learner.features.twin_view import TwinPrompts, TwinView, gold_crop
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group, with_limits
@@ -35,10 +35,10 @@ BOXES = {"r:0": [10, 4, 50, 40], "r:2": [0, 0, 84, 20.5]}
 """Gold boxes; the last row with images has none."""
 
 
-def rows_of(path: Any) -> list[Group]:
-    """Two images, none, one, two; the first and the third with a gold box."""
+def rows_of(path: Any, *, videos: bool = False) -> list[Group]:
+    """Two images, none, one, two, or with videos; the first and the third with a gold box."""
     processor = load_processor(str(path), max_pixels=SEEN)
-    groups = make_groups(processor)
+    groups = make_groups(processor, videos=videos)
     samples = [
         replace(g.prompt.sample, columns={"box": BOXES.get(g.prompt.uid)} if g.prompt.vision else {})
         for g in groups
@@ -53,7 +53,7 @@ def twins_of(path: Any, groups: list[Group], view: str) -> dict[int, Group]:
         sample, box = group.prompt.sample, BOXES.get(group.prompt.uid)
         if view == "high_resolution" and sample.images:
             prompt = load_processor(str(path), max_pixels=LIMIT).prompt(sample)
-        elif view == "crop" and box is not None:
+        elif view == "crop" and box is not None and sample.images:
             x0, y0, x1, y1 = (round(edge + 0.1) for edge in box)
             image = sample.images[0].crop((x0, y0, x1, y1))
             seen = group.prompt.engine_prompt.images[0]
@@ -109,17 +109,20 @@ def learner_of(path: Any, policy: Any, **changes: Any) -> Learner:
 
 
 @pytest.mark.parametrize(
-    ("family", "packs", "algorithm"),
+    ("family", "packs", "algorithm", "videos"),
     [
-        ("qwen2_5_vl", 4096, {"twin_view": MORE, "loss_type": "grpo"}),
-        ("qwen3_vl", 70, {"twin_view": CROP}),
+        ("qwen2_5_vl", 4096, {"twin_view": MORE, "loss_type": "grpo"}, False),
+        ("qwen3_vl", 70, {"twin_view": CROP}, False),
+        ("qwen2_5_vl", 4096, {"twin_view": MORE}, True),
+        ("qwen2_5_vl", 4096, {"twin_view": CROP}, True),
     ],
 )
 def test_gradients_equal_autograds(
-    family: str, packs: int, algorithm: dict[str, Any], models: dict[str, Any]
+    family: str, packs: int, algorithm: dict[str, Any], videos: bool, models: dict[str, Any]
 ) -> None:
+    """A row with a video alone has no term, and the video beside an image stays as it is."""
     path = models[family]
-    groups = rows_of(path)
+    groups = rows_of(path, videos=videos)
     learner = learner_of(path, sharp(path), algorithm=algorithm, optim={"max_tokens_per_pack": packs})
     ours, report = gradients_of(learner, groups)
     theirs, loss, kl, share = oracle(sharp(path), path, groups, learner.config)
@@ -133,9 +136,9 @@ def test_gradients_equal_autograds(
     assert metrics["loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["twin_view/kl"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
     assert metrics["twin_view/share"] == pytest.approx(share)
-    # five images and those of the twins, each once: without gradients, and with
+    # five media and those of the twins, each once: without gradients, and with
     twins = twins_of(path, groups, learner.config.algorithm.twin_view.view)  # type: ignore[union-attr]
-    assert metrics["learner/images_encoded"] == 5 + sum(len(g.prompt.sample.images) for g in twins.values())
+    assert metrics["learner/images_encoded"] == 5 + sum(len(g.prompt.sample.media) for g in twins.values())
 
 
 def test_a_twin_that_no_pack_holds_is_left_out(models: dict[str, Any]) -> None:
@@ -276,6 +279,10 @@ def test_a_set_without_what_the_view_needs_is_refused() -> None:
     boxed = [*rows, rows[0] | {"box": [0, 0, 8, 8]}]
     for given, column in ((rows, None), (boxed, "box")):
         require_images(Dataset(given, DataConfig()), "twin_view", several_turns=False, column=column)
+    films: list[dict[str, Any]] = [{"prompt": "say", "answer": "a", "video": "film.mp4"}]
+    require_images(Dataset(films, DataConfig()), "perception_coef")
+    with pytest.raises(ConfigError, match=r"algorithm\.twin_view: none of 1 rows .* has an image,"):
+        TwinView.check_rows(config_for("x"), Dataset(films, DataConfig()), several_turns=False)
     texts: list[dict[str, Any]] = [{"prompt": "say", "answer": "a", "box": [0, 0, 8, 8]}]
     for several_turns, given, column in ((True, rows, None), (False, texts, "box"), (False, rows, "box")):
         with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):

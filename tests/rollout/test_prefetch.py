@@ -100,7 +100,7 @@ def test_prompts_made_ahead_are_those_of_the_plain_way(processor: Processor, wor
     """Rows of another set with the same names are made ahead too."""
     data = dataset(rows(8))
     prefetcher = Prefetcher(processor, workers)
-    prefetcher.ahead(data.with_shuffled_images(), [1, 0])
+    prefetcher.ahead(data.control("shuffled"), [1, 0])
     prefetcher.ahead(data, [5, 1, 2, 7])
     waits = [prefetcher.begin(data, row) for row in (1, 0, 7, 3)]
     for row, wait in zip((1, 0, 7, 3), waits, strict=True):

@@ -114,6 +114,7 @@ def test_removed_images_are_in_no_prompt(models: dict[str, Path], tmp_path: Path
         ({"blind": HELDOUT}, "removed", ConfigError, "data.eval"),
         ({"own": HELDOUT, "blind": HELDOUT}, None, ConfigError, "run.eval_blind"),
         ([{**HELDOUT[0]}, {**HELDOUT[0]}], "shuffled", DataError, "run.eval_blind"),
+        (HELDOUT, "frames", ConfigError, "run.eval_blind = 'frames': no row of eval has a video"),
     ],
 )
 def test_controls_that_cannot_be_made(

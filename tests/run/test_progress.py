@@ -211,3 +211,7 @@ def test_a_run_that_learned_without_its_images_ends_with_it(
     scores = {"held": {"before": before, "after": after, "rows": 9}}
     _, line = summary_lines({"headline": "accuracy", "eval": scores, "first_set": first})
     assert line.startswith("held, images shuffled") and line.endswith("not the pictures") == blind
+    control["kind"] = "frames"  # videos may well be learned without their order
+    _, line = summary_lines({"headline": "accuracy", "eval": scores, "first_set": first})
+    gaps = "" if gap is None else f", the order of frames adds {gap:.3f}"
+    assert line == f"held, frames shuffled: 0.500 -> 0.500 (9 rows){gaps}"

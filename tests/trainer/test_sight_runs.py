@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers import tiny
 from helpers.run_folders import metrics_of
 from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.rollout_log import read_evaluation
 
 
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
@@ -36,6 +39,29 @@ def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
     tokens = sum(row["tokens"] for row in logged)
     assert rows[0]["sight/nats_per_token"] == pytest.approx(sum(nats) / tokens, abs=1e-4)
     assert rows[0]["sight/reward"] == pytest.approx(rows[0]["reward"])  # every row has an image
+
+
+def test_a_run_on_videos_measures_their_order_and_answers_without_it(model: Path, tmp_path: Path) -> None:
+    rows = [
+        {"prompt": f"say {i}", "video": [tiny.picture(10 * i + f, 56, 56) for f in range(4)], "answer": "a"}
+        for i in range(6)
+    ]
+    run = {"max_steps": 1, "sight_every": 1, "report": False, "eval_blind": "frames"}
+    config = config_for(model, tmp_path / "r", run=run)
+    GRPOTrainer(config, train=rows, eval=rows[:3], rewards=[vowels]).train()
+    metrics = [*metrics_of(tmp_path / "r")]
+    (step,) = (row for row in metrics if "sight/nats" in row)
+    logged = rollouts_of(tmp_path / "r", 1)
+    nats = [row["order"]["nats"] for row in logged]
+    assert step["sight/order_nats"] == pytest.approx(sum(nats) / len(logged), abs=1e-4) and any(nats)
+    assert all(len(row["order"]["tokens"]) == row["tokens"] and "other" in row["sight"] for row in logged)
+    answered = read_evaluation(RunPaths(tmp_path / "r"), 1)
+    assert [row["blind"] for row in answered] == [None] * 3 + ["frames"] * 3
+    for whole, moved in zip(answered[:3], answered[3:], strict=True):
+        frames, others = whole["videos"][0]["frames"], moved["videos"][0]["frames"]
+        assert sorted(frames) == sorted(others) and frames != others
+        assert whole["videos"][0]["times"] == moved["videos"][0]["times"]
+    assert "eval/blind/gap" in metrics[-1]
 
 
 def test_it_changes_no_update_and_0_leaves_it_out(model: Path, tmp_path: Path) -> None:
