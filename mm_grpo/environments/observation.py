@@ -1,7 +1,7 @@
 """Observations: a tool's answer as texts, images and videos in order.
 
 A tool may return text, a PIL image, a `Video`, None, a list of these or of the chat format's parts ({"type": "text",
-"text": ...}, {"type": "image", "image": ...}, {"type": "video", "video": ...} with the fields of `VideoSource`), or any
+"text": ...}, {"type": "image", "image": ...}, {"type": "video", "video": ...} with the keys of a row's video), or any
 other value, which the model sees as JSON. If it cannot be shown, the model sees a fault instead.
 """
 
@@ -16,7 +16,8 @@ from typing import Any, Literal
 from PIL import Image
 
 from mm_grpo.data.images import open_images
-from mm_grpo.data.videos import VideoSource
+from mm_grpo.data.row_settings import read_video
+from mm_grpo.data.videos import VideoSource, open_video
 from mm_grpo.errors import DataError
 from mm_grpo.types import Video
 
@@ -111,14 +112,9 @@ def _opened(part: str | VideoSource | Video, fps: float, max_frames: int) -> Par
     if isinstance(part, str):
         return part
     if isinstance(part, VideoSource):
-        from mm_grpo.data.videos import open_video
-
         return open_video(part, row=ROW, fps=fps, max_frames=max_frames)
-    count, sizes, times = (
-        len(part.frames),
-        {frame.size for frame in part.frames},
-        tuple(map(float, part.times)),
-    )
+    count, times = len(part.frames), tuple(map(float, part.times))
+    sizes = {frame.size for frame in part.frames}
     if not (0 < count == len(times) <= max_frames and len(sizes) == 1 and part.fps > 0):
         raise DataError(
             f"{ROW}: a video of {count} frames of {len(sizes)} size(s), {len(times)} times and fps {part.fps}; legal "
@@ -143,9 +139,8 @@ def _parts(result: Any) -> list[str | _Image | VideoSource | Video]:
     if isinstance(result, Mapping) and result.get("type") == "image":
         return [_Image(result.get("image"))]
     if isinstance(result, Mapping) and result.get("type") == "video":
-        options = {key: value for key, value in result.items() if key not in ("type", "video")}
         video = result.get("video")
-        return [video if isinstance(video, Video) and not options else VideoSource(video, **options)]
+        return [video if isinstance(video, Video) and len(result) == 2 else read_video(video, result, ROW)]
     try:
         return [_encodable(json.dumps(result, ensure_ascii=False))]
     except (TypeError, ValueError, RecursionError):
