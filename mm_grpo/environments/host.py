@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mm_grpo.background import BackgroundThreads
 from mm_grpo.environments.observation import Observation, failed
-from mm_grpo.environments.session import CallResult, Factory, Operation, Session
+from mm_grpo.environments.session import CallResult, Factory, Functions, Operation, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.user_code.kept_state import own_copy
 from mm_grpo.user_code.watchdog import call_within
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Functions = Mapping[str, Callable[..., Any]]
 REMEDY = "rollout.environment_workers > 0 runs it in a process that can be killed"
 
 

@@ -1,7 +1,7 @@
 """Observations: a tool's answer as texts, images and videos in order.
 
 A tool may return text, a PIL image, a `Video`, None, a list of these or of the chat format's parts ({"type": "text",
-"text": ...}, {"type": "image", "image": ...}, {"type": "video", "video": ...} with the fields of `VideoSource`), or any
+"text": ...}, {"type": "image", "image": ...}, {"type": "video", "video": ...} with the keys of a row's video), or any
 other value, which the model sees as JSON. If it cannot be shown, the model sees a fault instead.
 """
 
@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from mm_grpo.data.images import open_images
-from mm_grpo.data.videos import VideoSource
+from mm_grpo.data.images import open_image, open_images
+from mm_grpo.data.row_settings import read_video
+from mm_grpo.data.videos import open_video
 from mm_grpo.errors import DataError
 from mm_grpo.types import Video
 
@@ -58,98 +59,70 @@ def describe_error(error: BaseException) -> str:
 def digest(parts: Iterable[Part]) -> bytes:
     """Return a digest of texts, pixels and the times of frames."""
     state = sha256()
-    for part in parts:
-        state.update(repr(part_fields(part)).encode())
-        for frame in frames_of(part):
+    for fields, frames in map(split_part, parts):
+        state.update(repr(fields).encode())
+        for frame in frames:
             state.update(frame.tobytes())
     return state.digest()
 
 
-def part_fields(part: Part) -> Any:
-    """Return a part without its pixels, as JSON."""
+def split_part(part: Part) -> tuple[Any, tuple[Image.Image, ...]]:
+    """Return a part without pixels, as JSON, and its pictures: of a video the frames, of a text none."""
     if isinstance(part, str):
-        return part
-    times, fps = (part.times, part.fps) if isinstance(part, Video) else (None, None)
-    return {"size": part.size, "times": times, "fps": fps}
-
-
-def frames_of(part: Part) -> tuple[Image.Image, ...]:
-    """Return the pictures of a part: the frames of a video, an image itself, of a text none."""
+        return part, ()
     if isinstance(part, Video):
-        return part.frames
-    return () if isinstance(part, str) else (part,)
+        return {"size": part.size, "times": part.times, "fps": part.fps}, part.frames
+    return {"size": part.size, "times": None}, (part,)
 
 
-def observation_of(result: Any, *, fps: float, max_frames: int) -> Observation:
+def observation_of(result: Any, **limits: Any) -> Observation:
     """Convert a tool's answer. Return a fault if it cannot be shown, or a medium exceeds the limits of a row's.
 
-    Of a video's file `fps` frames per second are shown, and of any video `max_frames` at most.
+    `limits` are `fps` and `max_frames` of `open_video`.
     """
     try:
-        unopened = _parts(result)
-        sources = [part.source for part in unopened if isinstance(part, _Image)]
-        images = iter(open_images(sources, row=ROW))
-        parts = tuple(
-            next(images) if isinstance(part, _Image) else _opened(part, fps, max_frames) for part in unopened
-        )
+        return Observation(tuple(_parts(result, **limits)))
     except DataError as error:
         return failed("bad_result", str(error))
     except Exception as error:  # out of the user's object: __str__, __iter__, get
         return failed("bad_result", f"the answer cannot be shown ({describe_error(error)})")
-    return Observation(parts)
 
 
-@dataclass(frozen=True)
-class _Image:
-    """Image of an answer, not opened yet."""
-
-    source: Any
-
-
-def _opened(part: str | VideoSource | Video, fps: float, max_frames: int) -> Part:
-    """Open a video, whose frames become upright and RGB. Raise DataError if its fields do not fit together."""
-    if isinstance(part, str):
-        return part
-    if isinstance(part, VideoSource):
-        from mm_grpo.data.videos import open_video
-
-        return open_video(part, row=ROW, fps=fps, max_frames=max_frames)
-    count, sizes, times = (
-        len(part.frames),
-        {frame.size for frame in part.frames},
-        tuple(map(float, part.times)),
-    )
-    if not (0 < count == len(times) <= max_frames and len(sizes) == 1 and part.fps > 0):
-        raise DataError(
-            f"{ROW}: a video of {count} frames of {len(sizes)} size(s), {len(times)} times and fps {part.fps}; legal "
-            f"are 1 to {max_frames} frames (data.video_max_frames) of one size, as many times, and fps above 0"
-        )
-    return Video(open_images(part.frames, row=f"{ROW}: video"), times, float(part.fps))
-
-
-def _parts(result: Any) -> list[str | _Image | VideoSource | Video]:
+def _parts(result: Any, **limits: Any) -> list[Part]:
     if result is None:
         return []
     if isinstance(result, str):
         return [_encodable(result)]
     if isinstance(result, Image.Image):
-        return [_Image(result)]
+        return [open_image(result, row=ROW)]
     if isinstance(result, Video):
-        return [result]
+        return [_checked(result, limits["max_frames"])]
     if isinstance(result, list | tuple) and any(_is_part(item) for item in result):
-        return [part for item in result for part in _parts(item)]
+        return [part for item in result for part in _parts(item, **limits)]
     if isinstance(result, Mapping) and result.get("type") == "text":
         return [_encodable(str(result.get("text")))]
     if isinstance(result, Mapping) and result.get("type") == "image":
-        return [_Image(result.get("image"))]
+        return [open_image(result.get("image"), row=ROW)]
     if isinstance(result, Mapping) and result.get("type") == "video":
-        options = {key: value for key, value in result.items() if key not in ("type", "video")}
-        video = result.get("video")
-        return [video if isinstance(video, Video) and not options else VideoSource(video, **options)]
+        if isinstance(result.get("video"), Video) and len(result) == 2:
+            return _parts(result["video"], **limits)
+        return [open_video(read_video(result.get("video"), result, ROW), row=ROW, **limits)]
     try:
         return [_encodable(json.dumps(result, ensure_ascii=False))]
     except (TypeError, ValueError, RecursionError):
         return [_encodable(str(result))]
+
+
+def _checked(video: Video, max_frames: int) -> Video:
+    """Return a video whose frames are upright and RGB. Raise DataError if its fields do not fit together."""
+    times, sizes = tuple(map(float, video.times)), {frame.size for frame in video.frames}
+    if not (0 < len(video.frames) == len(times) <= max_frames and len(sizes) == 1 and video.fps > 0):
+        raise DataError(
+            f"{ROW}: a video of {len(video.frames)} frames of {len(sizes)} size(s), {len(times)} times and fps "
+            f"{video.fps}; legal are up to {max_frames} frames (data.video_max_frames), all of one size, as many "
+            "times, and fps above 0"
+        )
+    return Video(open_images(video.frames, row=f"{ROW}: video"), times, float(video.fps))
 
 
 def _is_part(item: Any) -> bool:

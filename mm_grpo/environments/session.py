@@ -18,6 +18,7 @@ from mm_grpo.rewards.scores import LEGAL, score_of, shown
 
 NOT_TOOLS = ("reset", "get_reward", "close")
 Operation = Literal["reset", "call", "get_reward", "close"]
+Functions = Mapping[str, Callable[..., Any]]
 Factory = Callable[[], Any]
 """Function without arguments that returns a new environment."""
 
@@ -44,14 +45,11 @@ class CallResult:
 class Session:
     """Environment of one conversation, made by `factory`, and the tools: its methods and plain `functions`.
 
-    `video_limits` are the limits of `observation_of`.
+    `video_limits` are those of `observation_of`.
     """
 
     def __init__(
-        self,
-        functions: Mapping[str, Callable[..., Any]],
-        factory: Factory | None,
-        video_limits: Mapping[str, Any],
+        self, functions: Functions, factory: Factory | None, video_limits: Mapping[str, Any]
     ) -> None:
         self.functions, self.factory, self.video_limits = functions, factory, video_limits
         self.environment: Any = None

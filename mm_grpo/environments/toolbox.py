@@ -144,15 +144,9 @@ class Toolbox:
         *messages, last = sample.messages
         parts = [*content_parts(last["content"])]
         parts += map(message_part, opening.parts)
-        images, videos = split_media(opening.media)
-        return replace(
-            sample,
-            messages=[*messages, {**last, "content": parts}],
-            images=(*sample.images, *images),
-            videos=(*sample.videos, *videos),
-            row=sample,
-            opening_digest=digest(opening.parts),
-        )
+        messages, (images, videos) = [*messages, {**last, "content": parts}], split_media(opening.media)
+        media: Any = {"images": (*sample.images, *images), "videos": (*sample.videos, *videos)}
+        return replace(sample, messages=messages, **media, row=sample, opening_digest=digest(opening.parts))
 
     def look(self, rows: Rows) -> None:
         """Prepare the first row, before a model is loaded. Raise as `prepare`; warn if nothing shows a medium."""

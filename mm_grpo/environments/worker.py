@@ -10,20 +10,13 @@ import pickle
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from PIL import Image
 
 from mm_grpo.data.images import MAX_PIXELS
 from mm_grpo.environments.factories import load_code
-from mm_grpo.environments.observation import (
-    Observation,
-    Part,
-    describe_error,
-    frames_of,
-    part_fields,
-)
+from mm_grpo.environments.observation import Observation, Part, describe_error, split_part
 from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.types import Video
@@ -68,13 +61,11 @@ class ToolWorker:
 def pack_result(result: CallResult) -> bytes:
     """Return a result as JSON, in which media have their sizes, followed by the pixels of images and frames."""
     observation = result.observation
-    parts = () if observation is None else observation.parts
-    fields = None
-    if observation is not None:
-        fields = {"parts": [*map(part_fields, parts)], "fault": observation.fault}
+    parts = [] if observation is None else [*map(split_part, observation.parts)]
+    fields = observation and {"parts": [part for part, _ in parts], "fault": observation.fault}
     text = json.dumps({**vars(result), "observation": fields}, ensure_ascii=False).encode()
-    frames = chain.from_iterable(map(frames_of, parts))
-    return b"".join([HEADER.pack(len(text)), text, *(frame.tobytes() for frame in frames)])
+    pixels = [frame.tobytes() for _, frames in parts for frame in frames]
+    return b"".join([HEADER.pack(len(text)), text, *pixels])
 
 
 def unpack_result(body: bytes) -> CallResult:
@@ -90,11 +81,11 @@ def unpack_result(body: bytes) -> CallResult:
         width, height = map(int, part["size"])
         if not 0 < width * height <= MAX_PIXELS:
             raise ValueError(f"an image of {width} × {height} pixels")
-        frames, size, times = list[Image.Image](), 3 * width * height, part["times"]
+        size, times, frames = 3 * width * height, part["times"], list[Image.Image]()
         for _ in times or [0.0]:
             frames.append(Image.frombytes("RGB", (width, height), body[at : at + size]))
             at += size
-        parts.append(Video(tuple(frames), tuple(times), float(part["fps"])) if times else frames[0])
+        parts.append(Video(tuple(frames), tuple(times), part["fps"]) if times else frames[0])
     if at != len(body):
         raise ValueError(f"{len(body) - at} bytes too many")
     fault = None if observation is None else observation["fault"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.environments.factories import address_of
-from mm_grpo.environments.host import Episode, Functions, Host, Task
-from mm_grpo.environments.session import CallResult, Factory
+from mm_grpo.environments.host import Episode, Host, Task
+from mm_grpo.environments.session import CallResult, Factory, Functions
 from mm_grpo.environments.worker import ToolSources, unpack_result
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -101,7 +102,8 @@ def _rollout(
     local_groups = {g.slot: g for value, g in zip(packed, groups, strict=True) if g and is_local(value)}
     sampled = [group for group in groups if group and ranks.first]
     dropped = values["dropped"] + groups.count(None)
-    return Rollout(**{**values, "sampled": sampled, "local_groups": local_groups, "dropped": dropped})
+    made = {"sampled": sampled, "local_groups": local_groups, "dropped": dropped}
+    return Rollout(**{**values, **made, "decoded": Counter(values["decoded"])})
 
 
 def _packed_group(group: Group) -> Values:

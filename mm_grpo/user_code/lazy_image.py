@@ -64,10 +64,8 @@ def with_pil_images(value: Any) -> Any:
         return [with_pil_images(inner) for inner in value]
     if isinstance(value, Mapping) and value.keys() == {"bytes", "path"}:
         with suppress(OSError, TypeError):
-            if value["bytes"] is None:
-                Image.open(
-                    value["path"]
-                ).close()  # by its header: a video's file may be larger than the memory
+            if value["bytes"] is None:  # a look at the header: a video may be larger than the memory
+                Image.open(value["path"]).close()
             data = Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
             size, mode = _size_and_mode(data)
             return LazyImage(size, lambda: ImageOps.exif_transpose(Image.open(BytesIO(data))), mode)

@@ -16,6 +16,7 @@ from helpers.configs import small_config
 from helpers.patience import PATIENCE
 from helpers.sessions import died, workers
 from helpers.tiny import picture, sample, video
+from PIL import Image
 from tools_to_isolate import World, misbehave, nap
 
 from mm_grpo.environments.builtins import Zoom
@@ -65,6 +66,22 @@ def story(box: Toolbox) -> list[Any]:
     observations = [*(e.opening for e in episodes), *seen]
     shown = [([*map(plain, one.parts)], one.fault) for one in observations if one is not None]
     return [shown, [e.done for e in episodes], box.host.rewards(episodes), [p.messages for p in prepared]]
+
+
+def test_videos_are_opened_where_the_tool_is_called(make: Make, tmp_path: Path) -> None:
+    """A file and a list of frames, under the config's `video_max_frames`; the colours are those of a GIF's palette."""
+    pictures = [Image.new("RGB", (8, 6), (0, 40 * number, 255)) for number in range(6)]
+    file = tmp_path / "a.gif"
+    pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=500)
+    ways = (str(file), "frames", "none.gif")
+    for processes in (0, 1):
+        (one,) = begun(make((), World, environment_workers=processes))
+        clip, frames, fault = (one.call("act", {"how": how}) for how in ways)
+        assert plain(clip.parts[0]) == ([*map(plain, pictures[2:])], (1.0, 1.5, 2.0, 2.5), 2.0)
+        (video,) = frames.media
+        assert (len(video.frames), video.times[0], video.times[-1]) == (32, 0.0, 39 / 8)
+        assert video.fps == 32 / 40 * 8
+        assert fault.fault == "bad_result" and "none.gif" in fault.text
 
 
 def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:

@@ -48,13 +48,23 @@ def misbehave(how: str) -> Any:
         return Image.new("L", (10_000, 9_000))
     elif how == "many images":
         return [Image.new("RGB", (1, 1))] * 3
-    elif how in ("video", "long video", "torn video"):
+    elif how == "half a character":
+        return "a\ud800b"
+    return clip(how)
+
+
+def clip(how: str) -> Any:
+    """A video of some form; other words as they are."""
+    if how in ("video", "long video", "torn video"):
         sizes = [(8, 6)] * (40 if how == "long video" else 3) + [(8, 7)] * (how == "torn video")
         frames = tuple(Image.new("RGBA", size, (number, 9, 9)) for number, size in enumerate(sizes))
         video = Video(frames, tuple(7 + number / 3 for number in range(len(frames))), 3)
         return [{"type": "text", "text": "now"}, {"type": "video", "video": video}, frames[1]]
-    elif how == "half a character":
-        return "a\ud800b"
+    if how.endswith(".gif"):
+        return {"type": "video", "video": how, "fps": 2, "start": 1}
+    if how == "frames":
+        frames = [Image.new("L", (8, 6), number) for number in range(40)]
+        return {"type": "video", "video": frames, "fps": 8}
     return how
 
 

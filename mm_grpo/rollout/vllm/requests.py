@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
 from mm_grpo.processors.video_input import frames_array, video_metadata
 from mm_grpo.rollout.engine import RequestStream
-from mm_grpo.types import Completion, FinishReason, Medium, Video
+from mm_grpo.types import Completion, FinishReason, Medium, split_media
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Processor
@@ -199,13 +199,9 @@ def sampling_params(
 
 def multi_modal_data(media: Sequence[Medium]) -> dict[str, list[Any]]:
     """Return media as vLLM takes them in process: by kind, a video with metadata about its frames."""
-    images = [medium for medium in media if not isinstance(medium, Video)]
-    videos = [
-        (frames_array(medium), {**video_metadata(medium), "do_sample_frames": False})
-        for medium in media
-        if isinstance(medium, Video)
-    ]
-    return {kind: items for kind, items in (("image", images), ("video", videos)) if items}
+    images, videos = split_media(media)
+    clips = [(frames_array(video), {**video_metadata(video), "do_sample_frames": False}) for video in videos]
+    return {kind: items for kind, items in (("image", list(images)), ("video", clips)) if items}
 
 
 def check_size(prompt: Prompt, room: int, max_model_len: int, max_media: Mapping[str, int]) -> None:
