@@ -56,7 +56,7 @@ Annexes, which nobody has to open to change the algorithm::
     import_path  files that a config names       terminal     text made safe to print
     user_code    user functions in processes     migrate      keys of other trainers
     hub          is the Hugging Face hub there   background   daemon threads, and an event loop in one
-    numbers      numbers a run can calculate with
+    numbers      numbers a run can calculate with  messages   parts of chat messages, limits in them
     warm_start   gold answers are taught before a run
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so

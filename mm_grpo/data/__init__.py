@@ -17,6 +17,7 @@
     image_files     rows whose images cannot be read: refused or left out before a model is loaded
     images    one image source → an upright RGB picture within the limits
     videos      one video source → a few frames with their times, within the limits
+    fingerprint digests of rows, by which a resumed run notices that its data changed
     file_states files that must stay as they are while a run reads them
     mixture   several sources as one dataset, each with its weight and settings
     mixture_order   which rows of which source fill the slots of a step

@@ -19,7 +19,8 @@ from typing import Any
 from PIL import Image
 
 from mm_grpo.data.videos import VideoSource
-from mm_grpo.types import MEDIA_TYPES, Sample
+from mm_grpo.messages import MEDIA_TYPES
+from mm_grpo.types import Sample
 
 
 def exchange(keys: Sequence[Hashable], rng: random.Random) -> list[int]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import json
 import random
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +20,6 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import xxhash
 from PIL import Image
 
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
@@ -37,14 +35,16 @@ from mm_grpo.data.columns import (
     value_at,
 )
 from mm_grpo.data.file_states import FileStates
-from mm_grpo.data.images import IMAGE, Refusal, SourceKind, look_at_image, open_images, read_encoded
+from mm_grpo.data.fingerprint import digest_of, row_digest
+from mm_grpo.data.images import Refusal, look_at_image, open_images
 from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.readers import JoinedRows, Part
 from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.data.videos import VIDEO, look_at_video, open_videos
-from mm_grpo.errors import BadMedia, DataError, did_you_mean
-from mm_grpo.types import Sample, media_parts, messages_text, pixel_limits
+from mm_grpo.data.videos import look_at_video, open_videos
+from mm_grpo.errors import DataError, did_you_mean
+from mm_grpo.messages import media_parts, messages_text, pixel_limits
+from mm_grpo.types import Sample
 
 if TYPE_CHECKING:
     from mm_grpo.config import DataConfig
@@ -53,8 +53,6 @@ MAX_CHARACTERS = 4_000_000
 MAX_IMAGES = 1_000
 MAX_VIDEOS = 100
 """Limits of a row's messages: no context holds more, and tokenising and decoding more takes minutes and gigabytes."""
-VIDEO_START = 2**16
-"""Bytes at the start of a video that tell it from others, because reading all would take too long."""
 FIRST_ROWS = 16
 """Rows that show what all rows are like: which columns hold the prompt and the answer."""
 
@@ -259,32 +257,12 @@ class Dataset(Rows):
         digests, spaced = bytearray(), self.spaced(SAMPLED_ROWS)
         for index in rows_to_look_at(self):
             if index in spaced:
-                text = self._row_text(index)
+                folder = self._image_folder(self._indices[index])
+                digests += row_digest(self.fields(index), self.row_name(index), folder, self._image_files)
             else:  # opening all files would take too long
-                row = self._rows.encoded_row(self._indices[index])
-                text = json.dumps(row, sort_keys=True, default=_stable_text)
-            digests += xxhash.xxh3_64_digest(text.encode())
+                digests += digest_of(self._rows.encoded_row(self._indices[index]))
         row_digests = base64.b64encode(digests).decode()
         return {"name": self.name, "rows": len(self), "left_out": left_out, "digests": row_digests}
-
-    def _row_text(self, index: int) -> str:
-        """Row `index` as JSON, with the XXH3 of its encoded bytes in the place of an image, of the first of a video.
-
-        A PIL image is its mode and size, an image that cannot be read what the row has. DataError if a file changed.
-        """
-        fields = self.fields(index)
-        name, folder = self.row_name(index), self._image_folder(self._indices[index])
-
-        def encoded(source: Any, kind: SourceKind, at_most: int) -> Any:
-            with suppress(BadMedia):
-                return read_encoded(source, name, folder, at_most, self._image_files, kind)[0]
-            return source
-
-        media = [encoded(image, IMAGE, -1) for image in fields.images]
-        for video in fields.videos:
-            media += [video.numbers, *(encoded(source, VIDEO, VIDEO_START) for source in video.sources)]
-        columns = fields.other_columns  # of the prompt's, messages and media say all
-        return json.dumps([fields.messages, media, columns], sort_keys=True, default=_stable_text)
 
     def _read(self, row: Any, at: int) -> Fields:
         """Return the fields of a row, which is row `at` of the source."""
@@ -319,15 +297,3 @@ class Dataset(Rows):
                         names[path] = None
                         break
         return list(names)
-
-
-def _stable_text(value: Any) -> str:
-    """Return a text for a value that JSON does not hold, the same at every reading of the row."""
-    if isinstance(value, bytes):
-        return xxhash.xxh3_128_hexdigest(value)
-    if isinstance(value, Image.Image):
-        return f"{value.mode} {value.size}"
-    if hasattr(value, "tolist"):  # arrays
-        return str(value.tolist())
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text else text

@@ -24,7 +24,7 @@ from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import changed
 from mm_grpo.data.images import LEGAL_SOURCES
 from mm_grpo.errors import DataError
-from mm_grpo.types import MEDIA_TYPES
+from mm_grpo.messages import MEDIA_TYPES
 
 _BLANK = object()
 

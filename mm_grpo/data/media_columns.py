@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from mm_grpo.errors import DataError
-from mm_grpo.types import MEDIA_TYPES
+from mm_grpo.messages import MEDIA_TYPES
 
 IMAGE_TAG = "<image>"
 IMAGE_PLACE = re.compile(r"(<image>|(?i:<\|?im(?:age|g)[ _-]?(\d{1,4})\|?>))")

@@ -1,8 +1,8 @@
 """Settings of one row: limits of its images' sizes, what is shown of its videos, and arguments of the chat template.
 
 Limits and keys of videos stand in the parts of messages or in the entries of a column, as qwen-vl-utils reads them
-(`types.PIXEL_LIMITS`, VIDEO_KEYS). Each limit of an image is clipped to the limits of the row, which may stand in its
-column `chat_template_kwargs`, and of its source; a processor clips them to the run's.
+(`messages.PIXEL_LIMITS`, VIDEO_KEYS). Each limit of an image is clipped to the limits of the row, which may stand in
+its column `chat_template_kwargs`, and of its source; a processor clips them to the run's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mm_grpo.data.media_columns import looks_like_frame
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError
 from mm_grpo.files import parse_json
+from mm_grpo.messages import PIXEL_LIMITS
 from mm_grpo.numbers import is_number
-from mm_grpo.types import PIXEL_LIMITS
 
 TEMPLATE_COLUMN = "chat_template_kwargs"
 VIDEO_KEYS = {

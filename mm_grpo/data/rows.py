@@ -59,7 +59,7 @@ from mm_grpo.data.row_settings import (
 )
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError, half_character
-from mm_grpo.types import MEDIA_TYPES, PIXEL_LIMITS, messages_text, with_limits
+from mm_grpo.messages import MEDIA_TYPES, PIXEL_LIMITS, messages_text, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "videos", "system")

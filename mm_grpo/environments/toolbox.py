@@ -26,8 +26,9 @@ from mm_grpo.environments.session import Factory
 from mm_grpo.environments.workers import WorkerHost
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import load_named
+from mm_grpo.messages import content_parts
 from mm_grpo.rewards.spec import RewardSpec, make_spec
-from mm_grpo.types import content_parts, message_part, split_media
+from mm_grpo.types import message_part, split_media
 from mm_grpo.user_code.workers import default_size
 
 if TYPE_CHECKING:

@@ -32,6 +32,7 @@ from mm_grpo.errors import BadMedia, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
 from mm_grpo.learner.reference import load_reference_model
+from mm_grpo.messages import content_parts
 from mm_grpo.pages.check_page import CheckPage
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.preflight.estimate import build_on_meta
@@ -48,7 +49,7 @@ from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, print_phase, printable
-from mm_grpo.types import Video, content_parts
+from mm_grpo.types import Video
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig

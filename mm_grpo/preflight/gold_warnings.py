@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 from mm_grpo.data.base import SAMPLED_ROWS, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.errors import DataError
+from mm_grpo.messages import messages_text
 from mm_grpo.rewards.builtins.answers import boxed, final_part, gold_texts, normalise, text_list
 from mm_grpo.rewards.builtins.boxes import Box, Frame
 from mm_grpo.rewards.builtins.clicking import bounds
 from mm_grpo.rewards.builtins.temporal import gold_interval
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import GOLD_COLUMNS, builtin_name, gold_polygons
-from mm_grpo.types import messages_text
 
 log = logging.getLogger(__name__)
 MAX_WORDS = 40  # of a short answer

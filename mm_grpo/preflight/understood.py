@@ -26,12 +26,13 @@ from mm_grpo.data.columns import brief
 from mm_grpo.data.rows import ALIAS, Fields
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import UserError
+from mm_grpo.messages import content_parts, media_parts
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
-from mm_grpo.types import Video, content_parts, media_parts
+from mm_grpo.types import Video
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig

@@ -6,6 +6,7 @@
 - `special_tokens.py`: token ids of a conversation, without special tokens that a row typed.
 - `chat_template.py`: the arguments of a model's chat template.
 - `tool_calls.py`: tool calls in a model's text, and tools and their answers in a template.
+- `turn_ids.py`: ids of tools' answers and of gold answers, by the chat template.
 - `hf_processor.py`: `HFProcessor`, the base of all families here, over the model's own transformers processor.
 - `image_size.py`: the one resize of an image, to a size that its family's rule maps to itself.
 - `video_input.py`: a video as transformers' processors and vLLM take it.

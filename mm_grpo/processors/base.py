@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
+from mm_grpo.messages import pixel_limits
 from mm_grpo.processors.model_folder import read_config, warn_of_unread_code
-from mm_grpo.types import pixel_limits
 
 if TYPE_CHECKING:
     from mm_grpo.config import GRPOConfig

@@ -14,9 +14,7 @@ A family says which tokens are media, how it resizes and which tensors its tower
 from __future__ import annotations
 
 import math
-import unicodedata
-from abc import ABC, abstractmethod
-from collections import Counter
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
@@ -29,24 +27,16 @@ from torch import Tensor
 from transformers import AutoProcessor, GenerationConfig
 
 from mm_grpo.errors import BadMedia, ConfigError, DataError
+from mm_grpo.messages import pixel_limits, with_limits
 from mm_grpo.processors.chat_template import check_arguments
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.image_size import MAX_WALK, NoFixedPoint, Size, resize_to, settle
 from mm_grpo.processors.model_folder import refuse_own_code
-from mm_grpo.processors.special_tokens import conversation_ids, defused
-from mm_grpo.processors.tool_calls import answer_messages, knows_tools, with_tools
+from mm_grpo.processors.special_tokens import conversation_ids
+from mm_grpo.processors.tool_calls import knows_tools, with_tools
+from mm_grpo.processors.turn_ids import TurnIds, count_kinds
 from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array
-from mm_grpo.types import (
-    EnginePrompt,
-    Medium,
-    Picture,
-    Prompt,
-    Sample,
-    Video,
-    message_part,
-    pixel_limits,
-    with_limits,
-)
+from mm_grpo.types import EnginePrompt, Medium, Picture, Prompt, Sample, Video, message_part
 
 if TYPE_CHECKING:
     from mm_grpo.processors.base import Layout
@@ -55,7 +45,7 @@ _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Impo
 """Errors of transformers for missing or broken files of a model."""
 
 
-class HFProcessor(ABC):
+class HFProcessor(TurnIds):
     """Processor of one model, read from its folder. Text-only and image prompts share one path.
 
     `min_pixels` and `max_pixels` bound an image's area after the resize; None keeps the model's own limit, and `save`
@@ -104,7 +94,7 @@ class HFProcessor(ABC):
             )
         self.image_token_id = int(self.tokenizer.convert_tokens_to_ids(self.placeholder()))
         vocabulary = self.tokenizer.get_vocab()
-        self.video_token_id: int | None = vocabulary.get(self.video_placeholder())
+        self.video_token_id = vocabulary.get(self.video_placeholder())
         media = (vocabulary.get(token) for token in self.media_tokens())
         self.media_token_ids = frozenset(token for token in media if token is not None)
         self.stop_token_ids = self._stop_ids(path)
@@ -167,7 +157,7 @@ class HFProcessor(ABC):
     def image_size(self, size: Size, limits: Mapping[str, int]) -> Size:
         """Return the size to resize an image to, which the model's own rule under the run's limits maps to itself.
 
-        `limits` are the image's own (`types.PIXEL_LIMITS`), clipped to the run's; `max_pixels` counts if no size has
+        `limits` are the image's own (`messages.PIXEL_LIMITS`), clipped to the run's; `max_pixels` counts if no size has
         both. NoFixedPoint if there is no size.
         """
         current = limits.get("resized_height", size[0]), limits.get("resized_width", size[1])
@@ -214,67 +204,6 @@ class HFProcessor(ABC):
             position_ids=self.positions(ids, vision, media),
             vision=vision,
         )
-
-    def observation(self, answers: Sequence[Sequence[str | Medium]], sample: Sample) -> list[int]:
-        """Return the collapsed ids between the end of the model's turn and its next one, by the chat template.
-
-        `answers` are the texts and media of each tool's answer. DataError if the template cannot show them.
-        """
-        row, arguments = sample.uid, sample.chat_template_kwargs
-        # a template renders whole conversations only: the ids of interest follow a marker in a made-up turn
-        marker, kinds = "mm-grpo-turn", {self.image_token_id: "image", self.video_token_id: "video"}
-        media = [
-            message_part(part)["type"] for parts in answers for part in parts if not isinstance(part, str)
-        ]
-        before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
-        ends = [self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self.stop_token_ids)]
-
-        def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            _, _, after = self._text(messages, row, **arguments).partition(marker)
-            end = next((token for token in ends if after.startswith(token)), None)
-            return "" if end is None else after[len(end) :]
-
-        # a tool's answer is untrusted text: special tokens in it must not act as such
-        plain = [
-            [defused(p, self.tokenizer) if isinstance(p, str) else p for p in parts] for parts in answers
-        ]
-        # some templates know the role `tool` and drop its images: a user's turn may show them
-        for as_tool in (True, False) if knows_tools(self.template) else (False,):
-            messages = [*before, *answer_messages(plain, as_tool=as_tool)]
-            ids = conversation_ids(render, self.tokenizer, messages, row)
-            if ids and [kinds[token] for token in ids if token in kinds] == media:
-                return ids
-        raise DataError(
-            f"{row}: the model's chat template does not show an answer with {_kinds(media)} after a turn of the "
-            "model that ends with a stop token; conversations of several turns need one that does (model.path)"
-        )
-
-    def answer_ids(self, prompt: Prompt, text: str) -> tuple[int, ...]:
-        """Return the ids that the chat template writes for an answer to a prompt, up to and with the stop token.
-
-        DataError if the template writes another prompt before an answer, drops a part of it or ends it without a stop
-        token, or if the text holds a special token.
-        """
-        sample, start = prompt.sample, prompt.engine_prompt.token_ids
-        messages = [*sample.messages, {"role": "assistant", "content": text}]
-        ids = tuple(self.ids(replace(sample, messages=messages), add_generation_prompt=False))
-        answer = ids[len(start) :]
-        end = next((place for place, token in enumerate(answer) if token in self.stop_token_ids), None)
-        why = ""
-        if prompt.opens_thinking:  # the tag stands in the prompt
-            text = text.lstrip().removeprefix("<think>")
-        if ids[: len(start)] != start:
-            why = "writes another prompt before an answer (does it add or drop <think>?)"
-        elif end is None:
-            why = "writes no stop token behind an answer"
-        elif _letters(text) not in _letters(self.tokenizer.decode(list(answer[:end]))):
-            why = f"drops a part of the answer {text[:60]!r}"
-        if end is None or why:
-            raise DataError(
-                f"{sample.uid}: the model's chat template {why}, so this answer cannot be taught; set "
-                "data.chat_template_kwargs, or correct the template in model.path"
-            )
-        return answer[: end + 1]
 
     def max_prompt_tokens(self, sample: Sample, images: int) -> int:
         return len(self.ids(sample)) + images * self.max_image_tokens()
@@ -385,7 +314,7 @@ class HFProcessor(ABC):
             messages = with_tools(messages, sample.tools)
 
         def render(messages: Sequence[Mapping[str, Any]]) -> str:
-            text = self._text(messages, sample.uid, **arguments)
+            text = self.text_of(messages, sample.uid, **arguments)
             self._check_shown(sample.uid, messages, text)
             return change(text)
 
@@ -403,7 +332,7 @@ class HFProcessor(ABC):
                     "correct the template in model.path"
                 )
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], row: str, **arguments: Any) -> str:
+    def text_of(self, messages: Sequence[Mapping[str, Any]], row: str, **arguments: Any) -> str:
         """Render messages, one placeholder for each image. DataError if the chat template refuses them."""
         copies = [dict(message) for message in messages]
         if self.content_as_parts:
@@ -447,9 +376,9 @@ class HFProcessor(ABC):
         expected = [message_part(medium)["type"] for medium in media]
         if actual != expected:
             raise DataError(
-                f"{uid}: the prompt has {len(actual)} placeholder(s), {_kinds(actual)}, for {len(expected)} media, "
-                f"{_kinds(expected)}; do not type '{self.placeholder()}' into the text: each image or video part "
-                "of the messages makes one, if the model's chat template has a place for it"
+                f"{uid}: the prompt has {len(actual)} placeholder(s), {count_kinds(actual)}, for {len(expected)} "
+                f"media, {count_kinds(expected)}; do not type '{self.placeholder()}' into the text: each image or "
+                "video part of the messages makes one, if the model's chat template has a place for it"
             )
         for token in sorted(self.media_token_ids - kinds.keys()):
             name = str(self.tokenizer.convert_ids_to_tokens(token))
@@ -469,13 +398,3 @@ class HFProcessor(ABC):
             eos = None
         ids = set(eos if isinstance(eos, list) else [eos]) | {self.tokenizer.eos_token_id}
         return frozenset(int(i) for i in ids if i is not None)
-
-
-def _kinds(kinds: Sequence[str]) -> str:
-    """Format kinds of media for a message: "2 image, 1 video"."""
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(kinds).items())) or "none"
-
-
-def _letters(text: str) -> str:
-    """Return a text without white space, which templates strip, and composed (NFC), as tokenizers read it."""
-    return "".join(unicodedata.normalize("NFC", text).split())

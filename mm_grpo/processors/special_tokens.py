@@ -17,7 +17,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mm_grpo.errors import DataError
-from mm_grpo.types import content_parts
+from mm_grpo.messages import content_parts
 
 Messages = Sequence[Mapping[str, Any]]
 

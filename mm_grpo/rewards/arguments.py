@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.messages import messages_text
 from mm_grpo.rewards.spec import TURN_ARGUMENTS
 from mm_grpo.rewards.thinking import without_thinking
-from mm_grpo.types import messages_text
 from mm_grpo.user_code.kept_state import own_copy
 
 if TYPE_CHECKING:

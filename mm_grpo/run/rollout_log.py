@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.files import atomic_write
+from mm_grpo.messages import content_parts
 from mm_grpo.run.json_records import encoded_image
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
-from mm_grpo.types import EnginePrompt, Group, Turn, content_parts
+from mm_grpo.types import EnginePrompt, Group, Turn
 
 if TYPE_CHECKING:
     from PIL.Image import Image

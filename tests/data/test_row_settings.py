@@ -11,7 +11,7 @@ from reading import config, read, refusal
 from mm_grpo.data import Mixture
 from mm_grpo.data.sources import load_train, shared_rows
 from mm_grpo.errors import DataError
-from mm_grpo.types import pixel_limits
+from mm_grpo.messages import pixel_limits
 
 
 def row(part: Any = (), **columns: Any) -> dict[str, Any]:

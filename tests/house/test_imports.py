@@ -26,7 +26,8 @@ ROOT = Path(mm_grpo.__file__).parent
 LAYERS = tuple(
     frozenset(names.split())
     for names in (
-        "version types numbers errors files hub import_path terminal timing background user_code config migrate",
+        "version types messages numbers errors files hub import_path terminal timing background user_code config "
+        "migrate",
         "distributed",
         "data processors rewards algorithm",
         "health environments",

@@ -24,8 +24,9 @@ from mm_grpo.learner.alternate_prompts import require_images
 from mm_grpo.learner.features.perception import masked_prompt
 from mm_grpo.learner.features.twin_view import TwinPrompts, TwinView, gold_crop
 from mm_grpo.learner.learner import Learner
+from mm_grpo.messages import with_limits
 from mm_grpo.processors.base import load_processor
-from mm_grpo.types import Group, with_limits
+from mm_grpo.types import Group
 
 SEEN, LIMIT = 3200, 12544
 """Pixels of an image for the student and for the teacher."""

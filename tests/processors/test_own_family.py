@@ -20,9 +20,9 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.import_path import load_named
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.model import load_model
+from mm_grpo.messages import with_limits
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.prefetch import Prefetcher
-from mm_grpo.types import with_limits
 
 FILE = Path(__file__).with_name("picture_llama.py")
 NAMED = f"{FILE}:PictureLlamaProcessor"

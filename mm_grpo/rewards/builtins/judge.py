@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
+from mm_grpo.messages import messages_text
 from mm_grpo.rewards.builtins.answers import Answer, gold_texts, last_match
 from mm_grpo.rewards.builtins.chat import ask
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import redact
-from mm_grpo.types import messages_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from mm_grpo.errors import RewardError
+from mm_grpo.messages import messages_text
 from mm_grpo.rewards.registry import reward
 from mm_grpo.terminal import quiet_libraries
-from mm_grpo.types import messages_text
 
 _LOADING = threading.Lock()
 
