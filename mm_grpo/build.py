@@ -189,8 +189,14 @@ def build_parts(
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
+    area = getattr(processor, "video_max_pixels", processor.max_pixels)
+    frames = (
+        f"videos: {config.data.video_fps:g} frames a second (data.video_fps), {config.data.video_max_frames} at most "
+        f"(data.video_max_frames), resized to at most {area:,} pixels (data.video_max_pixels)"
+    )
     sentences = (
         pixels if config.data.max_pixels is None else "",
+        frames if any(rows.fields(0).videos for rows in datasets) else "",
         limits,
         engine.sentence,
         UNSHARED if processor.layout == "unshared" else "",

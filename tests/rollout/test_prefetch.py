@@ -213,4 +213,5 @@ def test_a_run_decodes_each_image_once_and_is_the_same_without_threads(
         assert len(decoded) == 3 * 4 + 2 * 3 + 1
     assert found[0] == found[1]
     assert names[0] == {"MainThread"} and all(name.startswith("mm_grpo prompts") for name in names[1])
-    assert [(r["prompts/images"], r["prompts/images_decoded"]) for r in found[1][1:]] == [(4, 4)] * 3
+    counts = ("prompts/images", "prompts/images_decoded", "prompts/frames_decoded")
+    assert [tuple(r[name] for name in counts) for r in found[1][1:]] == [(4, 4, 0)] * 3
