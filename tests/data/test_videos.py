@@ -23,7 +23,7 @@ from PIL import Image
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data import images, videos
-from mm_grpo.data.blind import image_key
+from mm_grpo.data.blind import media_key
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.data.file_states import FileStates
 from mm_grpo.data.image_files import readable
@@ -511,8 +511,8 @@ def test_rows_with_videos_are_samples_with_frames(clip: Path, tmp_path: Path) ->
     assert (numbers(first), len(second.frames)) == (nearest(constant(90, 30), 4), 8)
     assert decoded_here() - before == {"frames": 12}
     rows.look_at_images(0)()
-    assert rows.with_images_removed().sample(0).messages[0]["content"] == [{"type": "text", "text": "?"}]
-    assert rows.with_images_removed().sample(0).videos == ()
+    assert rows.control("removed").sample(0).messages[0]["content"] == [{"type": "text", "text": "?"}]
+    assert rows.control("removed").sample(0).videos == ()
 
 
 def test_a_row_names_its_video(clip: Path) -> None:
@@ -538,7 +538,7 @@ def test_shuffled_videos_are_another_rows(clip: Path) -> None:
     rows = rows_of(
         [VideoSource(clip)], [VideoSource(other)], [VideoSource(clip)], [VideoSource(clip, start=2.0)]
     )
-    shuffled = rows.with_shuffled_images()
+    shuffled = rows.control("shuffled")
     plain, moved = ([numbers(r.sample(n).videos[0]) for n in range(4)] for r in (rows, shuffled))
     assert all(own != lent for own, lent in zip(plain, moved, strict=True)) and sorted(plain) == sorted(moved)
 
@@ -560,4 +560,4 @@ def test_fingerprints_and_keys_of_videos(clip: Path) -> None:
     assert keys[0] == keys[2] != keys[1]
     picture = Image.new("RGB", (4, 4))
     assert list(rows_of([VideoSource([picture])]).row_keys()) == []  # pixels are not compared
-    assert image_key(VideoSource([picture])) == image_key(VideoSource([picture.copy()]))
+    assert media_key(VideoSource([picture])) == media_key(VideoSource([picture.copy()]))
