@@ -286,6 +286,19 @@ def test_every_kind_of_source(clip: Path) -> None:
     assert numbers(opened("clip.mp4", image_dir=clip.parent)) == expected
 
 
+def test_titles_need_not_be_unicode(clip: Path) -> None:
+    with av.open(str(clip)) as whole, av.open(str(clip.parent / "titled.mp4"), "w") as titled:
+        stream = titled.add_stream_from_template(whole.streams.video[0])
+        titled.metadata["title"] = "Cafe"
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                titled.mux(packet)
+    data = (clip.parent / "titled.mp4").read_bytes()
+    latin = data.replace(b"Cafe", "Café".encode("latin-1"))
+    assert latin != data and numbers(opened(latin)) == [0, 18, 36, 53, 71, 89]
+
+
 def test_a_list_of_frames(tmp_path: Path) -> None:
     pictures = [Image.fromarray(numbered_frame(number)) for number in range(9)]
     pictures[3].save(tmp_path / "3.png")
@@ -323,6 +336,15 @@ def damaged(path: Path, start: float, end: float) -> bytes:
 
 def playlist(path: Path) -> bytes:
     return f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{path}\n#EXT-X-ENDLIST\n".encode()
+
+
+def late_sound(path: Path) -> bytes:
+    """An FLV file whose last packet is of a stream that the header does not name."""
+    data, at = bytearray(path.read_bytes()), 13
+    while (following := at + 15 + int.from_bytes(data[at + 1 : at + 4])) < len(data):
+        last, at = at, following
+    data[last] = 8
+    return bytes(data)
 
 
 def sound_alone(folder: Path) -> Path:
@@ -365,6 +387,7 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "half of AVI": lambda clip: half(
         write_clip(clip.parent / "b.avi", constant(200, 30), codec="mpeg4", scale=3)
     ),
+    "late sound": lambda clip: late_sound(write_clip(clip.parent / "a.flv", constant(600, 30))),
     "damaged": lambda clip: damaged(clip, 0.3, 0.6),
     "start behind the end": lambda clip: VideoSource(clip, start=4.0),
     "an empty part": lambda clip: VideoSource(clip, start=1.01, end=1.02),
