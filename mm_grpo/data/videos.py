@@ -54,6 +54,9 @@ MIN_FRAMES = 4
 FORMATS = ("mp4", "mov", "matroska", "webm", "avi", "gif", "flv", "asf", "ogg", "mpegts")
 """Containers by FFmpeg's names. No playlists, because they name other files and addresses."""
 VIDEO = images.SourceKind("video", "data:video/mp4;base64,...", "a list of images", max_bytes=16 * 2**30)
+_OPTIONS: dict[str, Any] = {"container_options": {"format_whitelist": ",".join(FORMATS)}}
+if int(av.__version__.split(".")[0]) < 19:
+    _OPTIONS["metadata_errors"] = "replace"  # titles need not be UTF-8; later versions read any
 _LEAST, _MOST = {"fps": 1e-3, "start": 0, "end": 0, "max_frames": 2, "frames": 2}, 1e6
 """Bounds of the numbers of a source."""
 
@@ -187,12 +190,16 @@ def _opened(source: VideoSource, row: str, image_dir: Folder, files: Files) -> I
     is_video = False
     with encoded:
         try:
-            with av.open(encoded, container_options={"format_whitelist": ",".join(FORMATS)}) as container:
+            with av.open(encoded, **_OPTIONS) as container:
                 is_video = True
                 yield _look(cast(InputContainer, container), source, where)
-        except (av.error.FFmpegError, OSError) as error:
+        except (
+            av.error.FFmpegError,
+            OSError,
+            IndexError,
+        ) as error:  # IndexError: a stream begins in the midst
             if is_video:
-                raise _damaged(where, error.strerror) from None
+                raise _damaged(where, getattr(error, "strerror", None) or error) from None
             encoded.seek(0)
             raise images.not_readable(where, "a whole video", encoded.read(64), FORMATS) from None
 

@@ -286,6 +286,19 @@ def test_every_kind_of_source(clip: Path) -> None:
     assert numbers(opened("clip.mp4", image_dir=clip.parent)) == expected
 
 
+def test_titles_need_not_be_unicode(clip: Path) -> None:
+    with av.open(str(clip)) as whole, av.open(str(clip.parent / "titled.mp4"), "w") as titled:
+        stream = titled.add_stream_from_template(whole.streams.video[0])
+        titled.metadata["title"] = "Cafe"
+        for packet in whole.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                titled.mux(packet)
+    data = (clip.parent / "titled.mp4").read_bytes()
+    latin = data.replace(b"Cafe", "Café".encode("latin-1"))
+    assert latin != data and numbers(opened(latin)) == [0, 18, 36, 53, 71, 89]
+
+
 def test_a_list_of_frames(tmp_path: Path) -> None:
     pictures = [Image.fromarray(numbered_frame(number)) for number in range(9)]
     pictures[3].save(tmp_path / "3.png")
@@ -323,6 +336,15 @@ def damaged(path: Path, start: float, end: float) -> bytes:
 
 def playlist(path: Path) -> bytes:
     return f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{path}\n#EXT-X-ENDLIST\n".encode()
+
+
+def late_sound(path: Path) -> bytes:
+    """An FLV file whose last packet is of a stream that the header does not name."""
+    data, at = bytearray(path.read_bytes()), 13
+    while (following := at + 15 + int.from_bytes(data[at + 1 : at + 4])) < len(data):
+        last, at = at, following
+    data[last] = 8
+    return bytes(data)
 
 
 def sound_alone(folder: Path) -> Path:
@@ -391,6 +413,15 @@ def test_hostile(name: str, clip: Path, capfd: pytest.CaptureFixture[str]) -> No
     message = refusal(HOSTILE[name](clip))
     assert "video" in message and "\n" not in message
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_stream_that_begins_late(clip: Path) -> None:
+    """Before av 19 that is an IndexError of its own."""
+    data = late_sound(write_clip(clip.parent / "a.flv", constant(600, 30)))
+    if int(av.__version__.split(".")[0]) < 19:
+        assert "damaged" in refusal(data)
+    else:
+        assert numbers(opened(data))[0] == 0
 
 
 def test_hostile_headers_are_refused_without_decoding(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
