@@ -72,6 +72,8 @@ bench: setup  ## measure against TRL on the CPU, in about twenty minutes; ends i
 	$(BIN)/python benchmarks/overhead.py --steps 30 --json benchmarks/results/cpu/overhead.json
 	$(BIN)/python benchmarks/scaling.py --rounds 5 --json benchmarks/results/cpu/scaling.json
 	$(BIN)/python benchmarks/images.py --json benchmarks/results/cpu/images.json
+	$(BIN)/python benchmarks/images.py --frames 32 --prompts 16 --max-pixels 50176 --json benchmarks/results/cpu/clips.json
+	$(BIN)/python benchmarks/videos.py --json benchmarks/results/cpu/videos.json
 	$(BIN)/python benchmarks/packs.py --json benchmarks/results/cpu/packs.json
 	$(BIN)/python benchmarks/spread.py --json benchmarks/results/cpu/spread.json
 	$(BIN)/python benchmarks/turns.py --json benchmarks/results/cpu/turns.json

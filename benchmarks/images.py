@@ -127,14 +127,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--frames", type=int, default=0, help="frames of a clip a row, or pictures if 0")
     parser.add_argument("--steps", type=positive, default=2, help="timed steps")
     args = parse(parser, argv)
-    sizes = {k: getattr(args, k) for k in ("generations", "tokens", "max_pixels", "size", "steps")}
+    sizes = {k: getattr(args, k) for k in ("generations", "tokens", "max_pixels", "size", "steps", "frames")}
     with tempfile.TemporaryDirectory() as name:
         rows = (film if args.frames else draw)(Path(name), args.prompts)
 
         def case(workers: int) -> dict[str, Any]:
             return measure(args, rows, workers, Path(name))
 
-        run("images", args.workers, case, args, versions() | sizes)
+        run("clips" if args.frames else "images", args.workers, case, args, versions() | sizes)
 
 
 if __name__ == "__main__":

@@ -162,6 +162,12 @@ TABLES: dict[str, Table] = {
             "step, s": "{step:.2f}", "waiting of the step": "{share:.1%}",
         }
     ),
+    "clips": Table(
+        {
+            "threads": "{workers}", "clips of a step": "{P}", "waiting, s": "{wait:.2f}",
+            "step, s": "{step:.2f}", "waiting of the step": "{share:.1%}",
+        }
+    ),
     "packs": Table(
         {
             "layout": "{layout}", "P": "{P}", "G": "{G}", "packs": "{packs:.0f}", "tokens": "{tokens:,.0f}",
