@@ -236,7 +236,7 @@ processors/image_size.py < processors/test_resize.py processors/test_qwen_vl.py
     skipped resize | if (image.height, image.width) == size: ==> if image.width == size[1]:
     another filter | Resampling.BICUBIC) ==> Resampling.BILINEAR)
     skipped check | following == current and all(current): ==> following == current:
-processors/hf_processor.py < trained/test_warm_answers.py
+processors/turn_ids.py < trained/test_warm_answers.py
     off by one | return answer[: end + 1] ==> return answer[:end]
 processors/hf_processor.py < processors/test_families.py processors/test_qwen_vl.py
     dropped id | | {self.tokenizer.eos_token_id} ==> | set()
@@ -268,25 +268,25 @@ data/rows.py < data/test_rows.py data/test_prompt_forms.py data/test_row_setting
     skipped check | if not is_default: ==> if False:
     dropped limits | return {"type": medium, **read_limits(values, values["where"])} ==> return {"type": medium}
     dropped settings | next(entries[medium]) | part ==> part | next(entries[medium])
+    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
     wrong medium | not listed["image"] and tags == [IMAGE_TAG] ==> tags == [IMAGE_TAG]
 data/row_settings.py < data/test_video_rows.py
-    skipped check | len(settings) < len(given) ==> False
-    skipped check | not given.keys() <= legal_keys ==> False
+    skipped check | len(settings) < len(options) ==> False
+    skipped check | not options.keys() <= legal_keys ==> False
 data/blind.py < data/test_video_rows.py
-    dropped numbers | if name == "source" else value ==> if name == "source" else None
-    dropped name | used.get(ours, ALIAS) for theirs ==> used.get(ours, "x") for theirs
+    dropped numbers | return source.numbers, tuple( ==> return tuple(
 data/media_columns.py < data/test_prompt_forms.py data/test_media_columns.py
     skipped check | if filled != [numbers[0][0] + at for at in range(len(filled))]: ==> if False:
 data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
     skipped check | if hits and hits != len(content): ==> if False:
-types.py < data/test_row_settings.py processors/test_image_limits.py
+messages.py < data/test_row_settings.py processors/test_image_limits.py
     wrong bound | min(max(part[key], low), high) for key ==> min(part[key], high) for key
 data/images.py < data/test_images.py data/test_image_files.py
     dropped marker | - {0xC4, 0xC8, 0xCC} ==> - {0xC8, 0xCC}
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
-data/dataset.py < data/test_fingerprint.py
-    dropped part | json.dumps([fields.messages, images, columns] ==> json.dumps([fields.messages, images]
+data/fingerprint.py < data/test_fingerprint.py
+    dropped part | [fields.messages, media, fields.other_columns] ==> [fields.messages, media]
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
