@@ -99,7 +99,12 @@ class HFProcessor(TurnIds):
         self.media_token_ids = frozenset(token for token in media if token is not None)
         self.stop_token_ids = self._stop_ids(path)
         self.min_pixels, self.max_pixels = self.limits(min_pixels, max_pixels)
-        self.video_max_pixels = min(video_max_pixels or self.max_pixels, self.max_pixels)
+        if (video_max_pixels or 0) > self.max_pixels:
+            raise ConfigError(
+                f"data.video_max_pixels = {video_max_pixels} is above data.max_pixels = {self.max_pixels} (the model's "
+                "own if it is not set), which bounds frames too; lower the first or raise the second"
+            )
+        self.video_max_pixels = video_max_pixels or self.max_pixels
         if self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"data.min_pixels = {self.min_pixels} is above data.max_pixels = {self.max_pixels} "

@@ -83,18 +83,16 @@ class QwenVLProcessor(HFProcessor):
     template_tokens: ClassVar[Mapping[str, int]] = {"<|vision_start|>": 1, "<|vision_end|>": 1}
     content_as_parts = False
 
-    def __init__(
-        self, path: str, config: Any, *, video_max_pixels: int | None = None, **options: Any
-    ) -> None:
+    def __init__(self, path: str, config: Any, **options: Any) -> None:
         super().__init__(path, config, **options)
-        self.video_max_pixels = min(video_max_pixels or FRAME_TOKENS * self.factor**2, self.max_pixels)
+        if options.get("video_max_pixels") is None:
+            self.video_max_pixels = min(FRAME_TOKENS * self.factor**2, self.max_pixels)
         # time stands in the text between the pairs of frames, and not in the positions
         self.writes_times = config.model_type in ("qwen3_vl", "qwen3_5")
         images, videos = self.hf.image_processor, self.hf.video_processor
         for name in ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size"):
-            if getattr(images, name) != getattr(
-                videos, name
-            ):  # vLLM normalises videos by the numbers of images
+            # vLLM normalises videos by the numbers of images
+            if getattr(images, name) != getattr(videos, name):
                 self.video_token_id = None
                 self.no_video = f"{name} of its video processor is not that of its image processor"
 

@@ -31,6 +31,9 @@ def test_pixel_limits_are_ours_when_given_and_the_models_otherwise(models: dict[
     assert load_processor(path).prompt(big).engine_prompt.images[0].size == (224, 224)  # 64 patches of 28
     small = load_processor(path, max_pixels=28 * 28 * 9).prompt(big)
     assert small.engine_prompt.images[0].size == (84, 84)
+    assert load_processor(path, max_pixels=50176, video_max_pixels=50176).video_max_pixels == 50176  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"data.video_max_pixels = 50177 is above data.max_pixels = 50176"):
+        load_processor(path, max_pixels=50176, video_max_pixels=50177)
     with pytest.raises(ConfigError, match=r"data.min_pixels = 100000 is above data.max_pixels = 50176"):
         load_processor(path, min_pixels=100_000)
 
