@@ -32,10 +32,8 @@ class MetricsHistory:
         self.low: float | None = None
         self.high: float | None = None
         """Lowest and highest total reward of any completion."""
-        self.has_rewards = False
-        """True if any completion had a reward."""
         self.rewarded_steps = 0
-        """Steps in which a completion had one."""
+        """Steps in which a completion had a reward."""
         self.has_difference = False
         """True if the rewards of any group ever differed."""
         self.reward: float | None = None
@@ -70,7 +68,6 @@ class MetricsHistory:
             self.low = low if self.low is None else min(self.low, low)
             self.high = high if self.high is None else max(self.high, high)
         if metrics.get("frac_reward_none") != 1:
-            self.has_rewards = True
             self.rewarded_steps += 1
             self.has_difference |= metrics.get("advantages/frac_zero", 1) < 1
             self.reward = metrics.get("reward")
