@@ -23,7 +23,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
 from mm_grpo.learner.state import frozen_digest, load_state, load_weights, state_file
-from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
+from mm_grpo.run.checkpoint_writer import write_checkpoint
 from mm_grpo.run.manifest import FORMAT, Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import deciding_fields, differing_field
@@ -57,15 +57,10 @@ class Checkpoints:
                 "updates": optimizer.updates,
                 "adam_steps": optimizer.adam_steps,
             }
-            contents = CheckpointContents(
-                step,
-                manifest,
-                state_file(optimizer),
-                self.log.read_bytes() if first and self.log.is_file() else None,
-                self.config.run.keep_checkpoints,
-                spared,
-            )
-        return write_checkpoint(self.folder, contents, self.ranks)
+            state = state_file(optimizer)
+            log = self.log.read_bytes() if first and self.log.is_file() else None
+        keep = self.config.run.keep_checkpoints
+        return write_checkpoint(self.folder, manifest, state, log, self.ranks, keep=keep, spared=spared)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint; None when there are no checkpoints. Collective.

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,22 @@ from mm_grpo.run.manifest import LOG, MANIFEST, checkpoints_in, manifest_text, s
 from mm_grpo.run.paths import left_in
 
 
-@dataclass(frozen=True)
-class CheckpointContents:
-    """Contents of a checkpoint on this process."""
+def write_checkpoint(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    state: StateFile,
+    log: bytes | None,
+    ranks: Ranks,
+    *,
+    keep: int,
+    spared: int | None,
+) -> Path:
+    """Write a checkpoint to `folder`, and remove all of later steps, and all but the `keep` newest. Collective.
 
-    step: int
-    manifest: Mapping[str, Any]
-    """The manifest without its files. Only the first process writes it, and the log."""
-    state: StateFile
-    log: bytes | None
-    """metrics.jsonl"""
-    keep: int
-    """Number of newest checkpoints that stay."""
-    spared: int | None
-    """Step of a checkpoint that stays too."""
-
-
-def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -> Path:
-    """Write a checkpoint to `folder`, and remove older ones, and all of later steps. Collective.
-
-    Raises ConfigError if it cannot be written; older checkpoints are then untouched.
+    The first process adds the files to `manifest` and writes it, and `log`, the text of metrics.jsonl. The checkpoint
+    of step `spared` stays too. Raises ConfigError if it cannot be written; older checkpoints are then untouched.
     """
-    path = folder / f"step-{contents.step:06d}"
+    path = folder / f"step-{manifest['step']:06d}"
     tmp = folder / f".{path.name}.new"
 
     @contextmanager
@@ -74,12 +67,12 @@ def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -
                     "process made there; name one that all hosts share"
                 )
             name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
-            entry = contents.state.write(tmp / name)
+            entry = state.write(tmp / name)
         entries = ranks.all_gather(entry, "a checkpoint")
         with together():
             if ranks.first:
-                _finish(tmp, path, contents, entries)
-                _remove_old(folder, contents)
+                _finish(tmp, path, {**manifest, "files": entries}, log)
+                _remove_old(folder, manifest["step"], keep, spared)
     except BaseException:
         if ranks.first:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -87,24 +80,23 @@ def write_checkpoint(folder: Path, contents: CheckpointContents, ranks: Ranks) -
     return path
 
 
-def _finish(tmp: Path, path: Path, contents: CheckpointContents, files: Sequence[Mapping[str, Any]]) -> None:
-    manifest = {**contents.manifest, "files": files, "log": None}
-    if contents.log is not None:
-        atomic_write(tmp / LOG, contents.log)
-        manifest["log"] = mark_of(tmp / LOG)
-    atomic_write(tmp / MANIFEST, manifest_text(manifest))
+def _finish(tmp: Path, path: Path, manifest: Mapping[str, Any], log: bytes | None) -> None:
+    if log is not None:
+        atomic_write(tmp / LOG, log)
+    log_mark = None if log is None else mark_of(tmp / LOG)
+    atomic_write(tmp / MANIFEST, manifest_text({**manifest, "log": log_mark}))
     _sync(tmp)
     remove(path)  # a damaged one: otherwise the run would have resumed from it
     os.replace(tmp, path)
     _sync(path.parent)
 
 
-def _remove_old(folder: Path, contents: CheckpointContents) -> None:
+def _remove_old(folder: Path, step: int, keep: int, spared: int | None) -> None:
     checkpoints = [*checkpoints_in(folder).values()]
-    past = [path for path in checkpoints if step_of(path) <= contents.step]
+    past = [path for path in checkpoints if step_of(path) <= step]
     # Checkpoints of later steps are damaged: otherwise the run would have resumed from one of them.
-    for old in [*past[: -contents.keep], *checkpoints[len(past) :]]:
-        if step_of(old) != contents.spared:
+    for old in [*past[:-keep], *checkpoints[len(past) :]]:
+        if step_of(old) != spared:
             removed = old.with_name(f".{old.name}.old")
             with suppress(OSError):  # then it stays as it is
                 os.replace(old, removed)
