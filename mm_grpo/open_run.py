@@ -114,7 +114,7 @@ class OpenRun:
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
         self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
-        self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
+        self.trackers = Trackers(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
             for line in brief_lines(self.train_set, scorer.specs, uses):

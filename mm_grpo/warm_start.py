@@ -112,7 +112,7 @@ def warm(
     golds.check(rows)
     order = rows.order(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
     folder = check_folder(config, inputs_of(config, train=train), ranks, resume=resume, saves=True)
-    trackers, identity = Trackers.prepare(config.run.trackers if ranks.first else []), golds.identity(rows)
+    trackers, identity = Trackers(config.run.trackers if ranks.first else []), golds.identity(rows)
     with memory_explained(config, processes=ranks.world):
         if model is None:
             refuse_too_large(config, processes=ranks.world)

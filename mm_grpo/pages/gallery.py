@@ -16,13 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mm_grpo.pages.page import FRAME, PageImage, as_text, cut, data_url
-from mm_grpo.run.paths import IMAGE_NAME, RunPaths
+from mm_grpo.run.paths import EVALUATION, IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import (
     GOLD,
-    evaluated_steps,
     logged_steps,
     message_text,
-    read_evaluation,
     read_rollouts,
     reward_range,
 )
@@ -257,9 +255,9 @@ def _evaluations(
     limit, total = budget.texts // 4, 0
     entries: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
-    steps = evaluated_steps(paths)
+    steps = logged_steps(paths, EVALUATION)
     for when, step in zip(BEFORE_AND_AFTER, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
-        for row in read_evaluation(paths, step):
+        for row in read_rollouts(paths, step, EVALUATION):
             if not row["blind"]:
                 answers.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
     for (name, _), by_time in answers.items():

@@ -131,7 +131,7 @@ def _check(  # noqa: PLR0915
     check_features(config, train, several_turns=several_turns)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
-    Trackers.prepare(config.run.trackers)
+    Trackers(config.run.trackers)
     writes = outputs_of(config, saves=config.run.save_every != 0)
     RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
     if config.run.expected_curve is not None:

@@ -82,12 +82,6 @@ def cut_events(path: Path, step: int) -> None:
         atomic_write(path, b"".join(lines[: sum(event["step"] <= step for event in read_events(path))]))
 
 
-def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
-    """Write summary.json (summary.py). Raises ValueError if a number is not finite."""
-    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
-    atomic_write(paths.summary, text + "\n")
-
-
 def read_summary(paths: RunPaths) -> dict[str, Any] | None:
     """Read summary.json; None if the run has not ended."""
     return read_json(paths.summary, dict) if paths.summary.is_file() else None

@@ -103,18 +103,14 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
 class Trackers:
     """All trackers of a run; a callback of the run.
 
-    Call `prepare` before a model loads, and `open` around the run. A tracker that raises, because a network or a disk
-    is gone, is dropped with one warning; the run goes on.
+    The constructor imports the packages of run.trackers, before a model loads. Raises ConfigError if a name is unknown
+    or a package is missing. Call `open` around the run. A tracker that raises, because a network or a disk is gone, is
+    dropped with one warning; the run goes on.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
-        self._makers = dict(makers)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._makers = {name: _maker(name) for name in names}
         self._trackers: dict[str, Tracker] = {}
-
-    @classmethod
-    def prepare(cls, names: Sequence[str]) -> Trackers:
-        """Import the packages of run.trackers. Raises ConfigError if a name is unknown or a package is missing."""
-        return cls({name: _maker(name) for name in names})
 
     @contextmanager
     def open(self, config: GRPOConfig) -> Iterator[Trackers]:
