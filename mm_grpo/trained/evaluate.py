@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mm_grpo.build import open_sampler, processor_of
+from mm_grpo.build import open_runner, processor_of
+from mm_grpo.config import GRPOConfig
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import load_eval
 from mm_grpo.distributed.ranks import start
@@ -17,13 +18,9 @@ from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
-from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, WholeModel
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
 
 
 @dataclass(frozen=True)
@@ -89,14 +86,10 @@ def evaluate_config(
     put = partial(put_in, checkpoint=model) if isinstance(model, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
-    opened = open_sampler(
-        sampled_config, evaluations.datasets, scorer, toolbox, processor, put_in=put, phase=print_phase
-    )
-    with opened as (prompt_builder, sampler):
+    parts, datasets = (scorer, toolbox, processor, ranks), evaluations.datasets
+    options: Any = {"conversational": datasets[0].conversational, "put_in": put, "phase": print_phase}
+    with open_runner(sampled_config, datasets, *parts, **options) as runner:
         clock = time.perf_counter()
-        if ranks.first:
-            scorer.start(conversational=next(iter(sets.values())).conversational)
-        runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         for name, scored, control, kind in evaluations.rows(runner, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:
