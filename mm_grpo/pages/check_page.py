@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.files import OutputFile
 from mm_grpo.pages.page import FRAME, GENERATOR, PageImage, as_text, cut, encode_image, render
+from mm_grpo.processors.base import Processor
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import gold_overlays
-
-if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rewards.spec import RewardSpec
-    from mm_grpo.types import Prompt
+from mm_grpo.types import Prompt
 
 TITLE = "What the model sees – mm_grpo check"
 MAX_ROWS = 20

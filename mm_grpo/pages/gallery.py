@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_grpo.pages.page import FRAME, PageImage, as_text, cut, data_url
+from mm_grpo.files import data_url
+from mm_grpo.pages.page import FRAME, PageImage, as_text, cut
 from mm_grpo.run.paths import EVALUATION, IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import (
     GOLD,
@@ -244,7 +245,7 @@ def load_image(paths: RunPaths, name: str, side: int, max_png_bytes: int) -> Pag
 
     with Image.open(file) as image:
         if max(image.size) <= side and file.stat().st_size <= max_png_bytes:
-            return PageImage(*image.size, data_url(file.suffix[1:], file.read_bytes()))
+            return PageImage(*image.size, data_url(f"image/{file.suffix[1:]}", file.read_bytes()))
         return PageImage.reduced(image, side, max_png_bytes)
 
 

@@ -11,10 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from mm_grpo.files import encoded_image
 
 
 def encode(value: Any, without: Collection[str] = ()) -> Any:
@@ -76,13 +75,6 @@ def _is_of(value: Any, kind: Any) -> bool:
     """Return True for an object of a class, and for the encoded one of a record."""
     is_record = is_dataclass(kind) and isinstance(value, Mapping)
     return is_record or (isinstance(kind, type) and isinstance(value, kind))
-
-
-def encoded_image(image: Image, form: str = "png") -> bytes:
-    """Encode an image as png or jpeg."""
-    file = io.BytesIO()
-    image.save(file, form, compress_level=1, quality=90)  # a PNG's default level takes several times as long
-    return file.getvalue()
 
 
 @cache

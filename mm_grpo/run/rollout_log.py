@@ -22,18 +22,15 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mm_grpo.files import atomic_write
-from mm_grpo.run.json_records import encoded_image
+from PIL.Image import Image
+
+from mm_grpo.files import atomic_write, encoded_image
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
 from mm_grpo.run.paths import EVALUATION, ROLLOUT_NAME, RunPaths
 from mm_grpo.types import EnginePrompt, Group, Turn, content_parts
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mm_grpo.rewards.spec import RewardSpec
 
 # longer texts of a row are cut, longer lists are left out
 MAX_TEXT = 2000
