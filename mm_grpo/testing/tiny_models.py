@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForImageTextToText, GenerationConfig
@@ -49,23 +50,9 @@ def family_of(path: str) -> str:
     return families[0]
 
 
-def build(
-    family: str,
-    path: Path,
-    *,
-    seed: int = 0,
-    tie: bool = True,
-    max_pixels: int = 28 * 28 * 64,
-    context: int = 2048,
-    linear_width: int = 16,
-) -> Path:
-    """Write a tiny model of the family to `path` and return it.
-
-    `max_pixels` bounds an image's area after the resize, `context` the tokens of a prompt and its completion. `tie`
-    shares the weights of the embeddings and the output layer. `linear_width` is the width of keys and values in layers
-    of linear attention (vLLM on a CPU runs only 128).
-    """
-    config, processor = RECIPES[family](Options(family, tie, max_pixels, context, linear_width))
+def build(family: str, path: Path, *, seed: int = 0, **options: Any) -> Path:
+    """Write a tiny model of the family to `path` and return it; the options are fields of `tiny_recipes.Options`."""
+    config, processor = RECIPES[family](Options(family, **options))
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     with torch.no_grad():  # large enough that answers depend on the images, and are not uniform

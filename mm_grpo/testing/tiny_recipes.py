@@ -18,13 +18,13 @@ from mm_grpo.processors import smolvlm
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of a tiny model; see `tiny_models.build`."""
+    """Settings of a tiny model."""
 
     family: str
-    tie: bool
-    max_pixels: int
-    context: int
-    linear_width: int
+    tie: bool = True  # embeddings and output layer share their weights
+    max_pixels: int = 28 * 28 * 64  # of an image after the resize
+    context: int = 2048  # tokens of a prompt and its completion
+    linear_width: int = 16  # width of keys and values in linear attention; vLLM on a CPU runs only 128
 
 
 TILE, PATCH = 56, 14
