@@ -245,8 +245,8 @@ TOOLS_UNUSED = (
 )
 PHANTOM = (
     "for {0} steps most of what was learned ({1:.0%} of the advantages in the last) came from groups without a "
-    "success, whose other rewards alone differ: the run learns these. Set outcome: true on the reward that says what is "
-    "right, or mix in rows that are answered right at times"
+    "success, whose other rewards alone differ: the run learns these. Set outcome: true on the reward that says what "
+    "is right, or mix in rows that are answered right at times"
 )
 ZERO_KL = (
     "for {0} steps the KL to the reference policy has been exactly 0, though updates moved the weights: the reference "

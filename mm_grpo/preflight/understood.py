@@ -16,30 +16,27 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from rich.cells import cell_len
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.data.rows import ALIAS, Fields
 from mm_grpo.data.videos import VideoSource
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import UserError
+from mm_grpo.preflight.gold_answers import RewardCheck
 from mm_grpo.preflight.gold_text import read_columns
+from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.rollout.prompts import PromptBuilder
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
-from mm_grpo.types import Video, content_parts, media_parts
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.environments.toolbox import Toolbox
-    from mm_grpo.preflight.gold_answers import RewardCheck
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.prompts import PromptBuilder
-    from mm_grpo.types import Prompt
+from mm_grpo.types import Prompt, Video, content_parts, media_parts
 
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""

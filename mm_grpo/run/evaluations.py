@@ -10,21 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.base import Rows
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
 from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
+from mm_grpo.rollout.runner import RolloutRunner
+from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.rollout.eval_metric import EvalMetric
-    from mm_grpo.rollout.runner import RolloutRunner
-    from mm_grpo.run.folder import RunFolder
-    from mm_grpo.types import Group
+from mm_grpo.types import Group
 
 Keep = Callable[[str, "str | None", "list[Group]"], None]
 """Called on the first process with a set's name, its control's kind or None, and a chunk of scored groups."""

@@ -16,10 +16,12 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
@@ -27,10 +29,6 @@ from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.types import Group
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.rewards.spec import RewardSpec
 
 FILES = (
     "config.yaml", "expected_curve.json", "environment.json", "metrics.jsonl", "events.jsonl", "summary.json",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
+from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.metrics import read_events
 from mm_grpo.run.paths import RunPaths
-
-if TYPE_CHECKING:
-    from mm_grpo.run.evaluations import Evaluations
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 

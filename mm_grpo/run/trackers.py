@@ -18,19 +18,16 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from PIL.Image import Image
+
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.rollout_log import GOLD, message_text, reward_range
 from mm_grpo.terminal import redact
-from mm_grpo.types import Video
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.types import Group, Medium
+from mm_grpo.types import Group, Medium, Video
 
 MAX_GROUPS = 4
 MAX_COMPLETIONS = 8

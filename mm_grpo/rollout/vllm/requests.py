@@ -9,17 +9,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.processors.base import Processor
 from mm_grpo.processors.video_input import frames_array, video_metadata
-from mm_grpo.rollout.engine import RequestStream
-from mm_grpo.types import Completion, FinishReason, Medium, split_media
-
-if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Follows, Request, Sampling
-    from mm_grpo.types import Prompt
+from mm_grpo.rollout.engine import Follows, Request, RequestStream, Sampling
+from mm_grpo.types import Completion, FinishReason, Medium, Prompt, split_media
 
 SEEDS = 1 << 32
 """vLLM's worker fails on seeds past 64 bits, and CPU generators ignore bits past 32."""
