@@ -12,7 +12,6 @@
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
     resume       what a run has to have loaded to go on, and saves: checkpoints and all beside the learner's state
-    checkpoint_writer  its files: written beside, renamed, older ones removed
     progress     the bar on the terminal, the table in a notebook
     callbacks    objects of the user's that are called during a run
     lock         the mark of a run folder, and the lock on it while a run writes there

@@ -290,10 +290,9 @@ data/dataset.py < data/test_fingerprint.py
 rewards/outcome.py < rewards/test_outcome.py
     bound | score is not None and score < mark ==> score is not None and score <= mark
     dropped condition | spec.weight * score > 0 ==> spec.weight * score != 0
-run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py ! slow
+run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py trainer/test_trainer_best.py ! slow
     * state on resume | "adam_steps": optimizer.adam_steps, ==> "adam_steps": optimizer.updates,
     skipped check | if manifest["frozen"] != identity["frozen"]: ==> if False:
-run/checkpoint_writer.py < trainer/test_trainer_best.py run/test_checkpoint.py ! slow
     skipped check | if step_of(old) != spared: ==> if True:
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != old_sets: ==> if False:
