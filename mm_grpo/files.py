@@ -61,7 +61,6 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Return the paths that match."""
     # not glob's own `**`, which goes in circles when links lead up
     top, *tail = _DEEP.split(pattern, maxsplit=1)
     if not tail:

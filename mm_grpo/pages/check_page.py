@@ -1,8 +1,7 @@
 """Page of `mm-grpo check --page`: the first rows as the model sees them.
 
 It shows images at the processor's size with gold boxes and points (run/overlays.py), reduced frames of videos, the
-prompt decoded from the ids that the engine is sent, counts of tokens, and refused rows. `CheckPage` collects rows while
-they are checked.
+prompt decoded from the ids that the engine is sent, counts of tokens, and refused rows.
 """
 
 from __future__ import annotations

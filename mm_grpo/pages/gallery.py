@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from PIL import Image
+
 from mm_grpo.files import data_url
 from mm_grpo.pages.page import FRAME, PageImage, as_text, cut
 from mm_grpo.run.paths import EVALUATION, IMAGE_NAME, RunPaths
@@ -241,8 +243,6 @@ def load_image(paths: RunPaths, name: str, side: int, max_png_bytes: int) -> Pag
     file = paths.images / name
     if not IMAGE_NAME.fullmatch(name) or not file.is_file():
         return None
-    from PIL import Image
-
     with Image.open(file) as image:
         if max(image.size) <= side and file.stat().st_size <= max_png_bytes:
             return PageImage(*image.size, data_url(f"image/{file.suffix[1:]}", file.read_bytes()))

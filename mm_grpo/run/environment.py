@@ -36,7 +36,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "gpus": _gpus(),
         "command": [Path(program).name, *map(redact, arguments)],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),

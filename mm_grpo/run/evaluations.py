@@ -30,6 +30,10 @@ Report = Callable[[str, int, int], None]
 """Called with the name of a set, how many of its rows are answered, and how many there are."""
 
 
+def nothing(*arguments: object) -> None:
+    """Do nothing: the default of a function to be called."""
+
+
 class Evaluations:
     """The sets of a run by name, the headline first, and their results.
 
@@ -64,7 +68,7 @@ class Evaluations:
         return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
     def answer(
-        self, runner: RolloutRunner, step: int, *, keep: Keep | None = None, report: Report | None = None
+        self, runner: RolloutRunner, step: int, *, keep: Keep = nothing, report: Report = nothing
     ) -> dict[str, Evaluation]:
         """Answer every set with the current weights; returns the results by name on every process. Collective."""
         results = dict[str, Evaluation]()
@@ -76,7 +80,7 @@ class Evaluations:
         return results
 
     def rows(
-        self, runner: RolloutRunner, step: int, *, keep: Keep | None = None, report: Report | None = None
+        self, runner: RolloutRunner, step: int, *, keep: Keep = nothing, report: Report = nothing
     ) -> Iterator[tuple[str, list[RowScores], list[RowScores], str | None]]:
         """Answer one set after the other; yields its name, its rows, its control's rows, and the control's kind.
 
@@ -87,19 +91,13 @@ class Evaluations:
             kind = self.config.run.eval_blind if control is not None else None
             answers = [
                 answer_rows(
-                    runner,
-                    rows,
-                    self.config,
-                    step,
-                    (number, len(self.sets)),
-                    keep=partial(keep, name, blind) if keep is not None else None,
-                    report=partial(report, f"{name}, {CONTROLS[blind][0]}" if blind else name)
-                    if report
-                    else None,
+                    runner, rows, self.config, step, (number, len(self.sets)),
+                    keep=partial(keep, name, blind),
+                    report=partial(report, f"{name}, {CONTROLS[blind][0]}" if blind else name),
                 )
                 for rows, blind in ((dataset, None), (control, kind))
                 if rows is not None
-            ]
+            ]  # fmt: skip
             yield name, answers[0], answers[1] if kind else [], kind
 
     def run(self, step: int, runner: RolloutRunner, folder: RunFolder, report: Report) -> dict[str, float]:

@@ -13,6 +13,9 @@ from functools import cache
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from PIL import Image
+from torch import Tensor, tensor
+
 from mm_grpo.files import encoded_image
 
 
@@ -20,10 +23,7 @@ def encode(value: Any, without: Collection[str] = ()) -> Any:
     """Convert a value to JSON types; fields of records named in `without` are left out at every depth."""
     if value is None or isinstance(value, str | int | float):
         return value
-    from PIL.Image import Image
-    from torch import Tensor
-
-    if isinstance(value, Image):
+    if isinstance(value, Image.Image):
         return base64.b64encode(encoded_image(value)).decode()
     if isinstance(value, Tensor):
         return value.tolist()
@@ -61,9 +61,6 @@ def decode(kind: Any, value: Any) -> Any:
         return {key: decode(inner[1], entry) for key, entry in value.items()}
     if kind in (int, str, float, bool):
         return value
-    from PIL import Image
-    from torch import Tensor, tensor
-
     if kind is Image.Image:
         image = Image.open(io.BytesIO(base64.b64decode(value)))
         image.load()
@@ -79,7 +76,4 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    from PIL.Image import Image
-    from torch import Tensor
-
-    return get_type_hints(kind, localns={"Image": Image, "Tensor": Tensor})
+    return get_type_hints(kind, localns={"Image": Image.Image, "Tensor": Tensor})

@@ -18,7 +18,7 @@ from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
-from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.evaluations import Evaluations, Report, nothing
 from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, WholeModel
 
@@ -53,8 +53,8 @@ def evaluate_config(
     model: RunCheckpoint | WholeModel,
     *,
     by: str | None = None,
-    phase: Callable[[str], None] = lambda text: None,
-    report: Callable[[str, int, int], None] | None = None,
+    phase: Callable[[str], None] = nothing,
+    report: Report = nothing,
 ) -> Results:
     """Answer the evaluation sets of `config` with a model (`model_to_evaluate`), and the blind controls of
     `run.eval_blind`.
@@ -63,7 +63,7 @@ def evaluate_config(
     launcher calls it. Raises UserError for faults of config, rows, rewards and model.
     """
     ranks = start(config.model.device, config.run.process_timeout)
-    print_phase: Callable[[str], None] = phase if ranks.first else lambda text: None
+    print_phase: Callable[[str], None] = phase if ranks.first else nothing
     print_phase("reading the rows")
     toolbox = toolbox_of(config, None, None)
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)

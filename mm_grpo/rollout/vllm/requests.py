@@ -1,8 +1,4 @@
-"""Requests to vLLM and checks of its answers for the engine in this process and for servers.
-
-`RequestFormat` makes an `EngineRequest` from a prompt and seeds, and completions and scores from its `EngineAnswer`. It
-sets sampling parameters, and checks the limits that a row has to fit and the ids that were run.
-"""
+"""Requests to vLLM and checks of its answers for the engine in this process and for servers."""
 
 from __future__ import annotations
 
@@ -62,7 +58,7 @@ class EngineAnswer:
 
 
 class RequestFormat:
-    """Maker of requests, within the limits that vLLM was started with.
+    """Maker of requests, within the limits that vLLM was started with, and of completions and scores from answers.
 
     `max_media` are the most media of a prompt by kind, `mask` is a logit bias against media tokens, `params` join those
     of each request, `version` numbers the weights.
