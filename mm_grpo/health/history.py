@@ -51,7 +51,14 @@ class MetricsHistory:
         self.now = metrics
         self.steps += 1
         self.measured |= {name for name, value in metrics.items() if value is not None}
-        self._add_rewards(metrics)
+        if metrics.get("reward_min") is not None and metrics.get("reward_max") is not None:
+            low, high = float(metrics["reward_min"]), float(metrics["reward_max"])
+            self.low = low if self.low is None else min(self.low, low)
+            self.high = high if self.high is None else max(self.high, high)
+        if metrics.get("frac_reward_none") != 1:
+            self.rewarded_steps += 1
+            self.has_difference |= metrics.get("advantages/frac_zero", 1) < 1
+            self.reward = metrics.get("reward")
         self.weights_moved_before = self.weights_moved
         self.weights_moved |= metrics.get("learner/update_norm", 0) > 0
         self.updates += metrics.get("learner/updates", 0)
@@ -61,16 +68,6 @@ class MetricsHistory:
             self.first_entropy = sum(self._entropies) / FIRST_STEPS
         elif metrics.get("completions/mean_logprob") is not None:
             self._entropies.append(-float(metrics["completions/mean_logprob"]))
-
-    def _add_rewards(self, metrics: Mapping[str, Any]) -> None:
-        if metrics.get("reward_min") is not None and metrics.get("reward_max") is not None:
-            low, high = float(metrics["reward_min"]), float(metrics["reward_max"])
-            self.low = low if self.low is None else min(self.low, low)
-            self.high = high if self.high is None else max(self.high, high)
-        if metrics.get("frac_reward_none") != 1:
-            self.rewarded_steps += 1
-            self.has_difference |= metrics.get("advantages/frac_zero", 1) < 1
-            self.reward = metrics.get("reward")
 
     @property
     def solved(self) -> bool:

@@ -31,6 +31,7 @@ from mm_grpo.errors import UserError
 from mm_grpo.preflight.gold_answers import RewardCheck
 from mm_grpo.preflight.gold_text import read_columns
 from mm_grpo.processors.base import Processor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.rollout.prompts import PromptBuilder
@@ -175,8 +176,6 @@ def _medium_name(source: Any) -> str:
 
 def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[list[str]]:
     """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
-    from mm_grpo.processors.hf_processor import HFProcessor
-
     media, marks = prompt.engine_prompt.media, list[list[str]]()
     names = chain(map(_medium_name, _sources(fields)), repeat("image"))
     for name, original, medium in zip(names, prompt.sample.media, media, strict=False):

@@ -29,6 +29,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.health.checks import LIMITS, LogprobGap
 from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.lora import ADAPTER
+from mm_grpo.learner.model import resolve_device
 from mm_grpo.learner.quantization import nf4_options, run_exactly
 from mm_grpo.parity.gaps import gap_of
 from mm_grpo.processors.base import Processor, processor_class
@@ -147,8 +148,6 @@ def load_plain(folder: Path, config: GRPOConfig, dtype: torch.dtype, *, adapter:
     if adapter:
         run_exactly(model)
         model = _with_adapter(model, folder)
-    from mm_grpo.learner.model import resolve_device
-
     return model.to(resolve_device(config.model.device)).eval()
 
 

@@ -44,7 +44,7 @@ class ServedTransfer(ABC):
     Each call to a server ends within `timeout` seconds. The methods must not run at the same time.
     """
 
-    kind = ""
+    kind: str
     chunk_bytes = CHUNK_BYTES
 
     def __init__(self, timeout: float = 300.0) -> None:
