@@ -82,9 +82,9 @@ class MetricsHistory:
         return float(self.now["reward"]) >= self.low + SOLVED_SHARE * (self.high - self.low)
 
     @property
-    def unapplied(self) -> list[str]:
+    def unapplied(self) -> str:
         """Names of rewards that applied to no completion yet."""
-        return [name for name in self.reward_names if f"rewards/{name}/mean" not in self.measured]
+        return ", ".join(n for n in self.reward_names if f"rewards/{n}/mean" not in self.measured)
 
     def has_seen(self, prompts: int) -> bool:
         """Return True after so many prompts, or an epoch."""

@@ -75,7 +75,7 @@ def guard_rows(config: GRPOConfig) -> list[Guard]:
     rows = [  # name, metric, bad step, message, warn after, fatal step, stop after
         Guard("no_reward", "frac_reward_none", equals(1), no_reward, 10, never_rewarded),
         # a reward for one row in a hundred has applied by then but for a chance of 0.7 %
-        Guard("no_reward", "frac_reward_none", some_never_applied, never_applied, 1),
+        Guard("no_reward", "frac_reward_none", some_never_applied, NEVER_APPLIED.format, 1),
         # if 1 in 100 earns a reward, 500 show no difference with a chance of 0.7 %, and 1000 of 0.004 %
         Guard("zero_std", "advantages/frac_zero", no_difference, zero_std, max(10, few), never_differed, max(20, many)),
         Guard("clipped_lengths", "completions/clipped_ratio", at_least(0.95), clipped_lengths, 10, all_are_masked, 20),
@@ -173,11 +173,10 @@ def no_reward(bad: int, none: float, run: MetricsHistory) -> str:
     return f"for {bad} steps no completion has had a reward, so nothing is learned. {cause}"
 
 
-def never_applied(bad: int, none: float, run: MetricsHistory) -> str:
-    return (
-        f"in {run.steps} steps {', '.join(run.unapplied)} applied to no completion. Likely its column is null "
-        "or has another name (data.columns; see `mm-grpo check CONFIG`); correct that, or take it out of rewards"
-    )
+NEVER_APPLIED = (
+    "in {2.steps} steps {2.unapplied} applied to no completion. Likely its column is null or has another name "
+    "(data.columns; see `mm-grpo check CONFIG`); correct that, or take it out of rewards"
+)
 
 
 def zero_std(bad: int, zero: float, run: MetricsHistory) -> str:
