@@ -16,7 +16,6 @@
     callbacks    objects of the user's that are called during a run
     lock         the mark of a run folder, and the lock on it while a run writes there
     inputs       what a run reads, which may not lie in its folder
-    changed_rows rows that are not what they were when a checkpoint was written
     same_run     what a resumed run must have in common with the checkpoint: fields, rows, rewards, length
     stop_signals Ctrl-C, SIGTERM and SIGHUP: the end after a whole step
     trackers     tensorboard, wandb, trackio: numbers, and tables of completions with their images

@@ -297,7 +297,7 @@ run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py trainer
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != old_sets: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
-run/changed_rows.py < run/test_changed_rows.py
+run/same_run.py < run/test_changed_rows.py
     skipped check | 2 * len(moved) > len(changed) ==> len(changed) < 0
     wrong row | changed += [(first + index, x, y) ==> changed += [(index, x, y)
 run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
