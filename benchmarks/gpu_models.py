@@ -3,7 +3,7 @@
     qwen2_5_vl-3b   Qwen2.5-VL-3B: 36 layers of width 2048, a tower of 32 blocks of width 1280, patches of 14 pixels
     qwen3_vl-4b     Qwen3-VL-4B: 36 layers of width 2560, a tower of 24 blocks of width 1024, patches of 16 pixels
 
-Tokenizer, chat template and image processor are those of mm_grpo/testing/tiny_recipes.py: the tokenizer knows bytes
+Tokenizer, chat template and image processor are those of mm_grpo/testing/tiny_models.py: the tokenizer knows bytes
 alone, the model has the whole vocabulary. A dry run takes the tiny model of the same family.
 """
 
@@ -17,7 +17,7 @@ import torch
 from common import SIZES, Machine
 from transformers import AutoModelForImageTextToText, GenerationConfig
 
-from mm_grpo.testing.tiny_recipes import RECIPES, Options
+from mm_grpo.testing.tiny_models import RECIPES, Options
 
 MAX_PIXELS = 1024 * 1024
 CONTEXT = 32768

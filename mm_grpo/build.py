@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.collect import Collector
     from mm_grpo.rollout.engine import RolloutEngine
     from mm_grpo.rollout.pipeline import Synchronous
-    from mm_grpo.rollout.turns import Sampler
+    from mm_grpo.rollout.runner import RolloutRunner
     from mm_grpo.rollout.vllm.launch import EngineSettings
     from mm_grpo.rollout.weights import WeightLedger
 
@@ -244,17 +244,19 @@ def load_policy(
 
 
 @contextmanager
-def open_sampler(
+def open_runner(
     config: GRPOConfig,
     datasets: Iterable[Rows],
     scorer: Scorer,
     toolbox: Toolbox | None,
     processor: Processor,
+    ranks: Ranks,
     *,
+    conversational: bool,
     put_in: Callable[[Any], None] | None = None,
-    phase: Callable[[str], None] = lambda text: None,
-) -> Iterator[tuple[PromptBuilder, Sampler]]:
-    """Make a prompt builder and an engine without a learner, to answer rows as evaluation does.
+    phase: Callable[[str], None],
+) -> Iterator[RolloutRunner]:
+    """Make a runner without a learner, to answer rows as evaluation does, and start `scorer` (`Scorer.start`).
 
     With a `toolbox` the engine is a loop of turns over it. After the block all is closed, `scorer` and `toolbox` too.
     `put_in` may replace the weights of the model once it is loaded. An engine with weights of its own reads the ones at
@@ -262,6 +264,7 @@ def open_sampler(
     compared with what was sent. The model is then held in the host's memory.
     """
     from mm_grpo.learner.lora import merged_tensors
+    from mm_grpo.rollout.runner import RolloutRunner
     from mm_grpo.rollout.turns import sampler_of
     from mm_grpo.rollout.weights import WeightLedger
 
@@ -281,7 +284,10 @@ def open_sampler(
     turns = config.rollout.max_turns if toolbox is not None else 1
     seeds = SeedPlan(config.run.seed, 1, repeats, 1, 1, turns)
     try:
-        yield prompt_builder, sampler_of(config, processor, engine, toolbox, seeds, lambda: 0)
+        if ranks.first:
+            scorer.start(conversational=conversational)
+        sampler = sampler_of(config, processor, engine, toolbox, seeds, lambda: 0)
+        yield RolloutRunner(prompt_builder, sampler, scorer, ranks)
     finally:
         prompt_builder.close()
         scorer.close()

@@ -4,9 +4,6 @@ A `UserError` is a mistake in a config, a dataset, a reward or a command: the co
 message and exits with 2. A `GuardStop` is a run that stopped itself (exit 3). Every message
 names the field or the row, the value, what is legal and what to do. Any other exception exits with 1
 and one line (cli/unexpected.py).
-
-`did_you_mean` is the hint in a message about an unknown name; `by_cause` makes one message of many, `shorten`
-cuts a value or another library's message.
 """
 
 import difflib

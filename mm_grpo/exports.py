@@ -51,14 +51,14 @@ class Exports:
         process sends. Raises ConfigError without a token, offline, or when the two differ.
         """
         from mm_grpo.trained.hub import push_trained
+        from mm_grpo.trained.model import Trained
 
         address, rewards = "", [spec.name for spec in self.scorer.specs]
         with self.ranks.fail_together("pushing to the Hub"):
             if self.ranks.first:
-                parts = (self.model, self.processor, self.config, self.folder.paths)
-                address = push_trained(
-                    name, *parts, rewards, private=private, adapter=adapter, overwrite=overwrite
-                )
+                trained = Trained(self.model, self.processor, self.config, self.folder.paths, step=0)
+                options = {"private": private, "adapter": adapter, "overwrite": overwrite}
+                address = push_trained(name, trained, rewards, **options)
         return self.ranks.broadcast(address, "pushing to the Hub")
 
     def _finish(self, last_step: int, started: float, stop_reason: str) -> dict[str, Any]:

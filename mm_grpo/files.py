@@ -6,9 +6,11 @@ under a temporary name, then renamed, so it is never half written. A file that a
 
 from __future__ import annotations
 
+import base64
 import errno
 import fcntl
 import glob
+import io
 import json
 import os
 import re
@@ -59,7 +61,6 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Return the paths that match."""
     # not glob's own `**`, which goes in circles when links lead up
     top, *tail = _DEEP.split(pattern, maxsplit=1)
     if not tail:
@@ -236,6 +237,18 @@ def _remove_stale(parent: Path) -> None:
                 shutil.rmtree(folder)
             finally:
                 os.close(handle)
+
+
+def encoded_image(image: Any, form: str = "png") -> bytes:
+    """Encode an image of PIL as the bytes of a png or jpeg file."""
+    file = io.BytesIO()
+    image.save(file, form, compress_level=1, quality=90)  # a PNG's default level takes several times as long
+    return file.getvalue()
+
+
+def data_url(kind: str, data: bytes) -> str:
+    """Return data of a media type, such as image/png, as a URL."""
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def remove(path: Path) -> None:

@@ -45,7 +45,6 @@ from mm_grpo.rollout.pipeline import scheduled_version
 from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.turns import sampler_of
 from mm_grpo.run.callbacks import Callbacks
-from mm_grpo.run.changed_rows import left_out_before
 from mm_grpo.run.checkpoint import steps_between
 from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
@@ -55,7 +54,7 @@ from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths, dated
 from mm_grpo.run.progress import Progress, progress_of_run
 from mm_grpo.run.resume import RunState
-from mm_grpo.run.same_run import identity_of, rewards_of
+from mm_grpo.run.same_run import identity_of, left_out_before, rewards_of
 from mm_grpo.run.stop_signals import StopSignals
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
@@ -114,7 +113,7 @@ class OpenRun:
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
         self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
-        self.trackers = Trackers.prepare(config.run.trackers if ranks.first else [])
+        self.trackers = Trackers(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
             for line in brief_lines(self.train_set, scorer.specs, uses):

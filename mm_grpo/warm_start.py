@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -36,6 +36,8 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.open_run import check_folder
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.preflight.warm_answers import GoldAnswers, Lists
+from mm_grpo.processors.base import Processor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts, TooLong, context_of
 from mm_grpo.run.checkpoint import Checkpoints, steps_between
 from mm_grpo.run.folder import RunFolder
@@ -49,10 +51,6 @@ from mm_grpo.terminal import print_phase
 from mm_grpo.timing import timed
 from mm_grpo.trained.warm_mark import write_mark
 from mm_grpo.types import Completion, Group
-
-if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.processors.hf_processor import HFProcessor
 
 WARM = "-warm"
 MEAN_STEPS = 10
@@ -112,7 +110,7 @@ def warm(
     golds.check(rows)
     order = rows.order(config.rollout.prompts_per_step, config.run.seed, config.data.shuffle)
     folder = check_folder(config, inputs_of(config, train=train), ranks, resume=resume, saves=True)
-    trackers, identity = Trackers.prepare(config.run.trackers if ranks.first else []), golds.identity(rows)
+    trackers, identity = Trackers(config.run.trackers if ranks.first else []), golds.identity(rows)
     with memory_explained(config, processes=ranks.world):
         if model is None:
             refuse_too_large(config, processes=ranks.world)

@@ -1,18 +1,15 @@
 """The command `mm-grpo`, thin over the Python API.
 
 main       the application, and the exit code of each error
-train      `train`
-warm       `warm`
+train      `train`, `warm`
 serve      `serve`, and `train --serve`
-evaluate   `eval`
 preflight  `check`, `doctor`, `estimate`
-export     `export`, `ask`
+trained    `eval`, `export`, `ask`
 view       `view`
 reference  `config`, `env`
 rewards    `rewards`, `rewards NAME`, `rewards try NAME`
-recipes    `recipes`, `init`
+recipes    `recipes`, `init`, `convert`
 configs    load a command's config: files, layers, fields
-convert    `convert`
 imports    import torch and transformers quickly and quietly
 unexpected one line and a traceback for an unexpected error
 help       examples in every help, `--version`, advice on options that are fields

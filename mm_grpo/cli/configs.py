@@ -39,6 +39,9 @@ Overrides = Annotated[
 Smoke = Annotated[
     bool, typer.Option("--smoke", help="A tiny random model and the fixture's rows, on the CPU, in seconds.")
 ]
+Processes = Annotated[
+    int | None, typer.Option("--processes", help="Processes of this machine that train together.")
+]
 CheckpointName = Annotated[
     str | None,
     typer.Option(

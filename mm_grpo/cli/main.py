@@ -19,19 +19,16 @@ from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.convert import convert
-from mm_grpo.cli.evaluate import evaluate
-from mm_grpo.cli.export import ask, export
 from mm_grpo.cli.help import CommandGroup, show_version
 from mm_grpo.cli.preflight import check, doctor, estimate
-from mm_grpo.cli.recipes import init, recipes
+from mm_grpo.cli.recipes import convert, init, recipes
 from mm_grpo.cli.reference import config, env
 from mm_grpo.cli.rewards import app as rewards_app
 from mm_grpo.cli.serve import serve
-from mm_grpo.cli.train import train
+from mm_grpo.cli.train import train, warm
+from mm_grpo.cli.trained import ask, evaluate, export
 from mm_grpo.cli.unexpected import describe, notes_of
 from mm_grpo.cli.view import view
-from mm_grpo.cli.warm import warm
 from mm_grpo.distributed.launch import end_with_launcher, launched_here
 from mm_grpo.errors import EngineError, GuardStop, UserError, shorten
 from mm_grpo.terminal import PrintableFilter, ignore_closed_pipe, print_traceback, printable, redact

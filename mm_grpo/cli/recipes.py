@@ -1,10 +1,5 @@
-"""`mm-grpo recipes` lists, shows and copies recipes; `mm-grpo init` writes a first config.
-
-mm-grpo recipes                     list recipes and layers with their purpose
-mm-grpo recipes NAME                show a recipe's README and config, or a layer
-mm-grpo recipes NAME --copy DIR     copy a recipe's folder to DIR
-mm-grpo init [DIR]                  copy examples/init: a config, a row with an image and a reward
-"""
+"""Configs to begin with: `mm-grpo recipes` lists, shows and copies recipes; `mm-grpo init` copies examples/init; and
+`mm-grpo convert FILE` converts a config of another trainer to ours, and reports every key."""
 
 from __future__ import annotations
 
@@ -18,6 +13,7 @@ import typer
 from mm_grpo.cli.configs import first_comment
 from mm_grpo.config.shipped import find_layers, find_recipes, shipped_folder
 from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.files import OutputFile
 from mm_grpo.terminal import printable
 
 
@@ -87,3 +83,37 @@ def _copy(source: Path, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written to ({error})") from None
     typer.echo(printable(f"copied {len(files)} files to {folder}"))
+
+
+def convert(
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="YAML, JSON, a shell script, or Python with GRPOConfig(...).", show_default=False
+        ),
+    ],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Where to write it. Default: stdout.")
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that its batches are per device of. Default: what the file says."
+        ),
+    ] = None,
+) -> None:
+    """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
+    from mm_grpo.migrate.convert import convert as convert_keys
+    from mm_grpo.migrate.convert import to_yaml
+    from mm_grpo.migrate.files import read_foreign
+
+    output_file = None if output is None else OutputFile("--output", output, mark=None)
+    conversion = convert_keys(read_foreign(file), devices=devices)
+    if output_file is None:
+        typer.echo(printable(to_yaml(conversion)), nl=False)
+    else:
+        output_file.write(to_yaml(conversion))
+    count = len(conversion.omitted)
+    exceptions = f" but {count}, with their reasons as comments at the end" if count else ""
+    target = f" into {output}" if output is not None else ""
+    typer.echo(printable(f"all keys taken over{target}{exceptions}"), err=True)

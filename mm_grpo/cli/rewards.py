@@ -1,10 +1,6 @@
 """`mm-grpo rewards`: list rewards, show one, score a completion by hand.
 
-    mm-grpo rewards                       list all rewards, a line each
-    mm-grpo rewards NAME                  show a reward's signature and documentation
-    mm-grpo rewards try NAME --completion TEXT [--column answer=3 ...] [--arg k=v ...]
-
-NAME is as in a config: a registered reward, path/to/file.py:function, package.module:function or an entry point.
+A reward is named as in a config: a registered one, path/to/file.py:function, package.module:function or an entry point.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def keep_traceback(root: Path) -> Iterator[None]:
     except Exception as error:
         path = RunPaths(root).error
         with suppress(OSError, UserError):  # a full disk, a removed folder
-            if read_mark(root).owns(path.name):
+            if path.name in read_mark(root).wrote:
                 atomic_write(path, printable(redact("".join(traceback.format_exception(error)))))
                 error.add_note(f"the whole traceback is in {path}")
         raise

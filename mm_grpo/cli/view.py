@@ -29,7 +29,7 @@ def view(
     if duplicate := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
         raise ConfigError(f"view: '{duplicate}' is named twice; name each run once")
     path = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
-    is_report = output is None and len(folders) == 1 and read_mark(folders[0].root).owns(path.name)
+    is_report = output is None and len(folders) == 1 and path.name in read_mark(folders[0].root).wrote
     page = OutputFile("--output", path, mark=b"" if is_report else GENERATOR)
     try:
         html = Report(folders).html()

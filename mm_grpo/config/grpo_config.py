@@ -1,8 +1,7 @@
 """`GRPOConfig`, the root of the tree, and every check between its sections.
 
-One tree, the same on disk (YAML), on the command line (`a.b=value`) and in Python. Fields and sections
-are in `sections`. A check between sections is a `yield` of a field and why not, or what to write, in one of the
-generators of `CHECKS`.
+Fields and sections are in `sections`. A check between sections is a `yield` of a field and why not, or what to write,
+in one of the generators of `CHECKS`.
 
 Words: a step is one rollout of P = `rollout.prompts_per_step` prompts x G = `rollout.num_generations`
 completions, and the optimizer updates made from it.

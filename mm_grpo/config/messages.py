@@ -1,9 +1,4 @@
-"""Words of messages about the config: how a value, a default and a type read.
-
-A validator that has more to say raises FieldError(text), which is put behind `path = value: `, or
-CheckError(text), which is the whole line. `Accepts("...")` in an annotation says in words what
-`describe_type` cannot read from the type and its bounds.
-"""
+"""Words of messages about the config: how a value, a default and a type read."""
 
 from __future__ import annotations
 
@@ -19,13 +14,13 @@ from mm_grpo.errors import shorten
 
 @dataclass(frozen=True)
 class Accepts:
-    """Words for what a field accepts, to follow "must be"."""
+    """Words in an annotation, to follow "must be": what `describe_type` cannot read from the type and its bounds."""
 
     text: str
 
 
 class FieldError(ValueError):
-    """Error about the value of one field; the text follows `path = value: `."""
+    """Error of a validator about the value of one field; the text follows `path = value: `."""
 
 
 class CheckError(ValueError):

@@ -1,10 +1,8 @@
 """Every section of the config and every field, in the order of the file.
 
-A field's docstring is its help text: what it is, with unit and range, a note, its default (docs/config.md
-is made from it). To add a field, add it here. A check of fields of one section is a validator here, one of
-several sections is in `grpo_config`. Names that other trainers give to keys and values are in
-`migrate/keys.py`; what a `rewards` entry may look like is in `values`, a data
-source in `source_entries`.
+A field's docstring is its help text: what it is, with unit and range, a note, its default (docs/config.md is made from
+it). To add a field, add it here. A check of fields of one section is a validator here, one of several sections is in
+`grpo_config`.
 
 P is `rollout.prompts_per_step`, G `rollout.num_generations`, A `rollout.max_attempts`.
 """

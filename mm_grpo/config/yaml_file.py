@@ -1,9 +1,5 @@
 """Config files and command-line overrides as plain mappings, and back. No field is known here.
 
-`read_yaml` and `write_yaml` go between a file and a mapping, `merge` lays one mapping over another,
-`apply_overrides` lays `a.b=value` texts over one, and `resolve_relative_path` finds what lies beside a config
-file. What the fields mean is in `sections`; errors about their values are in `section`.
-
 The YAML is yaml_dialect.py's. It is imported only when a text is parsed or written, because that takes a while.
 """
 

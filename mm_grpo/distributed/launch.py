@@ -131,8 +131,7 @@ def end_with_launcher() -> None:
     """Let the system kill this process of `launch` when the launcher has ended for whatever reason."""
     if not launched_here():
         return
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = os.environ["TORCHELASTIC_RUN_ID"].removeprefix(RUN_ID).partition("-")[0]
     if str(os.getppid()) != launcher:  # it ended before
         os._exit(1)

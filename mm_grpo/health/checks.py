@@ -1,11 +1,4 @@
-"""Guards of one moment: functions that return a message, or None if nothing is wrong.
-
-duplicate_completions  a group repeats completions more than their probabilities allow: seeds that repeat
-logp_gap, sampled_gap  engine and learner disagree about the log-probs of the same tokens
-unread_images          log-probs that are the same without the image
-update_happens         the optimizer ran and nothing moved, or nothing could
-finite_loss            a loss that is infinite or NaN
-"""
+"""Guards of one moment: functions that return a message, or None if nothing is wrong."""
 
 from __future__ import annotations
 
@@ -13,12 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MIN_CHANCE = 1e-9
 """Chance below which repetition is called a fault: far under one false alarm in a million groups."""
@@ -143,8 +135,6 @@ def with_other_pixels(prompt: Prompt) -> Prompt | None:
 
     Pixels are the floating tensors of `vision`; grids and masks are whole numbers. A tensor of zeros becomes ones.
     """
-    import torch
-
     pixels = {k: t for k, t in prompt.vision.items() if t.is_floating_point()}
     if not pixels:
         return None

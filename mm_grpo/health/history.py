@@ -32,10 +32,8 @@ class MetricsHistory:
         self.low: float | None = None
         self.high: float | None = None
         """Lowest and highest total reward of any completion."""
-        self.has_rewards = False
-        """True if any completion had a reward."""
         self.rewarded_steps = 0
-        """Steps in which a completion had one."""
+        """Steps in which a completion had a reward."""
         self.has_difference = False
         """True if the rewards of any group ever differed."""
         self.reward: float | None = None
@@ -53,7 +51,14 @@ class MetricsHistory:
         self.now = metrics
         self.steps += 1
         self.measured |= {name for name, value in metrics.items() if value is not None}
-        self._add_rewards(metrics)
+        if metrics.get("reward_min") is not None and metrics.get("reward_max") is not None:
+            low, high = float(metrics["reward_min"]), float(metrics["reward_max"])
+            self.low = low if self.low is None else min(self.low, low)
+            self.high = high if self.high is None else max(self.high, high)
+        if metrics.get("frac_reward_none") != 1:
+            self.rewarded_steps += 1
+            self.has_difference |= metrics.get("advantages/frac_zero", 1) < 1
+            self.reward = metrics.get("reward")
         self.weights_moved_before = self.weights_moved
         self.weights_moved |= metrics.get("learner/update_norm", 0) > 0
         self.updates += metrics.get("learner/updates", 0)
@@ -63,17 +68,6 @@ class MetricsHistory:
             self.first_entropy = sum(self._entropies) / FIRST_STEPS
         elif metrics.get("completions/mean_logprob") is not None:
             self._entropies.append(-float(metrics["completions/mean_logprob"]))
-
-    def _add_rewards(self, metrics: Mapping[str, Any]) -> None:
-        if metrics.get("reward_min") is not None and metrics.get("reward_max") is not None:
-            low, high = float(metrics["reward_min"]), float(metrics["reward_max"])
-            self.low = low if self.low is None else min(self.low, low)
-            self.high = high if self.high is None else max(self.high, high)
-        if metrics.get("frac_reward_none") != 1:
-            self.has_rewards = True
-            self.rewarded_steps += 1
-            self.has_difference |= metrics.get("advantages/frac_zero", 1) < 1
-            self.reward = metrics.get("reward")
 
     @property
     def solved(self) -> bool:
@@ -88,9 +82,9 @@ class MetricsHistory:
         return float(self.now["reward"]) >= self.low + SOLVED_SHARE * (self.high - self.low)
 
     @property
-    def unapplied(self) -> list[str]:
+    def unapplied(self) -> str:
         """Names of rewards that applied to no completion yet."""
-        return [name for name in self.reward_names if f"rewards/{name}/mean" not in self.measured]
+        return ", ".join(n for n in self.reward_names if f"rewards/{n}/mean" not in self.measured)
 
     def has_seen(self, prompts: int) -> bool:
         """Return True after so many prompts, or an epoch."""

@@ -39,7 +39,8 @@ class Guard:
     metric: str
     is_bad: Condition
     message: Callable[[int, float, MetricsHistory], str | None]
-    """Text from the number of bad steps, the metric's value and the run; None if nothing can be said."""
+    """Text from the number of bad steps, the metric's value and the run ({0}, {1}, {2} for `format`); None if nothing
+    can be said."""
     warn_after: int
     is_fatal: Condition = lambda value, run: False
     stop_after: int = 1
@@ -74,21 +75,21 @@ def guard_rows(config: GRPOConfig) -> list[Guard]:
     rows = [  # name, metric, bad step, message, warn after, fatal step, stop after
         Guard("no_reward", "frac_reward_none", equals(1), no_reward, 10, never_rewarded),
         # a reward for one row in a hundred has applied by then but for a chance of 0.7 %
-        Guard("no_reward", "frac_reward_none", some_never_applied, never_applied, 1),
+        Guard("no_reward", "frac_reward_none", some_never_applied, NEVER_APPLIED.format, 1),
         # if 1 in 100 earns a reward, 500 show no difference with a chance of 0.7 %, and 1000 of 0.004 %
         Guard("zero_std", "advantages/frac_zero", no_difference, zero_std, max(10, few), never_differed, max(20, many)),
         Guard("clipped_lengths", "completions/clipped_ratio", at_least(0.95), clipped_lengths, 10, all_are_masked, 20),
         Guard("entropy_collapse", "completions/mean_logprob", entropy_has_collapsed, entropy_collapse, 10),
         # healthy runs drop a few in a hundred, in sequence modes at most some tens
-        Guard("masked_share", "sampling/masked_ratio", at_least(0.9), masked_share, 10, equals(1), 20),
+        Guard("masked_share", "sampling/masked_ratio", at_least(0.9), MASKED_SHARE.format, 10, equals(1), 20),
         # a tool whose every call fails teaches the model only not to call it
-        Guard("tools_failing", "tools/call_frequency", all_calls_fail, tools_failing, 5),
-        Guard("tools_unused", "tools/call_frequency", equals(0), tools_unused, 10),
-        Guard("phantom_advantage", "advantages/phantom_share", learns_other_rewards, phantom_advantage, max(10, few)),
+        Guard("tools_failing", "tools/call_frequency", all_calls_fail, TOOLS_FAILING.format, 5),
+        Guard("tools_unused", "tools/call_frequency", equals(0), TOOLS_UNUSED.format, 10),
+        Guard("phantom_advantage", "advantages/phantom_share", learns_other_rewards, PHANTOM.format, max(10, few)),
     ]  # fmt: skip
     # with kl_in_reward the KL is between engine and learner, whose rounding alone is above 0
     if config.algorithm.beta > 0 and not config.algorithm.kl_in_reward:
-        rows.append(Guard("zero_kl", "kl", never_leaves_reference, zero_kl, 10))
+        rows.append(Guard("zero_kl", "kl", never_leaves_reference, ZERO_KL.format, 10))
     return rows
 
 
@@ -102,7 +103,7 @@ def at_the_end(run: MetricsHistory) -> tuple[str, Alarm] | None:
     if not run.weights_moved:
         why = f"the run made no update in {run.steps} steps: {why_no_update(run)}"
         return "no_update", Alarm(f"{why}. The weights are those that it began with", "stop")
-    if not run.has_rewards:
+    if not run.rewarded_steps:
         return "no_reward", Alarm(no_reward(run.steps, 1, run), "stop" if run.steps >= 10 else "warn")
     if not run.has_difference and run.rewarded_steps >= 10:
         return "zero_std", Alarm(zero_std(run.rewarded_steps, 1, run), "stop")
@@ -113,11 +114,11 @@ def at_the_end(run: MetricsHistory) -> tuple[str, Alarm] | None:
 
 
 def never_rewarded(none: float, run: MetricsHistory) -> bool:
-    return not run.has_rewards and run.steps >= 10 and run.has_seen(100)
+    return not run.rewarded_steps and run.steps >= 10 and run.has_seen(100)
 
 
 def some_never_applied(none: float, run: MetricsHistory) -> bool:
-    return run.has_rewards and run.steps >= 20 and run.has_seen(500) and bool(run.unapplied)
+    return run.rewarded_steps > 0 and run.steps >= 20 and run.has_seen(500) and bool(run.unapplied)
 
 
 def no_difference(zero: float, run: MetricsHistory) -> bool | None:
@@ -172,11 +173,10 @@ def no_reward(bad: int, none: float, run: MetricsHistory) -> str:
     return f"for {bad} steps no completion has had a reward, so nothing is learned. {cause}"
 
 
-def never_applied(bad: int, none: float, run: MetricsHistory) -> str:
-    return (
-        f"in {run.steps} steps {', '.join(run.unapplied)} applied to no completion. Likely its column is null "
-        "or has another name (data.columns; see `mm-grpo check CONFIG`); correct that, or take it out of rewards"
-    )
+NEVER_APPLIED = (
+    "in {2.steps} steps {2.unapplied} applied to no completion. Likely its column is null or has another name "
+    "(data.columns; see `mm-grpo check CONFIG`); correct that, or take it out of rewards"
+)
 
 
 def zero_std(bad: int, zero: float, run: MetricsHistory) -> str:
@@ -229,43 +229,29 @@ def entropy_collapse(bad: int, logprob: float, run: MetricsHistory) -> str | Non
     )
 
 
-def masked_share(bad: int, share: float, run: MetricsHistory) -> str:
-    return (
-        f"for {bad} steps algorithm.importance_sampling_mode has dropped nearly all tokens, {share:.0%} in the "
-        "last. Likely the engine's log-probs are not those of the learner (see `mm-grpo doctor CONFIG`), "
-        "completions are learned from too often (algorithm.num_iterations, optim.updates_per_step), or the "
-        "bounds of that option are too narrow"
-    )
-
-
-def tools_failing(bad: int, calls: float, run: MetricsHistory) -> str:
-    return (
-        f"for {bad} steps every call of a tool has failed (see `turns` in rollouts/): fix the tool, or show a "
-        "right call in the prompt"
-    )
-
-
-def tools_unused(bad: int, calls: float, run: MetricsHistory) -> str:
-    return (
-        f"for {bad} steps no completion has called a tool, although the run has some. Tell the model in the "
-        "prompt when to call one, reward a call, or leave rollout.tools and rollout.environment out"
-    )
-
-
-def phantom_advantage(bad: int, share: float, run: MetricsHistory) -> str:
-    return (
-        f"for {bad} steps most of what was learned ({share:.0%} of the advantages in the last) came from "
-        "groups without a success, whose other rewards alone differ: the run learns these. Set outcome: true "
-        "on the reward that says what is right, or mix in rows that are answered right at times"
-    )
-
-
-def zero_kl(bad: int, kl: float, run: MetricsHistory) -> str:
-    return (
-        f"for {bad} steps the KL to the reference policy has been exactly 0, though updates moved the weights: "
-        "the reference is the policy itself, or the updates are too small for the weights' number format. "
-        "Raise optim.learning_rate or train in float32 (model.dtype), or set algorithm.beta=0"
-    )
+MASKED_SHARE = (
+    "for {0} steps algorithm.importance_sampling_mode has dropped nearly all tokens, {1:.0%} in the last. Likely the "
+    "engine's log-probs are not those of the learner (see `mm-grpo doctor CONFIG`), completions are learned from too "
+    "often (algorithm.num_iterations, optim.updates_per_step), or the bounds of that option are too narrow"
+)
+TOOLS_FAILING = (
+    "for {0} steps every call of a tool has failed (see `turns` in rollouts/): fix the tool, or show a right call in "
+    "the prompt"
+)
+TOOLS_UNUSED = (
+    "for {0} steps no completion has called a tool, although the run has some. Tell the model in the prompt when to "
+    "call one, reward a call, or leave rollout.tools and rollout.environment out"
+)
+PHANTOM = (
+    "for {0} steps most of what was learned ({1:.0%} of the advantages in the last) came from groups without a "
+    "success, whose other rewards alone differ: the run learns these. Set outcome: true on the reward that says what "
+    "is right, or mix in rows that are answered right at times"
+)
+ZERO_KL = (
+    "for {0} steps the KL to the reference policy has been exactly 0, though updates moved the weights: the reference "
+    "is the policy itself, or the updates are too small for the weights' number format. Raise optim.learning_rate or "
+    "train in float32 (model.dtype), or set algorithm.beta=0"
+)
 
 
 def why_no_update(run: MetricsHistory) -> str:
@@ -273,7 +259,7 @@ def why_no_update(run: MetricsHistory) -> str:
         return "every gradient overflowed; lower optim.learning_rate or train in float32 (model.dtype)"
     if run.updates and run.learning_rate == 0:
         return f"the learning rate was 0 in all {run.updates} updates; raise optim.learning_rate"
-    if not run.has_rewards:
+    if not run.rewarded_steps:
         return "no completion had a reward; see `mm-grpo check CONFIG`, and data.columns for the names of columns"
     if not run.has_difference:
         return (

@@ -1,8 +1,7 @@
 """Page of `mm-grpo check --page`: the first rows as the model sees them.
 
 It shows images at the processor's size with gold boxes and points (run/overlays.py), reduced frames of videos, the
-prompt decoded from the ids that the engine is sent, counts of tokens, and refused rows. `CheckPage` collects rows while
-they are checked.
+prompt decoded from the ids that the engine is sent, counts of tokens, and refused rows.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.files import OutputFile
 from mm_grpo.pages.page import FRAME, GENERATOR, PageImage, as_text, cut, encode_image, render
+from mm_grpo.processors.base import Processor
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import gold_overlays
-
-if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rewards.spec import RewardSpec
-    from mm_grpo.types import Prompt
+from mm_grpo.types import Prompt
 
 TITLE = "What the model sees – mm_grpo check"
 MAX_ROWS = 20

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mm_grpo.pages.page import FRAME, PageImage, as_text, cut, data_url
-from mm_grpo.run.paths import IMAGE_NAME, RunPaths
+from PIL import Image
+
+from mm_grpo.files import data_url
+from mm_grpo.pages.page import FRAME, PageImage, as_text, cut
+from mm_grpo.run.paths import EVALUATION, IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import (
     GOLD,
-    evaluated_steps,
     logged_steps,
     message_text,
-    read_evaluation,
     read_rollouts,
     reward_range,
 )
@@ -242,11 +243,9 @@ def load_image(paths: RunPaths, name: str, side: int, max_png_bytes: int) -> Pag
     file = paths.images / name
     if not IMAGE_NAME.fullmatch(name) or not file.is_file():
         return None
-    from PIL import Image
-
     with Image.open(file) as image:
         if max(image.size) <= side and file.stat().st_size <= max_png_bytes:
-            return PageImage(*image.size, data_url(file.suffix[1:], file.read_bytes()))
+            return PageImage(*image.size, data_url(f"image/{file.suffix[1:]}", file.read_bytes()))
         return PageImage.reduced(image, side, max_png_bytes)
 
 
@@ -257,9 +256,9 @@ def _evaluations(
     limit, total = budget.texts // 4, 0
     entries: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
-    steps = evaluated_steps(paths)
+    steps = logged_steps(paths, EVALUATION)
     for when, step in zip(BEFORE_AND_AFTER, dict.fromkeys((*steps[:1], *steps[-1:])), strict=False):
-        for row in read_evaluation(paths, step):
+        for row in read_rollouts(paths, step, EVALUATION):
             if not row["blind"]:
                 answers.setdefault((row["set"], row["uid"]), {}).setdefault(when, []).append(row)
     for (name, _), by_time in answers.items():

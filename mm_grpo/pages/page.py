@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from PIL.Image import Image
+
+from mm_grpo.files import data_url
 from mm_grpo.terminal import printable
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 FRAME = (240, 10_000)
 """Pixels of a side of a video's frame, and bytes of a PNG from which it is shown as JPEG."""
@@ -121,11 +121,7 @@ def encode_image(
     if out.tell() > max_png_bytes:
         out, form = io.BytesIO(), "jpeg"
         image.convert("RGB").save(out, "JPEG", quality=quality, subsampling=subsampling)
-    return data_url(form, out.getvalue()), form
-
-
-def data_url(form: str, data: bytes) -> str:
-    return f"data:image/{form};base64,{base64.b64encode(data).decode()}"
+    return data_url(f"image/{form}", out.getvalue()), form
 
 
 def cut(text: str, limit: int) -> str:

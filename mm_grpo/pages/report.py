@@ -22,7 +22,7 @@ from mm_grpo.files import atomic_write, read_json
 from mm_grpo.pages.curves import CURVES, Curves, ExpectedCurve, curves_of, read_expected_curve, thin_out
 from mm_grpo.pages.gallery import FULL_BUDGET, LIVE_BUDGET, Budget, ImageStore, gather_gallery
 from mm_grpo.pages.page import PageImage, render
-from mm_grpo.run.metrics import iter_metrics, read_events, read_summary
+from mm_grpo.run.metrics import iter_metrics, read_rows, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
 
@@ -69,7 +69,7 @@ class Report:
                 "summary": read_summary(paths),
                 "blind": (config.get("run") or {}).get("eval_blind"),
                 **curves[i].numbers(),
-                "events": read_events(paths.events)[-MAX_EVENTS:],
+                "events": read_rows(paths.events)[-MAX_EVENTS:],
                 "config": str(redact(text)),
                 "changed": changed_settings(config),
                 "environment": read_json(paths.environment, dict) if paths.environment.is_file() else {},

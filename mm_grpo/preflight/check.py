@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from logging.handlers import BufferingHandler
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import xxhash
 from rich.console import Console
@@ -23,7 +23,9 @@ from rich.progress import track
 from rich.table import Table
 
 from mm_grpo.build import check_features, plan_run, processor_of, vllm_settings
+from mm_grpo.config import GRPOConfig
 from mm_grpo.config.engine_facts import ENGINE_FACTS
+from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
@@ -40,6 +42,7 @@ from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport, number
 from mm_grpo.preflight.gold_text import gold_text
 from mm_grpo.preflight.gold_warnings import GoldWarnings
 from mm_grpo.preflight.understood import other_uses, understood
+from mm_grpo.processors.base import Processor
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.prompts import PromptBuilder, context_of
@@ -49,13 +52,7 @@ from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import cell, print_line, print_phase, printable
-from mm_grpo.types import Video
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.types import Prompt, Sample
+from mm_grpo.types import Prompt, Sample, Video
 
 MAX_CAUSES = 20  # causes of failing rows that are listed for a set and for a reward; the others are counted
 MIN_WIDTH = 120  # least width of the tables, in characters
@@ -132,7 +129,7 @@ def _check(  # noqa: PLR0915
     check_features(config, train, several_turns=several_turns)
     if toolbox is not None:
         toolbox.place(scorer.asking_for(("environment", "environments"), train.columns))
-    Trackers.prepare(config.run.trackers)
+    Trackers(config.run.trackers)
     writes = outputs_of(config, saves=config.run.save_every != 0)
     RunFolder(config.run.dir, inputs=inputs_of(config), writes=writes, resume=True).check()
     if config.run.expected_curve is not None:

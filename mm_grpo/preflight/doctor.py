@@ -27,7 +27,6 @@ from mm_grpo.rollout.engine import Sampling, requests_for, require_answers
 from mm_grpo.terminal import print_line
 from mm_grpo.types import Completion, Group, Prompt
 
-PROMPTS = 4
 CLEAR_MOVE_FACTOR = 3.0  # the update is large enough when it has moved log-probs by this many times the limit
 FIRST_RATE, LAST_RATE, RATE_FACTOR = 1e-6, 1e-2, 3.0
 
@@ -63,7 +62,7 @@ class DoctorReport:
         return not self.failures
 
 
-def examine(config: GRPOConfig, count: int = PROMPTS) -> DoctorReport:
+def examine(config: GRPOConfig, count: int) -> DoctorReport:
     """Compare engine and learner of `config` on its first `count` prompts.
 
     Raises UserError for a fault of the user's; every other fault is in the report's `failures`.

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mm_grpo.build import open_sampler, processor_of
+from mm_grpo.build import open_runner, processor_of
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.jsonl import write_jsonl
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.environments.toolbox import reward_entries, toolbox_of
+from mm_grpo.files import OutputFile
 from mm_grpo.health.rows import warm_advice
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.evaluate import answer_rows
-from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.rollout.success import Success
 from mm_grpo.terminal import print_phase
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.files import OutputFile
-    from mm_grpo.types import Group
+from mm_grpo.types import Group
 
 
 def measure(
@@ -64,10 +61,9 @@ def measure(
             if (share := success.share(group)) is not None:
                 shares[group.slot] = share
 
-    opened = open_sampler(config, [subset], scorer, toolbox, processor, phase=print_phase)
-    with opened as (prompt_builder, sampler):
-        scorer.start(conversational=all_rows.conversational)
-        runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
+    # a source of the subset may have no row
+    options: Any = {"conversational": all_rows.conversational, "phase": print_phase}
+    with open_runner(config, [subset], scorer, toolbox, processor, ranks, **options) as runner:
         answer_rows(runner, subset, config, 0, keep=keep, report=partial(report, "pass rate"))
     never, always = (list(shares.values()).count(share) for share in (0.0, 1.0))
     between = len(shares) - never - always

@@ -16,31 +16,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import accumulate, chain, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from rich.cells import cell_len
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import TASK, Rows
 from mm_grpo.data.columns import brief
 from mm_grpo.data.rows import ALIAS, Fields
 from mm_grpo.data.videos import VideoSource
+from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import UserError
 from mm_grpo.messages import content_parts, media_parts
+from mm_grpo.preflight.gold_answers import RewardCheck
 from mm_grpo.preflight.gold_text import read_columns
+from mm_grpo.processors.base import Processor
+from mm_grpo.processors.hf_processor import HFProcessor
 from mm_grpo.rewards.builtins.answers import gold_texts
 from mm_grpo.rewards.spec import RewardSpec
+from mm_grpo.rollout.prompts import PromptBuilder
 from mm_grpo.run.overlays import builtin_name, gold_overlays
 from mm_grpo.terminal import printable
-from mm_grpo.types import Video
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.environments.toolbox import Toolbox
-    from mm_grpo.preflight.gold_answers import RewardCheck
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.prompts import PromptBuilder
-    from mm_grpo.types import Prompt
+from mm_grpo.types import Prompt, Video
 
 WIDTH, LINES = 78, 12
 """Columns of a line behind its indent, and most lines of a source."""
@@ -179,8 +177,6 @@ def _medium_name(source: Any) -> str:
 
 def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[list[str]]:
     """Yield the parts of a line for each message, as the chat template renders it, without special tokens."""
-    from mm_grpo.processors.hf_processor import HFProcessor
-
     media, marks = prompt.engine_prompt.media, list[list[str]]()
     names = chain(map(_medium_name, _sources(fields)), repeat("image"))
     for name, original, medium in zip(names, prompt.sample.media, media, strict=False):

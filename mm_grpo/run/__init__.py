@@ -12,12 +12,10 @@
     inflight_state  what a checkpoint keeps of the steps that were sampled ahead
     checkpoint   checkpoints/step-000010: what a killed run needs to resume; manifest, same_run say what it is of
     resume       what a run has to have loaded to go on, and saves: checkpoints and all beside the learner's state
-    checkpoint_writer  its files: written beside, renamed, older ones removed
     progress     the bar on the terminal, the table in a notebook
     callbacks    objects of the user's that are called during a run
     lock         the mark of a run folder, and the lock on it while a run writes there
     inputs       what a run reads, which may not lie in its folder
-    changed_rows rows that are not what they were when a checkpoint was written
     same_run     what a resumed run must have in common with the checkpoint: fields, rows, rewards, length
     stop_signals Ctrl-C, SIGTERM and SIGHUP: the end after a whole step
     trackers     tensorboard, wandb, trackio: numbers, and tables of completions with their images

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder with one `state-RANK-of-WORLD.safetensors` per process (see learner/state.py), the log up to
 its step (`metrics.jsonl`), and `manifest.json` (manifest.py) with the identity of its run and the size and XXH3 of each
-file. It is filled under a name that starts with a dot and renamed when all of it is on the disk (checkpoint_writer.py),
-so a folder with the right name was complete, and the digests show later damage.
+file. Each process writes its share under a name that starts with a dot, and the first renames the folder when all of it
+is on the disk. So a folder with the right name was complete, and the digests show later damage.
 
 Any number of processes may resume it. Every process has to see the files.
 """
@@ -12,20 +12,33 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
-from mm_grpo.learner.state import frozen_digest, load_state, load_weights, state_file
-from mm_grpo.run.checkpoint_writer import CheckpointContents, write_checkpoint
-from mm_grpo.run.manifest import FORMAT, Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
-from mm_grpo.run.paths import RunPaths
+from mm_grpo.learner.state import StateFile, frozen_digest, load_state, load_weights, mark_of, state_file
+from mm_grpo.run.manifest import (
+    FORMAT,
+    LOG,
+    MANIFEST,
+    Checkpoint,
+    checkpoints_in,
+    inspect_checkpoint,
+    manifest_text,
+    read_checkpoint,
+    step_of,
+)
+from mm_grpo.run.paths import RunPaths, left_in
 from mm_grpo.run.same_run import deciding_fields, differing_field
 
 MAX_INTERVAL = 100
@@ -57,15 +70,10 @@ class Checkpoints:
                 "updates": optimizer.updates,
                 "adam_steps": optimizer.adam_steps,
             }
-            contents = CheckpointContents(
-                step,
-                manifest,
-                state_file(optimizer),
-                self.log.read_bytes() if first and self.log.is_file() else None,
-                self.config.run.keep_checkpoints,
-                spared,
-            )
-        return write_checkpoint(self.folder, contents, self.ranks)
+            state = state_file(optimizer)
+            log = self.log.read_bytes() if first and self.log.is_file() else None
+        keep = self.config.run.keep_checkpoints
+        return write_checkpoint(self.folder, manifest, state, log, self.ranks, keep=keep, spared=spared)
 
     def newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint; None when there are no checkpoints. Collective.
@@ -165,3 +173,95 @@ class Checkpoints:
 def steps_between(every: int | None, max_steps: int, most: int | None = MAX_INTERVAL) -> int:
     """Return the steps from one checkpoint (or evaluation) to the next, 0 for none, with null resolved."""
     return max(1, min(most or max_steps, max_steps // 10)) if every is None else every
+
+
+def write_checkpoint(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    state: StateFile,
+    log: bytes | None,
+    ranks: Ranks,
+    *,
+    keep: int,
+    spared: int | None,
+) -> Path:
+    """Write a checkpoint to `folder`, and remove all of later steps, and all but the `keep` newest. Collective.
+
+    The first process adds the files to `manifest` and writes it, and `log`, the text of metrics.jsonl. The checkpoint
+    of step `spared` stays too. Raises ConfigError if it cannot be written; older checkpoints are then untouched.
+    """
+    path = folder / f"step-{manifest['step']:06d}"
+    tmp = folder / f".{path.name}.new"
+
+    @contextmanager
+    def together() -> Iterator[None]:
+        """Raise a ConfigError on all processes if one of them cannot write."""
+        with ranks.fail_together("a checkpoint"):
+            try:
+                yield
+            except OSError as error:
+                saved = [*checkpoints_in(folder).values()]
+                last = f"the last good one is {saved[-1].name}" if saved else "there is none before it"
+                raise ConfigError(
+                    f"run.dir = '{folder.parent}': a checkpoint cannot be written ({error.strerror or error}); "
+                    f"{last}. Make room, or lower run.keep_checkpoints, and resume"
+                ) from None
+
+    try:
+        with together():
+            if ranks.first:
+                for unfinished in left_in(folder):
+                    with suppress(OSError):  # another process may use it, on a shared disk
+                        remove(unfinished)
+                folder.mkdir(exist_ok=True)  # without parents: a removed run folder does not come back
+                tmp.mkdir()
+        with together():
+            if not tmp.is_dir():
+                raise ConfigError(
+                    f"run.dir = '{folder.parent}': process {ranks.rank} does not see the folder that the first "
+                    "process made there; name one that all hosts share"
+                )
+            name = f"state-{ranks.rank:05d}-of-{ranks.world:05d}.safetensors"
+            entry = state.write(tmp / name)
+        entries = ranks.all_gather(entry, "a checkpoint")
+        with together():
+            if ranks.first:
+                _finish(tmp, path, {**manifest, "files": entries}, log)
+                _remove_old(folder, manifest["step"], keep, spared)
+    except BaseException:
+        if ranks.first:
+            shutil.rmtree(tmp, ignore_errors=True)
+        raise
+    return path
+
+
+def _finish(tmp: Path, path: Path, manifest: Mapping[str, Any], log: bytes | None) -> None:
+    if log is not None:
+        atomic_write(tmp / LOG, log)
+    log_mark = None if log is None else mark_of(tmp / LOG)
+    atomic_write(tmp / MANIFEST, manifest_text({**manifest, "log": log_mark}))
+    _sync(tmp)
+    remove(path)  # a damaged one: otherwise the run would have resumed from it
+    os.replace(tmp, path)
+    _sync(path.parent)
+
+
+def _remove_old(folder: Path, step: int, keep: int, spared: int | None) -> None:
+    checkpoints = [*checkpoints_in(folder).values()]
+    past = [path for path in checkpoints if step_of(path) <= step]
+    # Checkpoints of later steps are damaged: otherwise the run would have resumed from one of them.
+    for old in [*past[:-keep], *checkpoints[len(past) :]]:
+        if step_of(old) != spared:
+            removed = old.with_name(f".{old.name}.old")
+            with suppress(OSError):  # then it stays as it is
+                os.replace(old, removed)
+            shutil.rmtree(removed, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Write a folder's entries to the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

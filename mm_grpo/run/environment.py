@@ -36,18 +36,22 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": packages,
         "platform": platform.platform(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": len(os.sched_getaffinity(0)),
         "gpus": _gpus(),
         "command": [Path(program).name, *map(redact, arguments)],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _gpus(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+def _gpus() -> list[str]:
     """Return the model names of the GPUs, from torch or from the NVIDIA driver."""
     torch = sys.modules.get("torch")
     # torch must not start CUDA for this: an engine that forks its workers afterwards would fail
     if torch is not None and torch.cuda.is_initialized():
         return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    lines = [line for file in sorted(drivers.glob("*/information")) for line in file.read_text().splitlines()]
+    lines = [
+        line
+        for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        for line in file.read_text().splitlines()
+    ]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

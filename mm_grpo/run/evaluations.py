@@ -10,26 +10,28 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.base import Rows
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
 from mm_grpo.errors import ConfigError, UserError
+from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
+from mm_grpo.rollout.runner import RolloutRunner
+from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.json_records import decode
 from mm_grpo.run.rollout_log import EvaluationLog
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.rollout.eval_metric import EvalMetric
-    from mm_grpo.rollout.runner import RolloutRunner
-    from mm_grpo.run.folder import RunFolder
-    from mm_grpo.types import Group
+from mm_grpo.types import Group
 
 Keep = Callable[[str, "str | None", "list[Group]"], None]
 """Called on the first process with a set's name, its control's kind or None, and a chunk of scored groups."""
 Report = Callable[[str, int, int], None]
 """Called with the name of a set, how many of its rows are answered, and how many there are."""
+
+
+def nothing(*arguments: object) -> None:
+    """Do nothing: the default of a function to be called."""
 
 
 class Evaluations:
@@ -66,7 +68,7 @@ class Evaluations:
         return [dataset for pair in pairs for dataset in pair if dataset is not None]
 
     def answer(
-        self, runner: RolloutRunner, step: int, *, keep: Keep | None = None, report: Report | None = None
+        self, runner: RolloutRunner, step: int, *, keep: Keep = nothing, report: Report = nothing
     ) -> dict[str, Evaluation]:
         """Answer every set with the current weights; returns the results by name on every process. Collective."""
         results = dict[str, Evaluation]()
@@ -78,7 +80,7 @@ class Evaluations:
         return results
 
     def rows(
-        self, runner: RolloutRunner, step: int, *, keep: Keep | None = None, report: Report | None = None
+        self, runner: RolloutRunner, step: int, *, keep: Keep = nothing, report: Report = nothing
     ) -> Iterator[tuple[str, list[RowScores], list[RowScores], str | None]]:
         """Answer one set after the other; yields its name, its rows, its control's rows, and the control's kind.
 
@@ -89,19 +91,13 @@ class Evaluations:
             kind = self.config.run.eval_blind if control is not None else None
             answers = [
                 answer_rows(
-                    runner,
-                    rows,
-                    self.config,
-                    step,
-                    (number, len(self.sets)),
-                    keep=partial(keep, name, blind) if keep is not None else None,
-                    report=partial(report, f"{name}, {CONTROLS[blind][0]}" if blind else name)
-                    if report
-                    else None,
+                    runner, rows, self.config, step, (number, len(self.sets)),
+                    keep=partial(keep, name, blind),
+                    report=partial(report, f"{name}, {CONTROLS[blind][0]}" if blind else name),
                 )
                 for rows, blind in ((dataset, None), (control, kind))
                 if rows is not None
-            ]
+            ]  # fmt: skip
             yield name, answers[0], answers[1] if kind else [], kind
 
     def run(self, step: int, runner: RolloutRunner, folder: RunFolder, report: Report) -> dict[str, float]:

@@ -16,21 +16,19 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
-from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text, write_summary
+from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.types import Group
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.rewards.spec import RewardSpec
 
 FILES = (
     "config.yaml", "expected_curve.json", "environment.json", "metrics.jsonl", "events.jsonl", "summary.json",
@@ -157,9 +155,10 @@ class RunFolder:
             return write_rollouts(self.paths, step, groups, specs)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """See `metrics.write_summary`."""
+        """Write summary.json (summary.py). Raises ValueError if a number is not finite."""
+        text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
         with self.writing("summary.json"):
-            write_summary(self.paths, summary)
+            atomic_write(self.paths.summary, text + "\n")
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append to metrics.jsonl (`metrics.append_row`)."""
@@ -228,7 +227,7 @@ class RunFolder:
             )
         refuse_inputs(paths.root, self._inputs)
         mark = self._lock.mark if self._lock is not None else read_mark(paths.root)
-        foreign = [name for name in self._writes if _is_foreign(paths.root / name, owned=mark.owns(name))]
+        foreign = [name for name in self._writes if _is_foreign(paths.root / name, owned=name in mark.wrote)]
         if foreign:
             names = ", ".join(f"{name}/" if (paths.root / name).is_dir() else name for name in foreign)
             raise ConfigError(
@@ -263,7 +262,7 @@ def _contents(paths: RunPaths, mark: RunMark) -> list[str]:
     rows = paths.metrics.read_bytes().count(b"\n") if paths.metrics.is_file() else 0
     contents = {"metrics.jsonl": f"{rows} rows in metrics.jsonl"} if rows else {}
     contents |= {name: name for name in ("summary.json", *OPTIONAL_FOLDERS) if _exists(paths.root / name)}
-    return [text for name, text in contents.items() if mark.owns(name)]
+    return [text for name, text in contents.items() if name in mark.wrote]
 
 
 def _remove_run(paths: RunPaths, mark: RunMark) -> None:
@@ -302,7 +301,7 @@ def _run_files(paths: RunPaths, mark: RunMark) -> Iterator[Path]:
         "adapter": _files_in(paths.adapter, mark),
     }
     for name, paths_of_name in outputs.items():
-        if mark.owns(name):
+        if name in mark.wrote:
             yield from paths_of_name
 
 
@@ -311,4 +310,4 @@ def _files_in(folder: Path, mark: RunMark, *, owned: bool = True) -> list[Path]:
     if folder.is_symlink():
         return [folder] if owned else []
     files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return [path for path in files if mark.owns(f"{folder.name}/{path.relative_to(folder)}") is owned]
+    return [path for path in files if (f"{folder.name}/{path.relative_to(folder)}" in mark.wrote) is owned]

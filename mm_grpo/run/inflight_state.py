@@ -15,20 +15,17 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from PIL.Image import Image
 
-from mm_grpo.rollout.collect import Rollout
+from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.processors.base import ConversationProcessor, Processor
+from mm_grpo.rollout.collect import Collector, Rollout
 from mm_grpo.run.json_records import decode, encode
 from mm_grpo.run.rollout_log import plain_value
 from mm_grpo.types import Group, Picture, Prompt, Tail, Video
-
-if TYPE_CHECKING:
-    from mm_grpo.distributed.ranks import Ranks
-    from mm_grpo.processors.base import ConversationProcessor, Processor
-    from mm_grpo.rollout.collect import Collector
 
 KEY = "ahead"
 # two lists: the times of a rollout are made again, those of a video in a group are not

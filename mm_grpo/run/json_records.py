@@ -11,20 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL import Image
+from torch import Tensor, tensor
+
+from mm_grpo.files import encoded_image
 
 
 def encode(value: Any, without: Collection[str] = ()) -> Any:
     """Convert a value to JSON types; fields of records named in `without` are left out at every depth."""
     if value is None or isinstance(value, str | int | float):
         return value
-    from PIL.Image import Image
-    from torch import Tensor
-
-    if isinstance(value, Image):
+    if isinstance(value, Image.Image):
         return base64.b64encode(encoded_image(value)).decode()
     if isinstance(value, Tensor):
         return value.tolist()
@@ -62,9 +61,6 @@ def decode(kind: Any, value: Any) -> Any:
         return {key: decode(inner[1], entry) for key, entry in value.items()}
     if kind in (int, str, float, bool):
         return value
-    from PIL import Image
-    from torch import Tensor, tensor
-
     if kind is Image.Image:
         image = Image.open(io.BytesIO(base64.b64decode(value)))
         image.load()
@@ -78,16 +74,6 @@ def _is_of(value: Any, kind: Any) -> bool:
     return is_record or (isinstance(kind, type) and isinstance(value, kind))
 
 
-def encoded_image(image: Image, form: str = "png") -> bytes:
-    """Encode an image as png or jpeg."""
-    file = io.BytesIO()
-    image.save(file, form, compress_level=1, quality=90)  # a PNG's default level takes several times as long
-    return file.getvalue()
-
-
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    from PIL.Image import Image
-    from torch import Tensor
-
-    return get_type_hints(kind, localns={"Image": Image, "Tensor": Tensor})
+    return get_type_hints(kind, localns={"Image": Image.Image, "Tensor": Tensor})

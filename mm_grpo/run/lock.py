@@ -36,9 +36,6 @@ class RunMark:
     wrote: frozenset[str] = frozenset()
     holder: str = ""
 
-    def owns(self, name: str) -> bool:
-        return name in self.wrote
-
 
 def read_mark(root: Path) -> RunMark:
     """Read the mark of the folder `root`, empty if it has none. Raises ConfigError if it cannot be read."""

@@ -70,8 +70,8 @@ def append_event(path: Path, step: int, name: str, action: str, message: str) ->
         file.write(line.encode(errors="replace") + b"\n")
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Read the events of a run; [] without a file."""
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of metrics.jsonl or events.jsonl as `read_metrics` does; [] without a file."""
     return read_metrics(path) if path.is_file() else []
 
 
@@ -79,13 +79,7 @@ def cut_events(path: Path, step: int) -> None:
     """Remove the events after `step`, and an unfinished last line."""
     if path.is_file():
         lines = path.read_bytes().splitlines(keepends=True)
-        atomic_write(path, b"".join(lines[: sum(event["step"] <= step for event in read_events(path))]))
-
-
-def write_summary(paths: RunPaths, summary: Mapping[str, Any]) -> None:
-    """Write summary.json (summary.py). Raises ValueError if a number is not finite."""
-    text = json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False)
-    atomic_write(paths.summary, text + "\n")
+        atomic_write(path, b"".join(lines[: sum(event["step"] <= step for event in read_rows(path))]))
 
 
 def read_summary(paths: RunPaths) -> dict[str, Any] | None:

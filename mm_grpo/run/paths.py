@@ -12,7 +12,9 @@ from mm_grpo.files import RUN_MARK, expand_glob
 
 STEP_NAME = re.compile(r"step-(\d{6,})")
 """Name of a checkpoint's folder."""
-ROLLOUT_NAME = re.compile(r"(eval-)?step-(\d{6,})\.jsonl")
+ROLLOUT_NAME = re.compile(r"(eval-|)step-(\d{6,})\.jsonl")
+EVALUATION = "eval-"
+"""Beginning of the names of rollout files of evaluations; others have none."""
 IMAGE_NAME = re.compile(r"[0-9a-f]{32}\.(?:png|jpeg)")
 REPORT_EVERY = 10
 """Steps between two writes of report.html, and between two tables of a tracker."""
@@ -57,11 +59,9 @@ class RunPaths:
         self.adapter = root / "adapter"
         self.tensorboard = root / "tensorboard"
 
-    def rollout_file(self, step: int) -> Path:
-        return self.rollouts / f"step-{step:06d}.jsonl"
-
-    def evaluation_file(self, step: int) -> Path:
-        return self.rollouts / f"eval-step-{step:06d}.jsonl"
+    def rollout_file(self, step: int, kind: str = "") -> Path:
+        """Return the file of a step's rollouts, or with EVALUATION of the evaluation after it."""
+        return self.rollouts / f"{kind}step-{step:06d}.jsonl"
 
 
 def left_in(folder: Path) -> list[Path]:

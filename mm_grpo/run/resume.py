@@ -8,23 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mm_grpo.config import GRPOConfig
+from mm_grpo.data.base import Rows
+from mm_grpo.data.order import PromptOrder
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.changed_rows import check_rows
+from mm_grpo.learner.learner import Learner
+from mm_grpo.rollout.collect import Rollout
 from mm_grpo.run.checkpoint import Checkpoints
+from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.inflight_state import pack_ahead
 from mm_grpo.run.metrics import iter_metrics
-from mm_grpo.run.same_run import refuse_another_run
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.data.base import Rows
-    from mm_grpo.data.order import PromptOrder
-    from mm_grpo.learner.learner import Learner
-    from mm_grpo.rollout.collect import Rollout
-    from mm_grpo.run.evaluations import Evaluations
-    from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.same_run import check_rows, refuse_another_run
 
 
 class RunState:

@@ -22,19 +22,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mm_grpo.files import atomic_write
+from PIL.Image import Image
+
+from mm_grpo.files import atomic_write, encoded_image
 from mm_grpo.messages import content_parts
-from mm_grpo.run.json_records import encoded_image
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.overlays import gold_overlays, predicted_overlays
-from mm_grpo.run.paths import ROLLOUT_NAME, RunPaths
+from mm_grpo.run.paths import EVALUATION, ROLLOUT_NAME, RunPaths
 from mm_grpo.types import EnginePrompt, Group, Turn
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mm_grpo.rewards.spec import RewardSpec
 
 # longer texts of a row are cut, longer lists are left out
 MAX_TEXT = 2000
@@ -68,11 +65,11 @@ class EvaluationLog:
     def write(self, best: int | None) -> Path:
         """Write the file; remove the files of all steps but 0, `best` and this one."""
         self.paths.rollouts.mkdir(exist_ok=True)  # `_rows` made no folder if every row was dropped
-        file = self.paths.evaluation_file(self.step)
+        file = self.paths.rollout_file(self.step, EVALUATION)
         atomic_write(file, "".join(self._lines))
-        for step in evaluated_steps(self.paths):
+        for step in logged_steps(self.paths, EVALUATION):
             if step not in (0, best, self.step):
-                self.paths.evaluation_file(step).unlink(missing_ok=True)
+                self.paths.rollout_file(step, EVALUATION).unlink(missing_ok=True)
         return file
 
 
@@ -177,39 +174,21 @@ def _turn(paths: RunPaths, turn: Turn) -> dict[str, Any]:
     return {**common, **answer, "fault": turn.fault}
 
 
-def logged_steps(paths: RunPaths) -> list[int]:
-    """Return the steps that have a rollout file, in order."""
-    return _steps(paths, None)
-
-
-def evaluated_steps(paths: RunPaths) -> list[int]:
-    """Return the steps that have an evaluation file, in order."""
-    return _steps(paths, "eval-")
-
-
-def _steps(paths: RunPaths, kind: str | None) -> list[int]:
+def logged_steps(paths: RunPaths, kind: str = "") -> list[int]:
+    """Return the steps that have a rollout file, or with EVALUATION one of an evaluation, in order."""
     names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
     matches = map(ROLLOUT_NAME.fullmatch, names)
     return sorted(int(match[2]) for match in matches if match and match[1] == kind)
 
 
-def read_rollouts(paths: RunPaths, step: int) -> list[dict[str, Any]]:
-    """Read the rows of a step."""
-    return _read(paths.rollout_file(step))
-
-
-def read_evaluation(paths: RunPaths, step: int) -> list[dict[str, Any]]:
-    """Read the rows of the evaluation after a step."""
-    return _read(paths.evaluation_file(step))
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+def read_rollouts(paths: RunPaths, step: int, kind: str = "") -> list[dict[str, Any]]:
+    """Read the rows of a step, or with EVALUATION of the evaluation after it."""
+    text = paths.rollout_file(step, kind).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def _save_media(paths: RunPaths, shown: EnginePrompt | Turn) -> dict[str, Any]:
     """Save images and frames of videos; return the keys `images` and `videos` of a row or a turn."""
-
     # frames as PNG would take a minute and a gigabyte a step: forty times as long as JPEG, and six times the bytes
     frames = ([_save_image(paths, frame, "jpeg") for frame in video.frames] for video in shown.videos)
     videos = [

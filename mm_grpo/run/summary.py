@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
-from mm_grpo.run.metrics import read_events
+from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.metrics import read_rows
 from mm_grpo.run.paths import RunPaths
-
-if TYPE_CHECKING:
-    from mm_grpo.run.evaluations import Evaluations
 
 DETAILS = ("score", "interval", "reward", "reward_interval", "parts", "rows", "length", "clipped", "blind")
 
@@ -56,7 +54,7 @@ def summary_of(
 
 def warnings_of(paths: RunPaths) -> dict[str, dict[str, int]]:
     """Return guard -> number of its warnings (`times`) and step of the first one (`first`)."""
-    events = [event for event in read_events(paths.events) if event["action"] == "warn"]
+    events = [event for event in read_rows(paths.events) if event["action"] == "warn"]
     steps = {event["name"]: [e["step"] for e in events if e["name"] == event["name"]] for event in events}
     return {name: {"times": len(numbers), "first": min(numbers)} for name, numbers in steps.items()}
 

@@ -18,19 +18,16 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from PIL.Image import Image
+
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths
 from mm_grpo.run.rollout_log import GOLD, message_text, reward_range
 from mm_grpo.terminal import redact
-from mm_grpo.types import Video
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mm_grpo.config import GRPOConfig
-    from mm_grpo.types import Group, Medium
+from mm_grpo.types import Group, Medium, Video
 
 MAX_GROUPS = 4
 MAX_COMPLETIONS = 8
@@ -103,18 +100,14 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
 class Trackers:
     """All trackers of a run; a callback of the run.
 
-    Call `prepare` before a model loads, and `open` around the run. A tracker that raises, because a network or a disk
-    is gone, is dropped with one warning; the run goes on.
+    The constructor imports the packages of run.trackers, before a model loads. Raises ConfigError if a name is unknown
+    or a package is missing. Call `open` around the run. A tracker that raises, because a network or a disk is gone, is
+    dropped with one warning; the run goes on.
     """
 
-    def __init__(self, makers: Mapping[str, Callable[[GRPOConfig], Tracker]]) -> None:
-        self._makers = dict(makers)
+    def __init__(self, names: Sequence[str]) -> None:
+        self._makers = {name: _maker(name) for name in names}
         self._trackers: dict[str, Tracker] = {}
-
-    @classmethod
-    def prepare(cls, names: Sequence[str]) -> Trackers:
-        """Import the packages of run.trackers. Raises ConfigError if a name is unknown or a package is missing."""
-        return cls({name: _maker(name) for name in names})
 
     @contextmanager
     def open(self, config: GRPOConfig) -> Iterator[Trackers]:

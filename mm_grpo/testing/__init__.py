@@ -1,4 +1,1 @@
-"""Helpers for tests, ours and users'.
-
-tiny_models (random models of every family, without a download), tiny_recipes (their configs and processors).
-"""
+"""Helpers for tests, ours and users': tiny_models (random models of every family, without a download)."""

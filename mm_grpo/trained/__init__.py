@@ -8,7 +8,6 @@ warm_mark what a warm start taught a model, for the runs that begin with it
 ask       `mm-grpo ask`: one question
 export    `mm-grpo export`: write a temporary folder, prove it, rename it
 proof     compare an exported folder, loaded with plain transformers and peft, with the learner's log-probs
-prompts   prompts and completions of the run for the proof
 card      README.md of an export, with the run's figures
 hub       upload to the Hugging Face Hub; `push_to_hub` of a trainer
 

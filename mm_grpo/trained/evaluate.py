@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mm_grpo.build import open_sampler, processor_of
+from mm_grpo.build import open_runner, processor_of
+from mm_grpo.config import GRPOConfig
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import load_eval
 from mm_grpo.distributed.ranks import start
@@ -17,13 +18,9 @@ from mm_grpo.errors import ConfigError, did_you_mean
 from mm_grpo.rewards.scorer import Scorer
 from mm_grpo.rollout.eval_metric import EvalMetric, pass_at
 from mm_grpo.rollout.evaluate import Evaluation, RowScores, rows_by, sampling_of, summarise
-from mm_grpo.rollout.runner import RolloutRunner
-from mm_grpo.run.evaluations import Evaluations
+from mm_grpo.run.evaluations import Evaluations, Report, nothing
 from mm_grpo.trained.model import put_in
 from mm_grpo.trained.source import RunCheckpoint, WholeModel
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ def evaluate_config(
     model: RunCheckpoint | WholeModel,
     *,
     by: str | None = None,
-    phase: Callable[[str], None] = lambda text: None,
-    report: Callable[[str, int, int], None] | None = None,
+    phase: Callable[[str], None] = nothing,
+    report: Report = nothing,
 ) -> Results:
     """Answer the evaluation sets of `config` with a model (`model_to_evaluate`), and the blind controls of
     `run.eval_blind`.
@@ -66,7 +63,7 @@ def evaluate_config(
     launcher calls it. Raises UserError for faults of config, rows, rewards and model.
     """
     ranks = start(config.model.device, config.run.process_timeout)
-    print_phase: Callable[[str], None] = phase if ranks.first else lambda text: None
+    print_phase: Callable[[str], None] = phase if ranks.first else nothing
     print_phase("reading the rows")
     toolbox = toolbox_of(config, None, None)
     scorer = Scorer(reward_entries(config, None, toolbox), several_turns=toolbox is not None)
@@ -89,14 +86,10 @@ def evaluate_config(
     put = partial(put_in, checkpoint=model) if isinstance(model, RunCheckpoint) else None
     repeats = config.rollout.eval.num_generations
     results, groups = dict[str, SetResult](), dict[str, dict[str, SetResult]]()
-    opened = open_sampler(
-        sampled_config, evaluations.datasets, scorer, toolbox, processor, put_in=put, phase=print_phase
-    )
-    with opened as (prompt_builder, sampler):
+    parts, datasets = (scorer, toolbox, processor, ranks), evaluations.datasets
+    options: Any = {"conversational": datasets[0].conversational, "put_in": put, "phase": print_phase}
+    with open_runner(sampled_config, datasets, *parts, **options) as runner:
         clock = time.perf_counter()
-        if ranks.first:
-            scorer.start(conversational=next(iter(sets.values())).conversational)
-        runner = RolloutRunner(prompt_builder, sampler, scorer, ranks)
         for name, scored, control, kind in evaluations.rows(runner, 0, report=report):
             results[name] = _result(scored, control, kind, headline, repeats)
             if by is not None:

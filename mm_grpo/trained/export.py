@@ -21,8 +21,7 @@ from mm_grpo.learner.lora import adapter_factors, has_adapters, merged_tensors, 
 from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.trained.card import RunLog, write_card
 from mm_grpo.trained.model import Trained, load_trained
-from mm_grpo.trained.prompts import ProofPrompts, prompts_of_run
-from mm_grpo.trained.proof import Proof, prove
+from mm_grpo.trained.proof import Proof, ProofPrompts, prompts_of_run, prove
 from mm_grpo.trained.source import find_checkpoint
 from mm_grpo.version import __version__
 

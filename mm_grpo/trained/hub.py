@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config import GRPOConfig
+import huggingface_hub
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
-from mm_grpo.processors.base import Processor
-from mm_grpo.run.metrics import read_metrics
-from mm_grpo.run.paths import RunPaths
+from mm_grpo.run.metrics import read_rows
 from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, write_export
 from mm_grpo.trained.model import Trained, as_config_error
@@ -23,18 +24,15 @@ def check_hub(name: str, *, overwrite: bool = False) -> str:
     Raises ConfigError without a token, offline, if the name is illegal, and if the repository exists, unless it is an
     export and `overwrite` is set.
     """
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    if constants.HF_HUB_OFFLINE:
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
         raise ConfigError(f"--push {name}: HF_HUB_OFFLINE is set; unset it, or leave --push out")
-    if not get_token():
+    if not huggingface_hub.get_token():
         raise ConfigError(
             f"--push {name}: there is no token of the Hub; run `hf auth login`, or set HF_TOKEN"
         )
     with as_config_error(f"--push {name}: the Hub cannot be used"):
         validate_repo_id(name)
-        api = HfApi()
+        api = huggingface_hub.HfApi()
         full = name if "/" in name else f"{api.whoami()['name']}/{name}"
         if not api.repo_exists(full):
             return full
@@ -52,34 +50,25 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
 
     An existing repository keeps its visibility. Raises ConfigError if the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi
-
     with as_config_error(f"--push {name}: the Hub cannot be used, and '{folder}' stays"):
-        api = HfApi()
+        api = huggingface_hub.HfApi()
         api.create_repo(name, private=private, exist_ok=True)
         options: Any = {"commit_message": "mm_grpo export", "delete_patterns": "*.safetensors"}
         return str(api.upload_folder(repo_id=name, folder_path=str(folder), **options))
 
 
 def push_trained(
-    name: str,
-    model: Any,
-    processor: Processor,
-    config: GRPOConfig,
-    paths: RunPaths,
-    rewards: Sequence[str],
-    *,
-    private: bool,
-    adapter: bool,
-    overwrite: bool,
+    name: str, trained: Trained, rewards: Sequence[str], *, private: bool, adapter: bool, overwrite: bool
 ) -> str:
-    """Export a trainer's model to a temporary folder and push it; return the commit's address."""
-    if adapter and config.model.lora is None:
+    """Export a trainer's model to a temporary folder and push it; return the commit's address.
+
+    The step of `trained` is the last one in the log.
+    """
+    if adapter and trained.config.model.lora is None:
         raise ConfigError("adapter=True: the run trained no adapters (model.lora is null)")
     full = check_hub(name, overwrite=overwrite)
-    log = RunLog(read_metrics(paths.metrics) if paths.metrics.is_file() else [], rewards)
-    step = max((int(row["step"]) for row in log.rows), default=0)
+    log = RunLog(read_rows(trained.paths.metrics), rewards)
+    trained = replace(trained, step=max((int(row["step"]) for row in log.rows), default=0))
     with temporary_folder("push") as folder:
-        trained = Trained(model, processor, config, paths, step)
         write_export(trained, log, folder / "export", adapter=adapter)
         return push(folder / "export", full, private=private)

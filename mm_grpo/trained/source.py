@@ -45,18 +45,14 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class WholeModel:
-    """Model folder, adapter folder or name on the Hub (`path`); `config` loads it."""
+    """Model folder, adapter folder or name on the Hub (`name`); `config` loads it."""
 
-    path: str
+    name: str
     config: GRPOConfig | None = None
 
     @property
-    def name(self) -> str:
-        return self.path
-
-    @property
     def is_adapter(self) -> bool:
-        return (Path(self.path) / "adapter_config.json").is_file()
+        return (Path(self.name) / "adapter_config.json").is_file()
 
 
 def find_model(

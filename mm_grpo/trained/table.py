@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.data.blind import CONTROLS
+from mm_grpo.rollout.eval_metric import Interval
 from mm_grpo.terminal import print_phase, printable
-
-if TYPE_CHECKING:
-    from mm_grpo.rollout.eval_metric import Interval
-    from mm_grpo.trained.evaluate import Results, SetResult
+from mm_grpo.trained.evaluate import Results, SetResult
 
 
 def show(results: Results, write: Callable[[str], None] = print_phase) -> None:

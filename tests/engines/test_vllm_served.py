@@ -41,7 +41,7 @@ from mm_grpo.rollout.served.client import ServerClient, ServerError, in_backgrou
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.launch import ServerProcess, serve
 from mm_grpo.rollout.served.protocol import RECEIVED, ServerLimits, ask, model_sizes
-from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer
+from mm_grpo.rollout.served.transfer import BroadcastTransfer, FileTransfer, ServedTransfer
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.requests import EngineRequest
 from mm_grpo.rollout.weights import WeightLedger, digest
@@ -221,7 +221,7 @@ class Engine:
         return first
 
 
-@pytest.mark.parametrize("kind", [FileTransfer, GlooTransfer])
+@pytest.mark.parametrize("kind", [FileTransfer, BroadcastTransfer])
 def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: type[ServedTransfer]) -> None:
     transfer = kind(timeout=60.0)
     ledger, engine = WeightLedger(), Engine(transfer, half.clients)

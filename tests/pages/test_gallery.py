@@ -27,6 +27,7 @@ from mm_grpo.pages.gallery import (
 )
 from mm_grpo.pages.page import PageImage
 from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import EVALUATION
 from mm_grpo.types import EnginePrompt, Group, Turn, Video
 
 
@@ -148,7 +149,7 @@ def test_evaluation_rows_are_shown_before_and_after(tmp_path: Path) -> None:
             for name, blind in (("a", None), ("b", None), ("a", "shuffled"))
         ]  # fmt: skip
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        folder.paths.evaluation_file(step).write_text(lines)
+        folder.paths.rollout_file(step, EVALUATION).write_text(lines)
     (folder.paths.rollouts / "eval-notes.jsonl").write_text("mine")
     gallery, _ = gathered(folder)
     assert [row["set"] for row in gallery.evaluations] == ["a", "b"]

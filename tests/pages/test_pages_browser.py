@@ -26,6 +26,7 @@ from mm_grpo.preflight.check import check_config
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rewards import resolve_entry
 from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.paths import EVALUATION
 from mm_grpo.run.rollout_log import add_to_rollouts
 from mm_grpo.types import EnginePrompt, Group, Turn
 
@@ -111,7 +112,9 @@ def report(tmp_path: Path, site: Site) -> Path:
         same = {"step": step, "completion": text, "reward": step / 3, "set": "a"}
         same |= {"images": [], "messages": [], "columns": {}}
         rows = [{**same, "uid": f"e:{i}", "blind": blind} for i in range(4) for blind in (None, "shuffled")]
-        folder.paths.evaluation_file(step).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folder.paths.rollout_file(step, EVALUATION).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     return Report([folder.paths]).write(tmp_path / "report.html")
 
 

@@ -70,7 +70,7 @@ def half_a_row(act: Act) -> None:
 
 
 def renaming(act: Act) -> None:
-    """In checkpoint_writer._finish all is written, and the rename is next."""
+    """In checkpoint._finish all is written, and the rename is next."""
     real = os.replace
 
     def replace(source: Any, target: Any) -> None:

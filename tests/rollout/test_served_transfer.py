@@ -23,7 +23,7 @@ from mm_grpo.rollout.served import transfer as transfer_module
 from mm_grpo.rollout.served.broadcast import chunks
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
 from mm_grpo.rollout.served.plugin import Account
-from mm_grpo.rollout.served.transfer import FileTransfer, GlooTransfer, ServedTransfer, transfer_of
+from mm_grpo.rollout.served.transfer import BroadcastTransfer, FileTransfer, ServedTransfer, transfer_of
 from mm_grpo.rollout.weights import WeightLedger, digest
 
 NAMES = ("head.weight", "layer.0.attn.q.weight", "layer.0.attn.k.weight", "layer.1.mlp.up.weight")
@@ -71,8 +71,8 @@ def files(tmp_path: Path) -> Iterator[FileTransfer]:
 
 
 @pytest.fixture
-def gloo() -> Iterator[GlooTransfer]:
-    transfer = GlooTransfer(timeout=2 * PATIENCE)
+def gloo() -> Iterator[BroadcastTransfer]:
+    transfer = BroadcastTransfer(timeout=2 * PATIENCE)
     transfer.chunk_bytes = 200
     yield transfer
     transfer.close()
@@ -197,7 +197,7 @@ def test_a_chunk_is_filled_to_its_last_byte() -> None:
     assert [[name for name, _ in chunk] for chunk in made] == [["a", "b"], ["c"], ["d"], ["e"]]
 
 
-def test_what_left_its_group_is_joined_again(gloo: GlooTransfer, serve: Serve) -> None:
+def test_what_left_its_group_is_joined_again(gloo: BroadcastTransfer, serve: Serve) -> None:
     """A worker of two that gave its group up, and a server whose call was cut before its worker knew of it."""
     server = serve("gloo", workers=2)
     to = [server.client]
@@ -369,7 +369,7 @@ def test_a_server_that_hangs_in_a_broadcast_costs_its_deadline_alone(
     serve: Serve, of_broadcast: float
 ) -> None:
     # the deadline of the broadcast or that of the call to the server: either may end first
-    transfer = GlooTransfer(timeout=1.0)
+    transfer = BroadcastTransfer(timeout=1.0)
     good, bad = serve("gloo"), serve("gloo")
     transfer.send(clients([good, bad]), weights().items(), 0)
     transfer._groups[bad.url].timeout = of_broadcast
@@ -400,7 +400,7 @@ def test_server_workers_have_ranks_after_the_learner(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(transfer_module, "BroadcastGroup", Recorded)
     monkeypatch.setattr(plugin, "BroadcastGroup", Recorded)
-    transfer = GlooTransfer("127.0.0.2", timeout=7.0)
+    transfer = BroadcastTransfer("127.0.0.2", timeout=7.0)
     servers = [serve("gloo", workers=4), serve("gloo")]
     for index, each in enumerate(servers[0].workers):  # two replicas of two
         each.parallel_config.world_size, each.parallel_config.rank = 2, index % 2

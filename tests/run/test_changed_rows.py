@@ -14,8 +14,8 @@ from mm_grpo.data.base import Rows
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.changed_rows import check_rows, left_out_before
 from mm_grpo.run.manifest import FORMAT, MANIFEST, Checkpoint, manifest_text
+from mm_grpo.run.same_run import check_rows, left_out_before
 
 Row = dict[str, Any]
 STEP = 2

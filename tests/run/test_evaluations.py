@@ -16,8 +16,8 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Best, Evaluation
 from mm_grpo.run.evaluations import Evaluations, default_control
-from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import evaluated_steps, read_evaluation, read_rollouts
+from mm_grpo.run.paths import EVALUATION, RunPaths
+from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 
 STEPS = 3
 
@@ -49,8 +49,8 @@ def finished(
 
 def test_a_row_of_an_evaluation_is_a_row_of_the_log_and_its_set(finished: tuple[Path, Any]) -> None:
     paths, summary = RunPaths(finished[0]), finished[1]
-    assert evaluated_steps(paths) == sorted({0, summary["best_step"], STEPS})
-    rows = read_evaluation(paths, STEPS)
+    assert logged_steps(paths, EVALUATION) == sorted({0, summary["best_step"], STEPS})
+    rows = read_rollouts(paths, STEPS, EVALUATION)
     logged = [key for key in read_rollouts(paths, 1)[0] if key != "sight"]
     assert [*rows[0]] == ["step", "set", "blind", *logged[1:]]
     found = [
@@ -72,7 +72,7 @@ def test_metrics_and_summary_have_the_blind_control_and_the_gap(finished: tuple[
     folder, summary = finished
     logged = rows_of(folder)
     for metrics, when in ((logged[0], "before"), (logged[-1], "after")):
-        rows = read_evaluation(RunPaths(folder), metrics["step"])
+        rows = read_rollouts(RunPaths(folder), metrics["step"], EVALUATION)
         scores = {
             blind: [r["parts"]["vowels"] for r in rows if r["set"] == "held" and r["blind"] == blind]
             for blind in (None, "shuffled")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import append_event, append_row, cut_events, read_events, read_metrics
+from mm_grpo.run.metrics import append_event, append_row, cut_events, read_metrics, read_rows
 
 
 def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:
@@ -42,16 +42,16 @@ def test_a_line_that_a_killed_run_left_unfinished_is_none_and_a_broken_one_is_na
 
 def test_events_come_back_and_are_cut(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert read_events(path) == []
+    assert read_rows(path) == []
     for step in (3, 5, 9):
         append_event(path, step, "zero_std", "warn", "m")
     event = {"name": "zero_std", "action": "warn", "message": "m"}
     with path.open("a") as file:
         file.write('{"step": 9, "na')
-    assert read_events(path) == [{"step": step, **event} for step in (3, 5, 9)]
+    assert read_rows(path) == [{"step": step, **event} for step in (3, 5, 9)]
     cut_events(path, 5)
     append_event(path, 6, "zero_std", "warn", "a\ud800b")
-    assert read_events(path) == [
+    assert read_rows(path) == [
         {"step": 3, **event},
         {"step": 5, **event},
         {"step": 6, **event, "message": "a?b"},

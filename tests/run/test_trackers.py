@@ -34,7 +34,7 @@ def events_in(folder: Path) -> Any:
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
-    with Trackers.prepare(["tensorboard"]).open(config(tmp_path)) as trackers:
+    with Trackers(["tensorboard"]).open(config(tmp_path)) as trackers:
         trackers.on_rollouts(1, [group(0, (0.0, 1.0))])
         trackers.on_log(1, {"reward": 0.25, "kl": None, "note": "text"})
         trackers.on_log(2, {"reward": 0.5, "rewards/iou/mean": 1})
@@ -85,7 +85,7 @@ def test_hosted_trackers_get_the_config_the_numbers_and_tables_at_their_steps(
     monkeypatch.setitem(sys.modules, name, package)  # type: ignore[arg-type]
     monkeypatch.setattr("mm_grpo.run.trackers.REPORT_EVERY", 2)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    trackers = Trackers.prepare([name])
+    trackers = Trackers([name])
     with pytest.raises(RuntimeError, match="boom"), trackers.open(config(folder)):
         for step in (1, 2, 3):
             trackers.on_rollouts(step, [group(0, (0.0, 1.0), parts={"iou": [0.0, None]})])
@@ -114,7 +114,7 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
     broken, sound = Recorder({call: ConnectionError}), Recorder()
     monkeypatch.setitem(sys.modules, "wandb", broken)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "trackio", sound)  # type: ignore[arg-type]
-    with Trackers.prepare(["wandb", "trackio"]).open(config(tmp_path)) as trackers:
+    with Trackers(["wandb", "trackio"]).open(config(tmp_path)) as trackers:
         trackers.on_rollouts(1, [group(0, (0.0, 1.0))])
         trackers.on_log(1, {"reward": 0.25})
         trackers.on_log(2, {"reward": 0.5})
@@ -127,7 +127,7 @@ def test_a_failing_tracker_is_one_warning_and_the_others_go_on(
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"^run.trackers = 'tensorboard': .*mm_grpo\[tensorboard\]"):
-        Trackers.prepare(["tensorboard"])
+        Trackers(["tensorboard"])
 
 
 def test_a_table_has_the_groups_whose_rewards_differ_most_and_their_pictures() -> None:

@@ -13,7 +13,7 @@ from helpers.configs import small_config
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import read_rollouts, write_rollouts
-from mm_grpo.trained.prompts import prompts_of_run
+from mm_grpo.trained.proof import prompts_of_run
 from mm_grpo.types import Completion, Group, Sample
 
 

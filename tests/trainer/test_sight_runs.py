@@ -11,8 +11,8 @@ from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import ConfigError
-from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import read_evaluation
+from mm_grpo.run.paths import EVALUATION, RunPaths
+from mm_grpo.run.rollout_log import read_rollouts
 
 
 def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
@@ -55,7 +55,7 @@ def test_a_run_on_videos_measures_their_order_and_answers_without_it(model: Path
     nats = [row["order"]["nats"] for row in logged]
     assert step["sight/order_nats"] == pytest.approx(sum(nats) / len(logged), abs=1e-4) and any(nats)
     assert all(len(row["order"]["tokens"]) == row["tokens"] and "other" in row["sight"] for row in logged)
-    answered = read_evaluation(RunPaths(tmp_path / "r"), 1)
+    answered = read_rollouts(RunPaths(tmp_path / "r"), 1, EVALUATION)
     assert [row["blind"] for row in answered] == [None] * 3 + ["frames"] * 3
     for whole, moved in zip(answered[:3], answered[3:], strict=True):
         frames, others = whole["videos"][0]["frames"], moved["videos"][0]["frames"]

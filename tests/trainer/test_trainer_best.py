@@ -17,8 +17,8 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.rollout.evaluate import RowScores
 from mm_grpo.run import evaluations
-from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import evaluated_steps
+from mm_grpo.run.paths import EVALUATION, RunPaths
+from mm_grpo.run.rollout_log import logged_steps
 from mm_grpo.run.summary import summary_lines
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
@@ -84,7 +84,7 @@ def test_the_best_is_kept_over_a_resume(model: Path, tmp_path: Path, monkeypatch
     assert (summary["score_before"], summary["score_after"]) == (0.2, 0.3)
     scores = {when: evaluation["score"] for when, evaluation in summary["first_set"].items()}
     assert scores == {"before": 0.2, "best": 0.9, "after": 0.3}
-    assert evaluated_steps(RunPaths(tmp_path / "run")) == [0, 2, 5]
+    assert logged_steps(RunPaths(tmp_path / "run"), EVALUATION) == [0, 2, 5]
     assert checkpoint_names(tmp_path / "run") == ["step-000002", "step-000005"]
     assert extra_of(tmp_path / "run", 5)["best"] == {"score": 0.9, "step": 2}
 

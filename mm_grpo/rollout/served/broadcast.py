@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mm_grpo.errors import EngineError
@@ -90,8 +91,6 @@ class BroadcastGroup:
         timeout: float,
         listener: socket.socket | None = None,
     ) -> None:
-        import torch.distributed as dist
-
         self.backend, self.rank, self.size, self.timeout = backend, rank, size, timeout
         self._aborted = False
         self._work: Any = None
@@ -127,8 +126,6 @@ class BroadcastGroup:
 
         Raises EngineError past the deadline, or once another thread has called `abort`; the group is unusable then.
         """
-        import torch.distributed as dist
-
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         end = time.monotonic() + self.timeout
@@ -177,8 +174,6 @@ def own_address(host: str | None) -> str:
 
 
 def _process_group(backend: str, store: Any, rank: int, size: int, limit: timedelta, host: str) -> Any:
-    import torch.distributed as dist
-
     prefixed = dist.PrefixStore("mm_grpo", store)  # type: ignore[attr-defined]
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()

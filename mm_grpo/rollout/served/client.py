@@ -19,6 +19,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import httpx
+
 from mm_grpo.background import BackgroundLoop
 from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
@@ -108,8 +110,6 @@ class ServerClient:
         method: str = "POST",
     ) -> Any:
         """Do the same as `call` in a coroutine of `in_background`. A function as `json` runs in a thread."""
-        import httpx
-
         seconds = self.timeout if timeout is None else timeout
         headers = {"authorization": f"Bearer {self._key}"} if self._key else {}
         try:
@@ -147,8 +147,6 @@ class ServerClient:
             wait(in_background(http.aclose()))
 
     def _open(self) -> Any:
-        import httpx
-
         if self._http is None:
             path = self.url.removeprefix("unix://") if self.url.startswith("unix://") else None
             self._http = httpx.AsyncClient(

@@ -15,14 +15,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
-from mm_grpo.rollout.engine import ReplicaLost, Request, RolloutEngine
+from mm_grpo.processors.base import Processor
+from mm_grpo.rollout.engine import Digest, ReplicaLost, Request, RolloutEngine
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerRefused, ServerUnreachable, wait
 from mm_grpo.rollout.served.pool import Server, ServerPool
 from mm_grpo.rollout.served.protocol import MASKED, ServerLimits, adapter_layers, key_refused
+from mm_grpo.rollout.served.transfer import ServedTransfer
 from mm_grpo.rollout.vllm.requests import (
     EngineAnswer,
     EngineRequest,
@@ -32,13 +36,6 @@ from mm_grpo.rollout.vllm.requests import (
 )
 from mm_grpo.rollout.weights import digest, missing_tensors
 from mm_grpo.types import Completion, Prompt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Digest
-    from mm_grpo.rollout.served.transfer import ServedTransfer
 
 
 class ServedEngine(RolloutEngine):

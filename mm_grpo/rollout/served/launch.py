@@ -292,7 +292,6 @@ def serve(
     settings: Sequence[ServerSettings],
     *,
     log_folder: Path | None = None,
-    timeout: float = START_TIMEOUT,
     report: Callable[[str], None] | None = None,
 ) -> Iterator[list[ServerProcess]]:
     """Start these servers together, yield them when all are ready, and end them after the block.
@@ -311,7 +310,7 @@ def serve(
         for server in servers:
             server.start()
         for server in servers:
-            server.wait_ready(timeout)
+            server.wait_ready()
         if report is not None:
             stack.enter_context(_restart_ended(servers, report))
         yield servers

@@ -1,8 +1,5 @@
 """mm_grpo's plugin in vLLM's workers: the receiving end of a weight transfer, and a record of what was received.
 
-    vllm serve MODEL --weight-transfer-config '{"backend": "mm_grpo_file"}' \\
-        --worker-extension-cls mm_grpo.rollout.served.plugin.WorkerExtension
-
 A worker imports the module of its extension before it makes its transfer engine, and this import registers the
 backends. (An entry point would run in every vLLM of the machine.) `transfer.py` is the other end.
 

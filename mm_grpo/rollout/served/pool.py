@@ -156,7 +156,7 @@ class ServerPool:
         self._in_loop(self._admit, server)
 
     def lose(self, server: Server, reason: str) -> None:
-        """Send `server` nothing until it has been tried again."""
+        """Send `server` nothing until it has been tried again, and its requests to other servers."""
         self._in_loop(self._lose, server, reason)
 
     def _in_loop(self, change: Callable[..., object], *arguments: Any) -> None:
@@ -281,7 +281,6 @@ class ServerPool:
     # watching servers ------------------------------------------------------------------------
 
     def _lose(self, server: Server, reason: str) -> None:
-        """Send a server nothing until it has been tried again, and its requests to other servers."""
         if server.state != "lost":
             log.warning("rollout: %s is lost: %s", server.url, reason)
             self.losses += 1
@@ -291,7 +290,6 @@ class ServerPool:
                 task.cancel()
 
     def _admit(self, server: Server) -> None:
-        """Send requests to a server that holds the newest weights."""
         if server.state == "lost":
             log.warning("rollout: %s joins", server.url)
         server.state, server.last_event, server.weights = "ready", "", self.current

@@ -7,28 +7,21 @@ changes no pixel.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import data_url, encoded_image
 from mm_grpo.rollout.served import videos
-from mm_grpo.rollout.served.client import ServerRefused, reading
+from mm_grpo.rollout.served.client import ServerClient, ServerRefused, reading
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 from mm_grpo.types import Video
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from mm_grpo.rollout.served import videos
-from mm_grpo.rollout.served.client import ServerClient
 
 GENERATE = "/inference/v1/generate"
 RPC = "/collective_rpc"
@@ -172,13 +165,6 @@ async def ask(client: ServerClient, model: str, work: EngineRequest, timeout: fl
         return _answer(client.url, answer, scored="prompt_logprobs" in work.params)
 
 
-def data_url(image: Image) -> str:
-    """Encode an image as PNG in a data URL."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)
-    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
 def _body(work: EngineRequest, model: str) -> dict[str, Any]:
     body: dict[str, Any] = {
         "token_ids": list(work.token_ids),
@@ -188,9 +174,9 @@ def _body(work: EngineRequest, model: str) -> dict[str, Any]:
     }
     if work.media:
         body["content_parts"] = [
-            {"type": "video_url", "url": videos.data_url(medium)}
+            {"type": "video_url", "url": data_url("video/zip", videos.archive_of(medium))}
             if isinstance(medium, Video)
-            else {"type": "image_url", "url": data_url(medium)}
+            else {"type": "image_url", "url": data_url("image/png", encoded_image(medium))}
             for medium in work.media
         ]
     return body

@@ -19,19 +19,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from mm_grpo.background import BackgroundThreads
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.engine import Digest
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, describe, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
 from mm_grpo.rollout.served.protocol import accounts, weights_name
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mm_grpo.rollout.engine import Digest
 
 Chunk = Sequence[tuple[str, "Tensor"]]
 Outcome = Mapping[str, "Digest | Exception"]
@@ -46,7 +44,7 @@ class ServedTransfer(ABC):
     Each call to a server ends within `timeout` seconds. The methods must not run at the same time.
     """
 
-    kind = ""
+    kind: str
     chunk_bytes = CHUNK_BYTES
 
     def __init__(self, timeout: float = 300.0) -> None:
@@ -224,18 +222,16 @@ class FileTransfer(ServedTransfer):
         self._stack.close()
 
 
-class GlooTransfer(ServedTransfer):
-    """Broadcasts over gloo, through the hosts' memory, with a group for each server.
+class BroadcastTransfer(ServedTransfer):
+    """Broadcasts of the `kind` gloo, through the hosts' memory, or nccl, from GPU to GPU, with a group for each server.
 
     `host` is the address of this machine that servers reach; the rendezvous and gloo listen only there. The host's
     memory keeps a copy of the weights.
     """
 
-    kind = "gloo"
-
-    def __init__(self, host: str = "127.0.0.1", timeout: float = 300.0) -> None:
+    def __init__(self, host: str = "127.0.0.1", timeout: float = 300.0, kind: str = "gloo") -> None:
         super().__init__(timeout)
-        self.host = host
+        self.host, self.kind = host, kind
         self._groups: dict[str, BroadcastGroup] = {}
         self._tensors: dict[str, Tensor] = {}
 
@@ -289,12 +285,6 @@ class GlooTransfer(ServedTransfer):
             group.abort()
 
 
-class NcclTransfer(GlooTransfer):
-    """Broadcasts over NCCL, from the learner's GPU to the servers'."""
-
-    kind = "nccl"
-
-
 @contextmanager
 def _during(client: ServerClient, call: Future[Any]) -> Iterator[None]:
     """Run the block while a server works on `call`, and wait for it. Raises the server's own error if there is one."""
@@ -333,4 +323,4 @@ def transfer_of(
         raise ConfigError(
             "rollout.server.transfer = 'nccl': it needs a learner on a GPU; write file, or gloo"
         )
-    return NcclTransfer(host, timeout) if kind == "nccl" else GlooTransfer(host, timeout)
+    return BroadcastTransfer(host, timeout, kind)

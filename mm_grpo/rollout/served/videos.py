@@ -1,7 +1,7 @@
 """Frames of videos on their way to a vLLM server, and the server's reader of them.
 
 vLLM's own forms of a video are files, whose frames it would choose again, and JPEG frames without times. So the frames
-go as PNG in a ZIP archive with their metadata (`data_url`). The server gets `ReadFrames` as a middleware, because vLLM
+go as PNG in a ZIP archive with their metadata (`archive_of`). The server gets `ReadFrames` as a middleware: vLLM
 makes that in the process that reads media. It registers the reader under the name BACKEND:
 
     --middleware mm_grpo.rollout.served.videos.ReadFrames --media-io-kwargs '{"video": {"video_backend": "mm_grpo"}}'
@@ -9,7 +9,6 @@ makes that in the process that reads media. It registers the reader under the na
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import zipfile
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mm_grpo.files import encoded_image
 from mm_grpo.processors.video_input import video_metadata
 from mm_grpo.rollout.served.server_key import App, Receive, Scope, Send
 from mm_grpo.types import Video
@@ -27,15 +27,14 @@ MIDDLEWARE = "mm_grpo.rollout.served.videos.ReadFrames"
 METADATA = "metadata.json"
 
 
-def data_url(video: Video) -> str:
-    """Encode a video's frames and metadata in a data URL."""
+def archive_of(video: Video) -> bytes:
+    """Write a video's frames and metadata as a ZIP archive."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:  # PNG is compressed already
         archive.writestr(METADATA, json.dumps(video_metadata(video)))
         for number, frame in enumerate(video.frames):
-            with archive.open(f"{number:06}.png", "w") as file:
-                frame.save(file, "PNG", compress_level=1)
-    return "data:video/zip;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
+            archive.writestr(f"{number:06}.png", encoded_image(frame))
+    return buffer.getvalue()
 
 
 def read_frames(data: bytes) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], dict[str, Any]]:
@@ -47,7 +46,7 @@ def read_frames(data: bytes) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], dict[
 
 
 class ReadFrames:
-    """ASGI middleware that passes everything on, in a server that reads videos of `data_url`."""
+    """ASGI middleware that passes everything on, in a server that reads archives of videos."""
 
     def __init__(self, app: App) -> None:
         from vllm.multimodal.video import VIDEO_LOADER_REGISTRY, VideoLoader

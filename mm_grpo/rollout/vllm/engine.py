@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
 
 from mm_grpo.errors import ConfigError, EngineError
-from mm_grpo.rollout.engine import RequestStream, RolloutEngine
+from mm_grpo.processors.base import Processor
+from mm_grpo.rollout.engine import Digest, RequestStream, RolloutEngine
 from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.adapters import is_factor
 from mm_grpo.rollout.vllm.four_bits import require_all
@@ -24,13 +26,6 @@ from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, can_free_cache_a
 from mm_grpo.rollout.vllm.requests import EngineRequest, GroupStream, RequestFormat
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, Prompt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
-
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Digest
 
 
 class VLLMEngine(RolloutEngine):

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import torch.distributed as dist
 from torch.nn import Module, Parameter
 
 from mm_grpo.errors import ConfigError, EngineError
@@ -271,8 +273,6 @@ def _prepare_environment() -> None:
 
 def _ensure_process_group() -> None:
     """Make the default group, before vLLM makes one of another size, and set the variables that it reads."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise EngineError(
@@ -295,8 +295,6 @@ def _ensure_process_group() -> None:
 @contextmanager
 def _restore_process() -> Iterator[None]:
     """Restore random states, environment, threads and precision after the block."""
-    import numpy
-
     # vLLM seeds Python, numpy and torch, writes variables that child processes would inherit (LD_PRELOAD,
     # LOCAL_WORLD_SIZE), and on a CPU replaces `torch.set_num_threads`
     environment = dict(os.environ)

@@ -1,25 +1,17 @@
-"""Requests to vLLM and checks of its answers for the engine in this process and for servers.
-
-`RequestFormat` makes an `EngineRequest` from a prompt and seeds, and completions and scores from its `EngineAnswer`. It
-sets sampling parameters, and checks the limits that a row has to fit and the ids that were run.
-"""
+"""Requests to vLLM and checks of its answers for the engine in this process and for servers."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mm_grpo.errors import ConfigError, DataError, EngineError, GuardStop
+from mm_grpo.processors.base import Processor
 from mm_grpo.processors.video_input import frames_array, video_metadata
-from mm_grpo.rollout.engine import RequestStream
-from mm_grpo.types import Completion, FinishReason, Medium, split_media
-
-if TYPE_CHECKING:
-    from mm_grpo.processors.base import Processor
-    from mm_grpo.rollout.engine import Follows, Request, Sampling
-    from mm_grpo.types import Prompt
+from mm_grpo.rollout.engine import Follows, Request, RequestStream, Sampling
+from mm_grpo.types import Completion, FinishReason, Medium, Prompt, split_media
 
 SEEDS = 1 << 32
 """vLLM's worker fails on seeds past 64 bits, and CPU generators ignore bits past 32."""
@@ -66,7 +58,7 @@ class EngineAnswer:
 
 
 class RequestFormat:
-    """Maker of requests, within the limits that vLLM was started with.
+    """Maker of requests, within the limits that vLLM was started with, and of completions and scores from answers.
 
     `max_media` are the most media of a prompt by kind, `mask` is a logit bias against media tokens, `params` join those
     of each request, `version` numbers the weights.
