@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RUNS = EXAMPLES.parent / "benchmarks" / "results" / "recipes_runs.md"
 PUBLIC = ("clevr_count", "geometry3k", "refcoco_grounding", "chartqa", "docvqa", "multi_image", "clicking")
 PREPARED = (*PUBLIC, "mixture")
-RECIPES = ("shapes", "zoom", "digits", *PREPARED, "easy_vqa")
+RECIPES = ("shapes", "zoom", "digits", *PREPARED, "easy_vqa", "video_qa")
 
 
 def prepare(recipe: str) -> ModuleType:
