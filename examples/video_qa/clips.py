@@ -151,9 +151,9 @@ def render(scene: Scene, frame: int) -> Image:
 
 
 def caption(scene: Scene) -> str:
-    """Return what happens, in words that are no answer: the base learns to see from these.
+    """Return what happens, which the base learns to see from; it is no answer of the task.
 
-    Colours in order, and a lamp's number if there are several.
+    Of `order` it begins with the answer's word: which colour the question means is left to find.
     """
     lights = [light for light in scene.lights if light]
     if scene.task == "move":

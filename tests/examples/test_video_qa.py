@@ -70,7 +70,7 @@ def test_rows_are_read_as_videos_and_splits_share_no_scene() -> None:
     assert not train & heldout
 
 
-def test_no_caption_and_no_guess_tells_the_answer() -> None:
+def test_captions_but_those_of_order_and_guesses_do_not_tell_the_answer() -> None:
     rng = random.Random(0)
     for task in get_args(clips("Task")):
         scenes = [clips("scene")(split="train", index=index, task=task) for index in range(60)]
