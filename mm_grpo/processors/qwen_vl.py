@@ -89,10 +89,11 @@ class QwenVLProcessor(HFProcessor):
             self.video_max_pixels = min(FRAME_TOKENS * self.factor**2, self.max_pixels)
         # time stands in the text between the pairs of frames, and not in the positions
         self.writes_times = config.model_type in ("qwen3_vl", "qwen3_5")
-        images, videos = self.hf.image_processor, self.hf.video_processor
+        self.videos: Any = getattr(self.hf, "video_processor", None)  # a model's own code may have none
         for name in ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size"):
+            image, video = (np.ravel(getattr(p, name, None)) for p in (self.hf.image_processor, self.videos))
             # vLLM normalises videos by the numbers of images
-            if getattr(images, name) != getattr(videos, name):
+            if not np.array_equal(image, video):
                 self.video_token_id = None
                 self.no_video = f"{name} of its video processor is not that of its image processor"
 
@@ -123,7 +124,7 @@ class QwenVLProcessor(HFProcessor):
     def _frames_unchanged(self) -> dict[str, bool]:
         """Return arguments of the video processor that let it choose and resize no frame."""
         # transformers 5.19 warns if this is not said, and other versions do not take it
-        has_cap = hasattr(self.hf.video_processor, "cap_pixels_per_frame")
+        has_cap = hasattr(self.videos, "cap_pixels_per_frame")
         return FRAMES_UNCHANGED | ({"cap_pixels_per_frame": False} if has_cap else {})
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
@@ -152,9 +153,7 @@ class QwenVLProcessor(HFProcessor):
                 [medium], do_resize=False, return_tensors="pt"
             )
             return output
-        output = self.hf.video_processor(
-            [frames_array(medium)], return_tensors="pt", **self._frames_unchanged
-        )
+        output = self.videos([frames_array(medium)], return_tensors="pt", **self._frames_unchanged)
         return {"pixel_values": output["pixel_values_videos"], "image_grid_thw": output["video_grid_thw"]}
 
     def _ids(self, medium: Medium, grid: Sequence[int]) -> list[int]:
@@ -218,7 +217,7 @@ class QwenVLProcessor(HFProcessor):
             elif isinstance(medium, Video) and (rate := getattr(sizes, "tokens_per_second", None)):
                 # from these numbers and in float32, as engines have it: floor could differ
                 fps = VideoMetadata(**video_metadata(medium)).sampled_fps
-                step = float(np.float32(self.hf.video_processor.temporal_patch_size / fps)) * rate
+                step = float(np.float32(self.videos.temporal_patch_size / fps)) * rate
             block = torch.from_numpy(np.indices((time, height, width)).reshape(3, -1))
             block[0] = (block[0] * step).long()
             yield from [block] * runs

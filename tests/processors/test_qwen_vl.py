@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -36,6 +37,26 @@ def test_pixel_limits_are_ours_when_given_and_the_models_otherwise(models: dict[
         load_processor(path, max_pixels=50176, video_max_pixels=50177)
     with pytest.raises(ConfigError, match=r"data.min_pixels = 100000 is above data.max_pixels = 50176"):
         load_processor(path, min_pixels=100_000)
+
+
+def test_videos_that_vllm_would_normalise_as_images_are_refused(
+    models: dict[str, Any], tmp_path: Path
+) -> None:
+    """It uses the mean and deviation of images for both; JSON's lists equal the classes' tuples."""
+    shutil.copytree(models["qwen3_vl"], tmp_path / "model")
+    file = tmp_path / "model" / "processor_config.json"
+    sample = tiny.sample("train:4", videos=(tiny.video(1),))
+    for mean, taken in (([0.5, 0.5, 0.5], True), ([0.4, 0.5, 0.5], False)):
+        config = json.loads(file.read_text())
+        config["video_processor"]["image_mean"] = mean
+        file.write_text(json.dumps(config))
+        processor = load_processor(str(tmp_path / "model"))
+        assert processor.prompt(tiny.sample("r", images=(tiny.picture(1),))).vision
+        if taken:
+            assert processor.prompt(sample).vision
+            continue
+        with pytest.raises(DataError, match=r"train:4: .*image_mean"):
+            processor.prompt(sample)
 
 
 def test_media_and_stop_tokens(models: dict[str, Any]) -> None:
