@@ -115,10 +115,7 @@ class QwenVLProcessor(HFProcessor):
     @property
     def mm_processor_kwargs(self) -> Mapping[str, Any]:
         size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        return {
-            "images_kwargs": {"size": size},
-            "videos_kwargs": {"size": size, **self._frames_unchanged},
-        }
+        return {"size": size, "videos_kwargs": self._frames_unchanged}
 
     @property
     def _frames_unchanged(self) -> dict[str, bool]:
