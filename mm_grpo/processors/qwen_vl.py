@@ -91,7 +91,7 @@ class QwenVLProcessor(HFProcessor):
         self.writes_times = config.model_type in ("qwen3_vl", "qwen3_5")
         self.videos: Any = getattr(self.hf, "video_processor", None)  # a model's own code may have none
         for name in ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size"):
-            image, video = (np.ravel(getattr(p, name, None)) for p in (self.hf.image_processor, self.videos))
+            image, video = (np.ravel(getattr(p, name, ())) for p in (self.hf.image_processor, self.videos))
             # vLLM normalises videos by the numbers of images
             if not np.array_equal(image, video):
                 self.video_token_id = None
