@@ -46,7 +46,6 @@ MAX_PIXELS = 178956970 // 2
 HEADER_BYTES = 2**14
 """Bytes from the start of a file that hold the header of nearly every picture."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-LEGAL_SOURCES = "a path, bytes, a mapping with 'bytes' or 'path', a data URL ({}) or {}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,13 @@ class SourceKind:
     opened: str
     """A source that Python programs give."""
     max_bytes: int
+
+    @property
+    def legal(self) -> str:
+        """What a source may be."""
+        return (
+            f"a path, bytes, a mapping with 'bytes' or 'path', a data URL ({self.data_url}) or {self.opened}"
+        )
 
 
 IMAGE = SourceKind("image", "data:image/png;base64,...", "a PIL image", MAX_BYTES)
@@ -223,7 +229,7 @@ def open_encoded(
     if isinstance(source, Mapping):
         inner, path = source.get("bytes"), source.get("path")
         if inner is None and path is None:
-            raise BadMedia(f"{row}: the {kind.noun} has neither 'bytes' nor 'path'; legal is {_legal(kind)}")
+            raise BadMedia(f"{row}: the {kind.noun} has neither 'bytes' nor 'path'; legal is {kind.legal}")
         label = label if path is None else _label(str(path))
         return open_encoded(path if inner is None else inner, row, image_dir, kind, files, label)
     where = f"{row}: {kind.noun} "
@@ -239,7 +245,7 @@ def open_encoded(
         where += _label(name)
         file = _open_file(name, where, image_dir, kind, files)
     else:
-        raise BadMedia(f"{row}: the {kind.noun} is a {type(source).__name__}; legal is {_legal(kind)}")
+        raise BadMedia(f"{row}: the {kind.noun} is a {type(source).__name__}; legal is {kind.legal}")
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if 0 < size <= kind.max_bytes:
@@ -247,10 +253,6 @@ def open_encoded(
     file.close()
     _limit_bytes(size, where, kind)
     raise BadMedia(f"{where} is empty (0 bytes); write it again or leave the row out")
-
-
-def _legal(kind: SourceKind) -> str:
-    return LEGAL_SOURCES.format(kind.data_url, kind.opened)
 
 
 def _label(name: str) -> str:

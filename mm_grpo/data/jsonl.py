@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from mm_grpo.data.columns import brief
 from mm_grpo.data.file_states import changed
-from mm_grpo.data.images import LEGAL_SOURCES
+from mm_grpo.data.images import IMAGE
 from mm_grpo.errors import DataError
 from mm_grpo.messages import MEDIA_TYPES
 
@@ -51,7 +51,7 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: str | os.PathLike[str])
             except (TypeError, ValueError, OSError) as error:
                 raise DataError(
                     f"{path}: row {count} cannot be written ({error}); columns hold text, numbers, true, false, null, "
-                    f"and lists and mappings of those, and an image is {LEGAL_SOURCES}"
+                    f"and lists and mappings of those, and an image is {IMAGE.legal}"
                 ) from None
     if not count:
         unfinished.unlink()
