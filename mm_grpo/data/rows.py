@@ -59,7 +59,7 @@ from mm_grpo.data.row_settings import (
 )
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import DataError, half_character
-from mm_grpo.messages import MEDIA_TYPES, PIXEL_LIMITS, messages_text, with_limits
+from mm_grpo.messages import MEDIA_TYPES, PIXEL_LIMITS, media_parts, messages_text, with_limits
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PROMPT_PURPOSES = ("prompt", "images", "videos", "system")
@@ -158,7 +158,7 @@ def read_row(
     used |= conversation.used
     if "prompt" not in row_columns:  # a template's prompt is no column
         used.pop("prompt", None)
-    shown = {part["type"] for part in _media_parts(messages) if part["type"] in part}
+    shown = {part["type"] for part in media_parts(messages) if part["type"] in part}
     listed, numbered = _listed_media(values, columns.keys() | shown, row_name)
     shown |= {medium for medium in MEDIA_TYPES if listed[medium]}
     used |= numbered
@@ -330,9 +330,9 @@ def _check_texts(
     `places` are the tags that are read. `unread` names the columns of a row without media that look like media; None if
     the row has media.
     """
-    asks, has_parts = False, bool(_media_parts(messages))
+    asks, has_parts = False, bool(media_parts(messages))
     for message in messages:
-        text, in_parts = messages_text([message]), has_parts or bool(_parts(message))
+        text, in_parts = messages_text([message]), has_parts or isinstance(message["content"], list)
         if half := half_character(text):
             raise DataError(f"{row_name}: {conversation.column!r} {half}")
         reads_markup = text_only and unread == ""
@@ -352,11 +352,6 @@ def _check_texts(
         )
 
 
-def _parts(message: Message) -> list[Message]:
-    """Return the parts of a message; none if its content is a string."""
-    return [] if isinstance(message["content"], str) else message["content"]
-
-
 def _place(
     messages: list[Message],
     listed: Media,
@@ -365,7 +360,7 @@ def _place(
     unread: str | None,
 ) -> tuple[list[Message], Media]:
     """Return messages with one part per place of a medium, and the media in the order of their parts."""
-    form, has_parts = "{} parts", bool(_media_parts(messages))
+    form, has_parts = "{} parts", bool(media_parts(messages))
     texts = [m["content"] for m in messages if isinstance(m["content"], str) and not has_parts]
     if tags := [match[0] for text in texts for match in places.finditer(text)]:
         # LLaVA's sets write <image> for a video too
@@ -375,7 +370,7 @@ def _place(
         messages = _add_parts(messages, [{"type": m} for m in MEDIA_TYPES for _ in listed[m]])
     entries: dict[str, Iterator[Message]] = {}
     for medium, of_row in listed.items():
-        of_type = [part for part in _media_parts(messages) if part["type"] == medium]
+        of_type = [part for part in media_parts(messages) if part["type"] == medium]
         numbers = [part.get("index") for part in of_type if medium not in part]
         indices: list[Any] = list(range(len(numbers))) if {*numbers} == {None} else numbers
         if "tags" in form and None not in numbers and 0 not in numbers:  # tags are numbered from 1, or from 0
@@ -402,16 +397,6 @@ def _place(
         m["content"] if isinstance(m["content"], str) else [*map(read, m["content"])] for m in messages
     ]
     return [m | {"content": content} for m, content in zip(messages, contents, strict=True)], media
-
-
-def _media_parts(messages: list[Message]) -> list[Message]:
-    """Return the image and video parts of a conversation, in order."""
-    if not any(map(_parts, messages)):
-        return []
-    from qwen_vl_utils import extract_vision_info  # imports torch, which rows of plain text do not need
-
-    parts: list[Message] = extract_vision_info(messages)
-    return parts
 
 
 def _split_tags(message: Message, places: re.Pattern[str], of_videos: bool) -> Message:
