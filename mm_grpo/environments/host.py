@@ -36,7 +36,6 @@ class Episode:
     """Conversation with an environment, tools or both."""
 
     uid: str
-    host: Host
     opening: Observation | None = None
     """What `reset` of the environment showed."""
     done: bool = False
@@ -53,14 +52,6 @@ class Episode:
     """The host's state of it: a `Session`, or the slot of a worker."""
     number: int = field(default_factory=count().__next__)
     """Its id in a worker."""
-
-    def call(self, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """Return the tool's answer, or a fault for the model. Raise ToolError if the config says stop."""
-        return self.host.call_all([(self, name, arguments)])[0]
-
-    def reward(self) -> float | None:
-        """Call `get_reward` of the environment. None without one, after a time-out, or if the environment died."""
-        return self.host.rewards([self])[0]
 
     def take_step_reward(self) -> float | None:
         """Return the sum of the rewards of calls since the last time."""
@@ -117,7 +108,7 @@ class Host(ABC):
 
         Raise ToolError if a reset raised. If it is late or its process died, the environment is lost.
         """
-        episodes = [Episode(sample.uid, self) for sample, _ in rows]
+        episodes = [Episode(sample.uid) for sample, _ in rows]
         self.opened += episodes
         tasks = [Task(e, "reset", arguments=row) for e, (_, row) in zip(episodes, rows, strict=True)]
         if self.factory is not None:
@@ -126,18 +117,12 @@ class Host(ABC):
             episode.opening = None if task.result is None else task.result.observation
         return episodes
 
-    def call_all(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Observation]:
-        """Make calls of many conversations, and return the answers in order.
-
-        If a call masks its conversation, later ones are skipped and return a fault. Raise ToolError if the config says
-        that a failure stops the run.
-        """
-        tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
-        self.run(tasks)
-        return [task.answer for task in tasks]
-
     def start(self, calls: Sequence[tuple[Episode, str, Mapping[str, Any]]]) -> list[Task]:
-        """Start calls as `call_all` does, without waiting; `work` continues them."""
+        """Start calls of many conversations, without waiting; `work` continues them.
+
+        If a call masks its conversation, later ones are skipped and return a fault. Raise ToolError, here or in `work`,
+        if the config says that a failure stops the run.
+        """
         tasks = [Task(episode, "call", name, arguments) for episode, name, arguments in calls]
         self.begin(tasks)
         return tasks
@@ -145,7 +130,10 @@ class Host(ABC):
     def rewards(
         self, episodes: Sequence[Episode], turns: Sequence[Sequence[Turn]] | None = None
     ) -> list[float | None]:
-        """Call `get_reward` of each conversation, with its `turns` if asked for. None for a masked one."""
+        """Call `get_reward` of each conversation, with its `turns` if asked for.
+
+        None for one that is masked, also by this call, and without `get_reward`.
+        """
         tasks = [Task(episode, "get_reward") for episode in episodes]
         if self.reward_arguments is not None:
             if "turns" in self.reward_arguments:

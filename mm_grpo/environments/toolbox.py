@@ -159,12 +159,8 @@ class Toolbox:
                 rows.row_name(0),
             )
 
-    def episode(self, sample: Sample) -> Episode:
-        """Start a conversation about a prepared row. Raise ToolError if `reset` disagrees with the prepared row."""
-        return self.episodes([sample])[0]
-
     def episodes(self, samples: Sequence[Sample]) -> list[Episode]:
-        """Start a conversation about each of these rows, as `episode`, all at once."""
+        """Start conversations about prepared rows, all at once. Raise ToolError if a `reset` disagrees with its row."""
         rows = [sample.row or sample for sample in samples]
         episodes = self.host.open([(row, self._row(row)) for row in rows])
         for episode, sample in zip(episodes, samples, strict=True):

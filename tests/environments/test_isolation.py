@@ -16,6 +16,7 @@ from helpers.configs import small_config
 from helpers.patience import PATIENCE
 from helpers.sessions import died, workers
 from helpers.tiny import picture, sample, video
+from helpers.tool_calls import call_all, call_tool, reward
 from PIL import Image
 from tools_to_isolate import World, misbehave, nap
 
@@ -61,7 +62,7 @@ def story(box: Toolbox) -> list[Any]:
     ]
     ways = ("unshowable", "many images", "video", "long video", "torn video")
     calls += [(episodes[2], "act", {"how": how}) for how in ways]
-    seen = box.host.call_all(calls)
+    seen = call_all(box, calls)
     seen[-6] = seen[0]  # the process that napped
     observations = [*(e.opening for e in episodes), *seen]
     shown = [([*map(plain, one.parts)], one.fault) for one in observations if one is not None]
@@ -75,8 +76,9 @@ def test_videos_are_opened_where_the_tool_is_called(make: Make, tmp_path: Path) 
     pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=500)
     ways = (str(file), "frames", "none.gif")
     for processes in (0, 1):
-        (one,) = begun(make((), World, environment_workers=processes))
-        clip, frames, fault = (one.call("act", {"how": how}) for how in ways)
+        box = make((), World, environment_workers=processes)
+        (one,) = begun(box)
+        clip, frames, fault = (call_tool(box, one, "act", {"how": how}) for how in ways)
         assert plain(clip.parts[0]) == ([*map(plain, pictures[2:])], (1.0, 1.5, 2.0, 2.5), 2.0)
         (video,) = frames.media
         assert (len(video.frames), video.times[0], video.times[-1]) == (32, 0.0, 39 / 8)
@@ -118,11 +120,11 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(
 ) -> None:
     box = make((), World, tool_timeout=TIMEOUT if how == "hang" else 60)
     episodes = begun(box, 4)
-    places = [one.call("where", {}).text for one in episodes]
+    places = [call_tool(box, one, "where", {}).text for one in episodes]
     assert places == [places[0], places[1]] * 2 and places[0] != places[1]
     start = time.monotonic()
     calls: list[Any] = [(episodes[0], "act", {"how": how}), (episodes[0], "act", {})]
-    seen = box.host.call_all([*calls, *((e, "act", {}) for e in episodes[1:])])
+    seen = call_all(box, [*calls, *((e, "act", {}) for e in episodes[1:])])
     assert time.monotonic() - start < TIMEOUT + PATIENCE
     assert seen[0].fault == fault and told in seen[0].text
     assert episodes[0].masked == f"act: {seen[0].text}" and seen[1].fault == "died"
@@ -138,19 +140,20 @@ def test_a_call_without_an_answer_takes_its_conversations_with_it(
 def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
     limit = TIMEOUT if how == "hang" else 60
     for policy in ("reply", "mask"):
-        one, other = begun(make([misbehave, nap], None, tool_timeout=limit, on_tool_error=policy), 2)
+        box = make([misbehave, nap], None, tool_timeout=limit, on_tool_error=policy)
+        one, other = begun(box, 2)
         calls = [
             (one, "misbehave", {"how": how}),
             (one, "nap", {"seconds": 0}),
             (other, "nap", {"seconds": 0}),
         ]
-        seen = one.host.call_all(calls)
+        seen = call_all(box, calls)
         masked = how == "hang" or policy == "mask"  # functions hold nothing that could be lost
         assert [s.fault for s in seen] == [fault, "died" if masked else None, None]
         assert (one.masked is not None, other.masked) == (masked, None)
     box = make((), World, tool_timeout=limit, on_tool_error="stop")
     with pytest.raises(ToolError, match="train:0: act"):
-        begun(box)[0].call("act", {"how": how})
+        call_tool(box, begun(box)[0], "act", {"how": how})
 
 
 @pytest.mark.parametrize("policy", ["reply", "mask", "stop"])
@@ -159,9 +162,9 @@ def test_an_exception_by_policy(make: Make, policy: str) -> None:
     one, other = begun(box, 2)
     if policy == "stop":
         with pytest.raises(ToolError, match="train:0: act raised KeyError: 'the shelf is empty'"):
-            one.call("act", {"how": "raise"})
+            call_tool(box, one, "act", {"how": "raise"})
         return
-    assert one.call("act", {"how": "raise"}).text == "error: KeyError: 'the shelf is empty'"
+    assert call_tool(box, one, "act", {"how": "raise"}).text == "error: KeyError: 'the shelf is empty'"
     assert (one.masked is None) == (policy == "reply")
     assert box.host.rewards([one, other]) == ([1 / 3, 0.0] if policy == "reply" else [None, 0.0])
 
@@ -172,9 +175,9 @@ def test_a_reset_without_an_answer(make: Make, how: str = "hang") -> None:
     with pytest.raises(ToolError, match=r"train:0: reset of the environment: its worker process"):
         box.prepare(sample("train:0", begins=how))
     (one,) = begun(box, begins=how)  # one that had begun before: only this conversation is lost
-    assert one.lost and one.masked is None and one.call("act", {}).fault == "died" and one.masked
+    assert one.lost and one.masked is None and call_tool(box, one, "act", {}).fault == "died" and one.masked
     (fine,) = begun(box)
-    assert fine.call("act", {}).fault is None
+    assert call_tool(box, fine, "act", {}).fault is None
 
 
 @pytest.mark.parametrize("how", ["kill", "words"])
@@ -183,10 +186,10 @@ def test_a_reward_without_an_answer(make: Make, how: str) -> None:
     one, other = begun(box, scores=how)[0], begun(box)[0]
     if how == "words":
         with pytest.raises(ToolError, match="train:0: get_reward"):
-            one.reward()
+            reward(box, one)
     else:
         assert box.host.rewards([one, other]) == [None, 0.0] and one.masked is not None
-    assert begun(box, scores="number of numpy")[0].reward() == 0.1
+    assert reward(box, begun(box, scores="number of numpy")[0]) == 0.1
 
 
 @pytest.mark.slow
@@ -219,10 +222,10 @@ def test_an_interrupt_leaves_no_call_behind(make: Make, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(host.workers, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        host.call_all([(e, "nap", {"seconds": 600}) for e in (one, other)])
+        call_all(box, [(e, "nap", {"seconds": 600}) for e in (one, other)])
     monkeypatch.undo()
     assert workers() == []
-    seen = host.call_all([(e, "nap", {"seconds": 0}) for e in (one, other)])
+    seen = call_all(box, [(e, "nap", {"seconds": 0}) for e in (one, other)])
     assert [s.fault for s in seen] == [None, None]
 
 
@@ -234,8 +237,8 @@ def test_a_worker_that_died_between_calls_is_noticed(make: Make) -> None:
     assert died([worker])
     (one,) = begun(box, start=5)  # its reset went to the worker that was killed, and is made by the next
     assert held.lost is not None and one.lost is None and workers() != [worker]
-    assert one.call("act", {}).parts[1] == "total 6" and one.reward() == 6 / 3
-    assert idle.call("act", {}).fault == "died" and idle.masked is not None
+    assert call_tool(box, one, "act", {}).parts[1] == "total 6" and reward(box, one) == 6 / 3
+    assert call_tool(box, idle, "act", {}).fault == "died" and idle.masked is not None
 
 
 def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None:
@@ -278,8 +281,8 @@ def test_a_call_that_hangs_in_the_trainers_process_stops_the_run() -> None:
     box = Toolbox(small_config("m", rollout={"environment_workers": 0, "tool_timeout": 0.3}), [hang], None)
     (one,) = begun(box)
     with pytest.raises(ToolError, match=r"train:0: hang .*rollout\.tool_timeout"):
-        one.call("hang", {})
-    assert one.call("hang", {}).fault == "died"  # what it held is not ours any more
+        call_tool(box, one, "hang", {})
+    assert call_tool(box, one, "hang", {}).fault == "died"  # what it held is not ours any more
     box.close()
     assert not release.is_set()  # nobody waited for it
     release.set()

@@ -14,6 +14,7 @@ from helpers.configs import small_config
 from helpers.openenv_server import OpenEnvServer, png
 from helpers.processes import refusing_port
 from helpers.tiny import sample
+from helpers.tool_calls import call_tool, reward
 from tools_to_isolate import Impatient
 
 from mm_grpo.environments.openenv import OpenEnv, shown
@@ -49,17 +50,20 @@ def test_a_conversation_with_a_server() -> None:
         row = box.prepare(sample("train:0", start=2, text="What now?"))
         assert row.messages[-1]["content"][-1] == {"type": "text", "text": "You are at 2."}
         one, other = box.episodes([row, row])
-        seen = one.call("walk", {"direction": "left"})
+        seen = call_tool(box, one, "walk", {"direction": "left"})
         assert seen.text == '{"at": 1}' and [i.size for i in seen.media] == [(40, 40)]
         assert seen.media[0].getpixel((3, 3)) == (255, 0, 0) and not one.done
-        assert other.call("walk", {"direction": "right", "steps": 2}).text == '{"at": 4}' and other.done
-        assert (one.reward(), other.reward()) == (0.25, 1.0)
-        assert other.call("walk", {"direction": "left"}).fault == "raised"  # it is over
-        assert one.call("walk", {}).fault == "bad_arguments"
-        refused = one.call("walk", {"direction": "up"})
+        assert (
+            call_tool(box, other, "walk", {"direction": "right", "steps": 2}).text == '{"at": 4}'
+            and other.done
+        )
+        assert (reward(box, one), reward(box, other)) == (0.25, 1.0)
+        assert call_tool(box, other, "walk", {"direction": "left"}).fault == "raised"  # it is over
+        assert call_tool(box, one, "walk", {}).fault == "bad_arguments"
+        refused = call_tool(box, one, "walk", {"direction": "up"})
         assert refused.fault == "raised" and "direction is wrong" in refused.text and one.masked is None
-        assert "too tired" in one.call("walk", {"direction": "left", "steps": 10}).text
-        assert one.call("walk", {"direction": "left"}).fault is None
+        assert "too tired" in call_tool(box, one, "walk", {"direction": "left", "steps": 10}).text
+        assert call_tool(box, one, "walk", {"direction": "left"}).fault is None
         begun = [r for r in server.resets if "start" in r]
         assert {r["start"] for r in begun} == {2} and "images" not in begun[-1]
         assert len({r["seed"] for r in begun}) == 1  # of the row, in all conversations
@@ -84,14 +88,14 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
         monkeypatch.setenv("TESTED_OPENENV", server.url)
         what = Impatient if mode == "hang" else server.url
         box, stopping = box_of(what), box_of(what, on_tool_error="stop")
-        one, other = (each.episode(each.prepare(sample("train:7"))) for each in (box, stopping))
+        one, other = (each.episodes([each.prepare(sample("train:7"))])[0] for each in (box, stopping))
         if mode == "ends":
             server.stop()
-        assert one.call("walk", {"direction": "left"}).fault == fault
-        assert one.masked is not None and server.url in one.masked and one.reward() is None
+        assert call_tool(box, one, "walk", {"direction": "left"}).fault == fault
+        assert one.masked is not None and server.url in one.masked and reward(box, one) is None
         assert one.lost is not None and server.url in one.lost
         with pytest.raises(ToolError, match=f"train:7: walk: .*{server.url}"):
-            other.call("walk", {"direction": "left"})
+            call_tool(stopping, other, "walk", {"direction": "left"})
         box.close()
         stopping.close()
         server.released.set()
@@ -115,10 +119,10 @@ def test_a_subclass_says_what_its_steps_pay() -> None:
 
     with OpenEnvServer() as server:
         box = box_of(lambda: Walk(server.url))
-        one = box.episode(box.prepare(sample("train:0", start=0)))
-        seen = [one.call("walk", {"direction": "right"}) for _ in range(4)]
+        one = box.episodes([box.prepare(sample("train:0", start=0))])[0]
+        seen = [call_tool(box, one, "walk", {"direction": "right"}) for _ in range(4)]
         assert [each.text for each in seen] == [f'{{"at": {n}}}' for n in (1, 2, 3, 4)]
-        assert one.done and one.reward() == 1.0
+        assert one.done and reward(box, one) == 1.0
         box.close()
 
 

@@ -12,6 +12,7 @@ from helpers.configs import small_config
 from helpers.scripted import ScriptedEngine, call
 from helpers.small_runs import config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
+from helpers.tool_calls import call_tool
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
@@ -94,11 +95,11 @@ def test_one_environment_for_all_rows() -> None:
     }  # fmt: skip
     row = box.prepare(sample("train:0", level=3))
     assert row.messages == sample("train:0").messages  # nothing was shown
-    one = box.episode(row)
-    assert one.call("switch", {"times": 3}).text == "on" and one.environment.reward == 0.75
-    assert one.call("switch", {"times": 9}).text == "error: ValueError: Game over."
+    one = box.episodes([row])[0]
+    assert call_tool(box, one, "switch", {"times": 3}).text == "on" and one.environment.reward == 0.75
+    assert call_tool(box, one, "switch", {"times": 9}).text == "error: ValueError: Game over."
     assert one.environment.columns == ["images", "level", "prompt", "videos"]
-    assert one.environment is not box.episode(row).environment
+    assert one.environment is not box.episodes([row])[0].environment
 
 
 class Riddle(Lamp):
@@ -116,7 +117,7 @@ def test_reset_gets_columns_of_the_prompt_that_it_names() -> None:
         "level": 1,
     }
     row = replace(sample("train:0", **columns), prompt_columns=frozenset({"problem", "image", "system"}))
-    riddle: Any = box.episode(box.prepare(row)).environment
+    riddle: Any = box.episodes([box.prepare(row)])[0].environment
     assert (riddle.problem, riddle.image.size) == ("Why?", (8, 6))
     assert riddle.columns == ["images", "level", "prompt", "videos"], "**kwargs get prompt and media once"
 

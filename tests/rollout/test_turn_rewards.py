@@ -13,6 +13,7 @@ from helpers.configs import merged, small_config
 from helpers.scripted import ScriptedEngine, call
 from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
+from helpers.tool_calls import call_tool, reward
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.environments.observation import Observation
@@ -141,7 +142,7 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
     )
     try:
         with pytest.raises(ToolError, match=r"row: look .*step_reward"):
-            toolbox.episode(sample("row")).call("look", {"side": 3})
+            call_tool(toolbox, toolbox.episodes([sample("row")])[0], "look", {"side": 3})
     finally:
         toolbox.close()
 
@@ -154,13 +155,13 @@ def test_an_answer_of_a_worker_is_what_it_was() -> None:
 def test_what_a_call_does_not_set_is_not_paid_again() -> None:
     toolbox = Toolbox(small_config("model", rollout={"environment_workers": 0}), [], Paying)
     try:
-        episode = toolbox.episode(sample("row"))
+        episode = toolbox.episodes([sample("row")])[0]
         paid = []
         for sides in ((3,), (4,), (5, 4, 3), ()):
             for side in sides:
-                episode.call("look", {"side": side})
+                call_tool(toolbox, episode, "look", {"side": side})
             paid.append(episode.take_step_reward())
-        assert paid == [1.0, None, 5.0, None] and episode.reward() == 1.0
+        assert paid == [1.0, None, 5.0, None] and reward(toolbox, episode) == 1.0
     finally:
         toolbox.close()
 
