@@ -104,18 +104,17 @@ class VideoSource:
 
 
 class _File(NamedTuple):
-    """An open file. Its times are in units of `tick` seconds; `seconds` is its length by the header, 0 if unknown."""
+    """An open file. Its times are in units of `tick` seconds; `seconds` is its length by the header, 0 if unknown.
+
+    Frames of AVI have an order and no times.
+    """
 
     container: InputContainer
     stream: av.VideoStream
     where: str
     tick: Fraction
     seconds: float
-
-    @property
-    def is_avi(self) -> bool:
-        """True if frames have an order and no times."""
-        return self.container.format.name == "avi"
+    is_avi: bool
 
 
 def open_videos(sources: Sequence[VideoSource], *, row: str, **options: Any) -> tuple[Video, ...]:
@@ -213,9 +212,9 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     context.options = {"max_pixels": str(images.MAX_PIXELS)}  # frames may be larger than the header says
     context.thread_count = 1  # rows are opened by several threads
     base = stream.time_base or Fraction(1, av.time_base)
-    file = _File(container, stream, where, Fraction(base.numerator, base.denominator), 0.0)
+    tick, is_avi = Fraction(base.numerator, base.denominator), container.format.name == "avi"
     # the duration of an AVI file is cut to what it holds, Matroska has it in a tag
-    own = float((stream.frames if file.is_avi else stream.duration or 0) * file.tick)
+    own = float((stream.frames if is_avi else stream.duration or 0) * tick)
     with suppress(KeyError, ValueError):
         parts = stream.metadata["DURATION"].split(":")
         own = own or sum(float(part) * 60**place for place, part in enumerate(reversed(parts)))
@@ -223,7 +222,8 @@ def _look(container: InputContainer, source: VideoSource, where: str) -> _File:
     start, end = source.span
     _limit(min(seconds, end) - start, MAX_SECONDS, "seconds", where)
     # the file's length may be that of its sound
-    return file._replace(seconds=seconds if own or len(container.streams) == 1 else 0.0)
+    seconds = seconds if own or len(container.streams) == 1 else 0.0
+    return _File(container, stream, where, tick, seconds, is_avi)
 
 
 def _scan(file: _File, source: VideoSource, first: int) -> tuple[list[int], list[int]]:

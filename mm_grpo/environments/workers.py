@@ -61,7 +61,11 @@ class WorkerHost(Host):
 
     def begin(self, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            self._slot_of(task.episode).queue.append(task)
+            episode = task.episode
+            if episode.place is None:
+                episode.place = min(self.slots, key=lambda slot: slot.conversations)
+                episode.place.conversations += 1
+            episode.place.queue.append(task)
         self._poll(0.0)
 
     def work(self, wait: bool) -> None:
@@ -95,13 +99,6 @@ class WorkerHost(Host):
         except BaseException:  # a call that goes on would answer in place of the next one
             self.abandon()
             raise
-
-    def _slot_of(self, episode: Episode) -> _Slot:
-        if episode.place is None:
-            episode.place = min(self.slots, key=lambda slot: slot.conversations)
-            episode.place.conversations += 1
-        slot: _Slot = episode.place
-        return slot
 
     def _dispatch(self, slot: _Slot) -> None:
         """Send the slot's worker its next call, if it has none."""
