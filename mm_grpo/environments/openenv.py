@@ -21,7 +21,7 @@ from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
 
-from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools, Tool
+from mm_grpo.environments.own_tools import EnvironmentGone, Tool
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import parse_json
 from mm_grpo.terminal import redact
@@ -34,7 +34,7 @@ ENCODED = ("iVBORw0KGgo", "/9j/")
 """First characters of PNG and JPEG in base64."""
 
 
-class OpenEnv(OwnTools):
+class OpenEnv:
     """Conversation with an OpenEnv server, whose tool takes the fields of the server's action.
 
     A subclass may set `base_url` and `timeout`, and override `show` (what the model sees of an observation) and
@@ -52,7 +52,10 @@ class OpenEnv(OwnTools):
         self._conversation = _Conversation(self.base_url, self.timeout)
 
     def tools(self) -> Mapping[str, Tool]:
-        """Return the tool that takes an action. Raise EnvironmentGone if the server does not answer."""
+        """Return the tool that takes an action, also before the first `reset`.
+
+        Raise EnvironmentGone if the server does not answer.
+        """
         schema = _action_schema(self.base_url, self.timeout)
         if "tool_name" in schema.get("properties", {}):
             raise ValueError(

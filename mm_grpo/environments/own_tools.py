@@ -1,4 +1,4 @@
-"""Environments that list their tools with JSON schemas, instead of by public methods, as an OpenEnv server does."""
+"""Tools with JSON schemas, as an OpenEnv server lists them, and the error for a server that is gone."""
 
 from __future__ import annotations
 
@@ -45,14 +45,6 @@ class Tool:
 
     def __call__(self, **arguments: Any) -> Any:
         return self.function(**arguments)
-
-
-class OwnTools:
-    """Base of environments whose tools are those of `tools`, and not their public methods."""
-
-    def tools(self) -> Mapping[str, Tool]:
-        """Return the tools by name, also before the first `reset`. The user sees an exception in one line."""
-        raise NotImplementedError
 
 
 def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:

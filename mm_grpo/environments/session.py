@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mm_grpo.environments.observation import Observation, describe_error, failed, observation_of
-from mm_grpo.environments.own_tools import EnvironmentGone, OwnTools
+from mm_grpo.environments.openenv import OpenEnv
+from mm_grpo.environments.own_tools import EnvironmentGone
 from mm_grpo.rewards.scores import LEGAL, score_of, shown
 
 NOT_TOOLS = ("reset", "get_reward", "close")
@@ -106,8 +107,8 @@ class Session:
 
 
 def methods(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment by name: its public methods, unless it names them itself."""
-    if isinstance(environment, OwnTools):
+    """Return the tools of an environment by name: its public methods, or what an OpenEnv server lists."""
+    if isinstance(environment, OpenEnv):
         return dict(environment.tools())
     # the class's members: getmembers of the object would evaluate properties
     functions = inspect.getmembers(type(environment), predicate=inspect.isfunction)
