@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from mm_grpo.background import BackgroundThreads
@@ -14,8 +13,8 @@ from mm_grpo.errors import ConfigError, UserError
 from mm_grpo.import_path import address_in_module, in_this_process_alone, load_named
 from mm_grpo.user_code.watchdog import call_within
 
-BUILTINS = {"zoom": "Zoom"}
-"""Classes of this package by their name in `rollout.environment`."""
+BUILTINS = {"zoom": "mm_grpo.environments.builtins:Zoom"}
+"""Addresses of this package's classes by their name in `rollout.environment`."""
 
 
 class OpenEnvFactory:
@@ -52,16 +51,12 @@ def load_code(address: str, field: str, error: type[UserError]) -> Any:
 
 def factory_named(name: str) -> Callable[[], Any]:
     """Resolve `rollout.environment`: a class of this package, a server, or an address."""
-    factory: Callable[[], Any]
-    if name in BUILTINS:
-        factory = getattr(import_module("mm_grpo.environments.builtins"), BUILTINS[name])
-        return factory
-    if ":" not in name:
+    if name not in BUILTINS and ":" not in name:
         raise ConfigError(
             f"rollout.environment = {name!r}: must be {', '.join(BUILTINS)}, openenv:http://HOST:PORT, "
             f"path/to/file.py:Class or package.module:Class"
         )
-    factory = load_code(name, "rollout.environment", ConfigError)
+    factory: Callable[[], Any] = load_code(BUILTINS.get(name, name), "rollout.environment", ConfigError)
     return factory
 
 
