@@ -141,12 +141,13 @@ def chosen(text: str, letters: str = "ABCDE") -> str | None:
     """
     forms, part = _forms(letters), final_part(text).replace("\r\n", "\n")
     if explicit := last_match(forms.explicit, part):
-        choices = _letters(explicit)
+        choices = set(_letters(next(group for group in explicit.groups() if group is not None)))
         return choices.pop() if len(choices) == 1 else None
-    starts = [_letter(match) for match in forms.start.finditer(part)]
+    # of a marker or a mention the last letter counts
+    starts = {_letters(match[0])[-1] for match in forms.start.finditer(part)}
     if starts and forms.start.match(part.lstrip()):
-        return starts[0] if len(set(starts)) == 1 else None
-    mentioned = {_letter(match) for match in forms.mention.finditer(part)}
+        return starts.pop() if len(starts) == 1 else None
+    mentioned = {_letters(match[0])[-1] for match in forms.mention.finditer(part)}
     return mentioned.pop() if len(mentioned) == 1 else None
 
 
@@ -194,15 +195,9 @@ def _forms(letters: str) -> _Forms:
     )
 
 
-def _letters(match: re.Match[str]) -> set[str]:
-    """Return all letters that an explicit statement names."""
-    statement = next(group for group in match.groups() if group is not None)
-    return {word.upper() for word in re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", statement)}
-
-
-def _letter(match: re.Match[str]) -> str:
-    """Return the letter in a marker or mention: its last word of one letter."""
-    return str(re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", match.group())[-1]).upper()
+def _letters(text: str) -> list[str]:
+    """Return the words of one letter in a text, as capitals."""
+    return [word.upper() for word in re.findall(r"(?<![^\W_])[A-Za-z](?![^\W_])", text)]
 
 
 @reward("anls", needs=("answer",))
