@@ -26,7 +26,7 @@ def row_digest(fields: Fields, row_name: str, folder: Folder, files: Files) -> b
 
     def encoded(source: Any, kind: SourceKind, at_most: int) -> Any:
         with suppress(BadMedia):
-            return read_encoded(source, row_name, folder, at_most, files, kind)[0]
+            return read_encoded(source, row_name, folder, files, at_most, kind)[0]
         return source
 
     media = [encoded(image, IMAGE, -1) for image in fields.images]

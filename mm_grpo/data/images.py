@@ -130,7 +130,7 @@ def open_image(
     if is_image:
         opened, where = source, f"{row}: image (a PIL image)"
     else:
-        data, where = read_encoded(source, row, image_dir, files=files)
+        data, where = read_encoded(source, row, image_dir, files)
         opened = _identify(data, where)
     limit_pixels(opened.size, where)
     with _SHARED_IMAGES if is_image else nullcontext():
@@ -164,7 +164,7 @@ def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tupl
     """Return (width, height) of an encoded image, before it is turned, and its name in messages."""
     # an EXIF block may stand before a JPEG's size, WebP needs all bytes, and a TIFF's header may be at the end
     for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, -1):
-        data, where = read_encoded(source, row, image_dir, at_most=at_most, files=files)
+        data, where = read_encoded(source, row, image_dir, files, at_most)
         try:
             return jpeg_size(data) or _identify(data, where).size, where
         except BadMedia as error:
@@ -198,12 +198,7 @@ def numbered(row: str, noun: str, count: int) -> list[str]:
 
 
 def read_encoded(
-    source: Any,
-    row: str,
-    image_dir: Folder,
-    at_most: int = -1,
-    files: Files = None,
-    kind: SourceKind | None = None,
+    source: Any, row: str, image_dir: Folder, files: Files, at_most: int = -1, kind: SourceKind | None = None
 ) -> tuple[bytes, str]:
     """Return the encoded bytes of an image, or of a `kind`, or the first `at_most`, and its name in messages."""
     file, where = open_encoded(source, row, image_dir, kind or IMAGE, files)
@@ -219,7 +214,7 @@ def open_encoded(
     row: str,
     image_dir: Folder,
     kind: SourceKind,
-    files: Files = None,
+    files: Files,
     label: str = "(bytes in the row)",
 ) -> tuple[BinaryIO, str]:
     """Open the encoded bytes of a source, `kind.max_bytes` at most, and return its name in messages too.

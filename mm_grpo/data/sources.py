@@ -82,15 +82,14 @@ def _load_dataset(source: Source, settings: DataConfig, name: str, **options: An
                 if not single_file:
                     raise
                 log.warning("%s", error)
-            rows = JoinedRows([read(file, name, settings.columns) for file in files])
-            return Dataset(rows, settings, name=name, **options)
-        return Dataset(source, settings, name=name, **options)
-    if hasattr(source, "column_names"):
-        rows = library_rows(source, settings.columns, f"the dataset {name!r}")
-        return Dataset(rows, settings, name=name, **options)
-    if isinstance(source, Mapping):
+            source = JoinedRows([read(file, name, settings.columns) for file in files])
+    elif hasattr(source, "column_names"):
+        source = library_rows(source, settings.columns, f"the dataset {name!r}")
+    elif isinstance(source, Mapping):
         return _load_task(source, settings, name, **options)
-    raise DataError(f"{name}: the data is a {type(source).__name__}; {LEGAL}")
+    else:
+        raise DataError(f"{name}: the data is a {type(source).__name__}; {LEGAL}")
+    return Dataset(source, settings, name=name, **options)
 
 
 def load_train(
