@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from os import PathLike
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mm_grpo.config.engine_facts import ENGINE_FACTS
+from mm_grpo.data.dataset import FIRST_ROWS
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.pass_rate_order import PassRateOrder
-from mm_grpo.errors import ConfigError
+from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.processors.base import Processor, mm_processor_kwargs
 from mm_grpo.processors.base import processor_of as processor_of
 from mm_grpo.rollout.engine_limits import engine_limits
@@ -196,7 +197,7 @@ def build_parts(
     )
     sentences = (
         pixels if config.data.max_pixels is None else "",
-        frames if any(rows.fields(0).videos for rows in datasets) else "",
+        frames if any(map(shows_videos, datasets)) else "",
         limits,
         engine.sentence,
         UNSHARED if processor.layout == "unshared" else "",
@@ -241,6 +242,16 @@ def load_policy(
         device = model.device  # with model.device: auto it is trained where it is
     check_saveable(model, processor)
     return model, processor, device
+
+
+def shows_videos(rows: Rows) -> bool:
+    """Return True if one of FIRST_ROWS rows of a source, evenly spaced, has a video."""
+    for source in rows.sources:
+        for index in source.spaced(FIRST_ROWS):
+            with suppress(DataError):  # a wrong row is named when it is reached
+                if source.fields(index).videos:
+                    return True
+    return False
 
 
 @contextmanager

@@ -8,11 +8,13 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from helpers import tiny
 from helpers.configs import merged
 from helpers.small_runs import config_for, rollouts_of, rows_of, vowels
 
 from mm_grpo import GRPOConfig, GRPOTrainer
-from mm_grpo.data import write_jsonl
+from mm_grpo.build import shows_videos
+from mm_grpo.data import Dataset, Mixture, load, write_jsonl
 from mm_grpo.data.shapes import shapes_rows
 
 
@@ -102,3 +104,15 @@ def test_evaluations_are_split_by_task(straight: Path) -> None:
         colour, count = (found[f"eval/held/task/{task}/reward"] for task in ("colour", "count"))
         assert count >= 10 > colour
         assert found["eval/held/reward"] == pytest.approx(0.4 * colour + 0.6 * count)
+
+
+def test_videos_behind_rows_of_images_are_seen_at_the_start() -> None:
+    """Also in a later source, and behind a row that is wrong."""
+    data = GRPOConfig.from_dict({"model": {"path": "m"}}).data
+    image: dict[str, Any] = {"prompt": "what", "image": tiny.picture(1)}
+    video = {"prompt": "what", "video": list(tiny.video(1).frames)}
+    for rows, expected in (([image], False), ([image, video], True)):
+        assert shows_videos(load(rows, data)) is expected
+        assert shows_videos(load(Mixture([[image], rows]), data)) is expected
+    wrong = Dataset([{"prompt": 3}, video], data, verify=False)
+    assert shows_videos(wrong)
