@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from mm_grpo.data.shapes import BACKGROUND, COLOURS
 from mm_grpo.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,14 +32,7 @@ Task = Literal["move", "order", "count", "when"]
 
 SIDE, LAMPS, FRAMES, FPS = 28, 3, 8, 2.0
 """Pixels of a lamp's square, lamps of a row, frames of a clip and of a second."""
-BACKGROUND, OFF = (245, 245, 245), (70, 70, 70)
-COLOURS = {
-    "red": (220, 40, 40),
-    "green": (30, 160, 60),
-    "blue": (40, 80, 220),
-    "yellow": (240, 200, 20),
-    "purple": (150, 50, 190),
-}
+OFF = (70, 70, 70)
 DIRECTIONS = ("left", "right")
 NUMBERS = ("one", "two", "three")
 QUESTIONS = {

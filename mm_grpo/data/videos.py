@@ -192,11 +192,8 @@ def _opened(source: VideoSource, row: str, image_dir: Folder, files: Files) -> I
             with av.open(encoded, **_OPTIONS) as container:
                 is_video = True
                 yield _look(cast(InputContainer, container), source, where)
-        except (
-            av.error.FFmpegError,
-            OSError,
-            IndexError,
-        ) as error:  # IndexError: a stream begins in the midst
+        # IndexError: a stream begins in the midst
+        except (av.error.FFmpegError, OSError, IndexError) as error:
             if is_video:
                 raise _damaged(where, getattr(error, "strerror", None) or error) from None
             encoded.seek(0)
