@@ -77,6 +77,12 @@ def plan_run(
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
             " while the learner works"
         )
+    if config.optim.zero_stage == 3 and not ENGINE_FACTS[rollout.engine].remote:
+        raise ConfigError(
+            f"optim.zero_stage = 3: rollout.engine = '{rollout.engine}' samples in the trainer's processes, none of "
+            "which holds the model whole; set rollout.engine=vllm_server and start servers (train --serve, or "
+            "mm-grpo serve), with --share-gpus on the learner's own GPUs"
+        )
     order = rows.order(rollout.prompts_per_step, run.seed, config.data.shuffle)
     steps = run.max_steps or order.steps_per_epoch
     if config.data.pass_rate is not None:
@@ -177,8 +183,10 @@ def build_parts(
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
     # a base that vLLM will lend stays off the device, which would hold it twice until then
+    # and a sharded model moves to the devices a layer at a time
+    shares = config.optim.zero_stage == 3 and ranks is not None and ranks.world > 1
     model, processor, device = load_policy(
-        config, model, processor, loaded, ranks=ranks, on_host=may_lend, phase=phase
+        config, model, processor, loaded, ranks=ranks, on_host=may_lend or shares, phase=phase
     )
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     if not ENGINE_FACTS[config.rollout.engine].embedded:
@@ -186,7 +194,7 @@ def build_parts(
     engine = build_engine(limited, model, processor, ranks)
     ledger = WeightLedger()
     lent = _share_base(engine, model, ledger) if may_lend else None
-    learner = Learner(model.to(device), processor, config, updates, ranks)
+    learner = Learner(model if shares else model.to(device), processor, config, updates, ranks)
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"

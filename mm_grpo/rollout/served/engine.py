@@ -121,9 +121,10 @@ class ServedEngine(RolloutEngine):
         """
         result: Any = None
         with self.ranks.fail_together("weights"):
-            if self.transfer is not None:
-                result = self._send(self.transfer, tensors, version)
-            else:
+            try:
+                if self.transfer is not None:
+                    result = self._send(self.transfer, tensors, version)
+            finally:  # all processes take the tensors: those of a sharded model are gathered by all
                 for _ in tensors:
                     pass
         received, name, urls = self.ranks.broadcast(result, "weights")
