@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "optimizer-shared": case({"zero_stage": 1}),
     "gradients-shared": case({"zero_stage": 2}),
     "offloaded": case({"zero_stage": 2, "offload_optimizer": True}),
+    "weights-shared": case({"zero_stage": 3}),
 }
 
 
