@@ -43,15 +43,18 @@ def _shard(model: Any, family: Family, ranks: Ranks, device: torch.device) -> No
     root, embedding, head = family.backbone(model), model.get_input_embeddings(), family.head(model)
     tied = head.weight is embedding.weight
     units: list[nn.Module] = [*text.layers, embedding, *([] if tied else [head])]
-    sharded = {p for unit in units for p in unit.parameters()}
+    sharded = {id(p) for unit in units for p in unit.parameters()}  # references would keep them whole
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (ranks.world,)),
         # fp32 adapters stay fp32 beside a bf16 base
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-        "ignored_params": {p for p in model.parameters() if p not in sharded},
+        "ignored_params": {p for p in model.parameters() if id(p) not in sharded},
     }
     for unit in units:
-        ranks.broadcast_tensors(unit.to(device).parameters())
+        for tensor in (*unit.parameters(), *unit.buffers()):
+            # a copy: to write into the pages of the model's file would bring all of it into memory
+            tensor.data = tensor.data.to(device, copy=True)
+        ranks.broadcast_tensors(unit.parameters())
         fully_shard(unit, **options)
     if tied:  # torch ties weights inside one unit alone
         head.weight = embedding.weight
