@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
+from mm_grpo.cli.configs import (
+    Config,
+    Overrides,
+    Processes,
+    Smoke,
+    load_config,
+    refuse_missing_data,
+    to_smoke,
+)
 from mm_grpo.cli.imports import heavy_imports
+from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import OutputFile, temporary_folder
 
@@ -66,15 +76,21 @@ def doctor(
     config: Config,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
+    processes: Processes = None,
 ) -> None:
     """Compare engine and learner of a config on its first prompts, before and after a weight update."""
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
+    if processes is not None and processes > 1:
+        check_processes(processes, loaded, smoke=False)
+        arguments = [config, *(overrides or []), "--prompts", str(prompts)]
+        raise typer.Exit(launch(processes, ["-m", "mm_grpo.cli", "doctor", *arguments]))
     with heavy_imports():
         from mm_grpo.preflight.doctor import examine, show
 
     report = examine(loaded, prompts)
-    show(report)
+    if os.environ.get("RANK", "0") == "0":
+        show(report)
     if not report.ok:
         raise typer.Exit(3)
 
