@@ -44,6 +44,8 @@ class Fragment:
     name: str
     start: int
     tensors: Mapping[str, Tensor]
+    repeated: bool = False
+    """True if every process holds the same part; the first one writes it."""
 
 
 class BaseOptimizer(ABC):
@@ -194,7 +196,8 @@ class Optimizer(BaseOptimizer):
         for (name, param), master in zip(self.named.items(), self.masters, strict=True):
             state = self._moments(master)
             tensors = {"master": master, **{key: state[key] for key in MOMENTS}}
-            yield Fragment(name, start_of(param), {key: t.detach().view(-1) for key, t in tensors.items()})
+            flat = {key: t.detach().view(-1) for key, t in tensors.items()}
+            yield Fragment(name, start_of(param), flat, repeated=local_part(param) is param)
 
     def _clip_and_update(self) -> float:
         self._take_gradients()

@@ -76,6 +76,8 @@ def state_file(optimizer: BaseOptimizer) -> StateFile:
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
     for fragment in optimizer.fragments():
+        if fragment.repeated and not optimizer.ranks.first:
+            continue
         starts[fragment.name] = fragment.start
         tensors |= {f"{kind}/{fragment.name}": tensor for kind, tensor in fragment.tensors.items()}
     return StateFile(tensors, {"starts": json.dumps(starts), "random": json.dumps(random_state())})
