@@ -32,10 +32,9 @@ from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
-from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.reference import reference_model
-from mm_grpo.learner.sharding import ShardedOptimizer, shard_models
+from mm_grpo.learner.sharding import optimizer_class, shard_models
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -84,7 +83,7 @@ class Learner(LearnerWeights):
         self.reference: PackForward | None = None if reference is None else wrap(reference)
         tower = {id(p) for p in processor.family.tower(model).parameters()}
         trains_tower_alone = all(id(p) in tower for p in model.parameters() if p.requires_grad)
-        make_optimizer = _optimizer_class(config, self.ranks)
+        make_optimizer = optimizer_class(config, self.ranks)
         # if the tower alone is trained, the loss of a text has no gradient but through a blank image
         self.module = wrap(model, blank_images=make_optimizer.reads_order or trains_tower_alone)
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
@@ -287,13 +286,3 @@ class Learner(LearnerWeights):
 
 def _token_count(rows: Iterable[Sequence[Item]]) -> int:
     return sum(len(item.token_ids) for row in rows for item in row)
-
-
-def _optimizer_class(config: GRPOConfig, ranks: Ranks) -> type[BaseOptimizer]:
-    if config.optim.zero_stage == 3 and ranks.world > 1:
-        return ShardedOptimizer
-    if config.optim.offload_optimizer or (ranks.world > 1 and config.optim.zero_stage > 0):
-        from mm_grpo.learner.zero import ZeroOptimizer
-
-        return ZeroOptimizer
-    return Optimizer

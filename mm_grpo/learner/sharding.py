@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mm_grpo.config import OptimConfig
+from mm_grpo.config import GRPOConfig, OptimConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.model import resolve_device
-from mm_grpo.learner.optimizer import Optimizer
+from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.shards import RANKS, is_sharded
 from mm_grpo.processors.family import Family
 
@@ -100,3 +100,14 @@ class ShardedOptimizer(Optimizer):
         ]
         norm = torch.nn.utils.get_total_norm(gradients)
         return self._over_processes(norm.double().square()).sqrt().to(norm)
+
+
+def optimizer_class(config: GRPOConfig, ranks: Ranks) -> type[BaseOptimizer]:
+    """Return the class of the optimizer of `optim.zero_stage` for these processes."""
+    if config.optim.zero_stage == 3 and ranks.world > 1:
+        return ShardedOptimizer
+    if config.optim.offload_optimizer or (ranks.world > 1 and config.optim.zero_stage > 0):
+        from mm_grpo.learner.zero import ZeroOptimizer
+
+        return ZeroOptimizer
+    return Optimizer
