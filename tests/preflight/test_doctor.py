@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import processes
 from helpers.fake_engines import FakeRemoteEngine, use_engine
 
 from mm_grpo import GRPOConfig, build
@@ -70,6 +71,16 @@ def test_the_table_and_the_exit_code(command: Any, config_path: Path) -> None:
     ):  # fmt: skip
         assert words in out, words
     assert not (config_path.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_update_and_one_report(config_path: Path, tmp_path: Path) -> None:
+    arguments = ("doctor", config_path, "--prompts", 3)
+    codes = processes.launch(("-m", "mm_grpo.cli"), 2, arguments, tmp_path / "output", deadline=120)
+    first, second = ((tmp_path / "output" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [0, 0], first + second
+    assert first.count("4 of 4 completions distinct") == 3 and first.endswith("\nok\n")
+    assert "weight update" not in second
 
 
 @pytest.mark.parametrize(
