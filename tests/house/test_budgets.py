@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 45_150, "tests": 42_300}
+BUDGETS = {"mm_grpo": 45_200, "tests": 42_450}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
