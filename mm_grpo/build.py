@@ -465,7 +465,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
-    options = config.rollout.server
+    options, lora = config.rollout.server, config.model.lora
     if not options.urls:
         raise ConfigError(
             "rollout.server.urls = []: rollout.engine=vllm_server needs servers; start them with `mm-grpo serve` and "
@@ -480,6 +480,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
             folder=options.folder,
             host=own_address(urlsplit(options.urls[0]).hostname),
             timeout=min(300.0, options.timeout),
+            shared=options.share_gpus,
         )
     key = os.environ.get(VARIABLE)
     clients = [ServerClient(url, key=key, timeout=options.timeout) for url in options.urls]
@@ -492,7 +493,9 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
             probe_timeout=min(30.0, options.timeout / 3),
             wait_timeout=options.wait_timeout,
             max_model_len=limits.max_model_len,
-            lora_rank=config.model.lora.rank if config.model.lora is not None else 0,
+            lora_rank=0 if lora is None else lora.rank,
+            # a base that is frozen stays: it would be sent again, with ZeRO-3 gathered from all processes
+            sleep_level=(config.rollout.vllm.sleep_level if lora is None else 1) if options.share_gpus else 0,
             sizes=model_sizes(model.config),
         ),
         max_media={"image": max(1, limits.max_images), "video": limits.max_videos},

@@ -27,7 +27,7 @@ from mm_grpo.cli.configs import (
     to_smoke,
 )
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.cli.serve import check_serve, servers_for_run
+from mm_grpo.cli.serve import TensorParallel, check_serve, servers_for_run
 from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
@@ -49,6 +49,7 @@ def train(
     servers: Annotated[
         int | None, typer.Option("--serve", min=1, help="vLLM servers of this machine to sample from.")
     ] = None,
+    tensor_parallel: TensorParallel = 1,
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change the config."""
     loaded = load_config(config, overrides or [])
@@ -62,9 +63,13 @@ def train(
         raise ConfigError("--smoke and --resume: a smoke run has no checkpoint; leave one out")
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke)
+    if servers is None and tensor_parallel > 1:
+        raise ConfigError(
+            f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"
+        )
     if servers is not None:
         check_serve(servers, loaded, smoke=smoke)
-    serving = servers_for_run(loaded, servers, processes or 1) if servers is not None else None
+    serving = None if servers is None else servers_for_run(loaded, servers, tensor_parallel, processes or 1)
     with serving or nullcontext(dict[str, Any]()) as fields:
         if processes is not None and processes > 1:
             urls = [f"{path}={json.dumps(value)}" for path, value in fields.items()]

@@ -349,8 +349,21 @@ def _multi_turn_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_in_reward", why
 
 
+def _shared_gpu_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse what contradicts servers on the learner's GPUs that sleep while it works."""
+    rollout, sharing = config.rollout, "with rollout.server.share_gpus = true"
+    if rollout.server.share_gpus and rollout.max_staleness:
+        yield "rollout.max_staleness", f"must be 0 {sharing}: servers sleep while the learner works"
+    if rollout.server.share_gpus and rollout.server.transfer == "nccl":
+        why = f"must be file or gloo {sharing}: NCCL joins no two processes on one GPU"
+        yield "rollout.server.transfer", why
+    if rollout.server.share_gpus and rollout.vllm.sleep_level == 0:
+        yield "rollout.vllm.sleep_level", f"must be 1 or 2 {sharing}"
+
+
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
     _prompts, _scaling_conflicts, _turns, _loss, _kl, _frozen_part_conflicts, _multi_turn_conflicts,
+    _shared_gpu_conflicts,
 )  # fmt: skip
 
 

@@ -220,8 +220,8 @@ class ServerConfig(Section):
     `mm-grpo train --serve` starts them. Default: []."""
     transfer: Literal["auto", "file", "gloo", "nccl"] = "auto"
     """How weights get to the servers: file (a folder that both sides see), gloo (over the network, through the hosts'
-    memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder, else
-    file. Default: auto."""
+    memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder and
+    share_gpus, else file. Default: auto."""
     folder: Annotated[PathText | None, RelativeToFile()] = None
     """Folder for transfer: file, which the servers have to see under the same path; null is a temporary one of this
     machine. Default: null."""
@@ -231,6 +231,9 @@ class ServerConfig(Section):
     question about its state a third and at most 30 s. Default: 600.0."""
     wait_timeout: Number = Field(default=300.0, gt=0)
     """Seconds to wait for a server when none answers, > 0; then the run ends. Default: 300.0."""
+    share_gpus: bool = False
+    """Have the servers on the learner's GPUs, asleep while it works as rollout.vllm.sleep_level says; with model.lora
+    their weights always wait in the host's memory (docs/served.md). Default: false."""
 
     @field_validator("urls")
     @classmethod

@@ -114,6 +114,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport, ranks: Ranks)
     report.failures += [m for p in report.before for m in past_limit(p, limit)]
     report.failures += filter(None, (duplicate_completions([group]) for group in groups))
 
+    parts.engine.sleep()
     report.update = update = _update(parts, groups, config.learning_rate, limit)
     if not update.logp_moved >= CLEAR_MOVE_FACTOR * limit:
         report.failures.append(

@@ -39,8 +39,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return partial(use_engine, monkeypatch)
 
 
-def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:
+def test_the_report_of_a_sound_pair(config_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine()
+    asleep: list[int] = []
+    monkeypatch.setattr(FakeRemoteEngine, "sleep", lambda self: asleep.append(self.version))
     config = GRPOConfig.from_yaml(config_path)
     report = examine(config, 3)
     assert report.failures == [] and report.ok and report.ids_equal is True
@@ -59,6 +61,7 @@ def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:
     done = report.update
     assert done is not None and done.logp_moved >= 3e-3 and done.learning_rate >= 1e-6
     assert done.tensors > 60 and done.bytes > 4 * 60_000
+    assert asleep == [0]  # while the learner updates
     assert config.optim.warmup_steps == 2  # the config itself is left alone
 
 
