@@ -32,6 +32,8 @@ GPU_SHARE = 0.9
 """Share of a GPU of its own that a server takes if rollout.vllm.gpu_memory_utilization is not set."""
 
 TensorParallel = Annotated[int, typer.Option(min=1, help="GPUs of each server.")]
+ShareGPUs = Annotated[bool, typer.Option("--share-gpus", help="Set rollout.server.share_gpus.")]
+SHARE_GPUS = "rollout.server.share_gpus=true"
 
 
 def serve(
@@ -43,9 +45,11 @@ def serve(
         int | None, typer.Option(min=1, max=65535, help="Port of the first server; the next ones follow.")
     ] = None,
     tensor_parallel: TensorParallel = 1,
+    share_gpus: ShareGPUs = False,
     logs: Annotated[str | None, typer.Option(help="Folder for logs. Default: a temporary one.")] = None,
 ) -> None:
     """Start vLLM servers for a config on this machine, and keep them running until Ctrl-C."""
+    overrides = [*(overrides or []), *[SHARE_GPUS] * share_gpus]
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
@@ -67,7 +71,7 @@ def serve(
     print_phase(f"starting {servers} server(s)")
     folder = None if logs is None else Path(logs)
     with launch.serve(settings, log_folder=folder, report=print_phase) as processes:
-        _describe(processes, config, "rollout.server.share_gpus=true " * loaded.rollout.server.share_gpus)
+        _describe(processes, config, f"{SHARE_GPUS} " * loaded.rollout.server.share_gpus)
         threading.Event().wait()
 
 

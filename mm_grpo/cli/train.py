@@ -27,7 +27,7 @@ from mm_grpo.cli.configs import (
     to_smoke,
 )
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.cli.serve import TensorParallel, check_serve, servers_for_run
+from mm_grpo.cli.serve import SHARE_GPUS, ShareGPUs, TensorParallel, check_serve, servers_for_run
 from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
@@ -50,8 +50,10 @@ def train(
         int | None, typer.Option("--serve", min=1, help="vLLM servers of this machine to sample from.")
     ] = None,
     tensor_parallel: TensorParallel = 1,
+    share_gpus: ShareGPUs = False,
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change the config."""
+    overrides = [*(overrides or []), *[SHARE_GPUS] * share_gpus]
     loaded = load_config(config, overrides or [])
     files = config_files(config, overrides or [])
     for file in (files.config, *files.layers):
@@ -67,6 +69,8 @@ def train(
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"
         )
+    if servers is None and share_gpus and loaded.rollout.engine != "vllm_server":
+        raise ConfigError("--share-gpus: is for servers; add --serve 1, or set rollout.engine=vllm_server")
     if servers is not None:
         check_serve(servers, loaded, smoke=smoke)
     serving = None if servers is None else servers_for_run(loaded, servers, tensor_parallel, processes or 1)
