@@ -519,9 +519,9 @@ class OptimConfig(Section):
     data.on_overlong drops. Default: 16384."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
-    zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)
-    """What several processes share out (DeepSpeed ZeRO), >= 0 and <= 2; 0 is nothing, 1 the optimizer's state, 2 the
-    gradients too; changes no update. Default: 2."""
+    zero_stage: Annotated[int, Accepts("0, 1, 2 or 3")] = Field(default=2, ge=0, le=3)
+    """What several processes share out (ZeRO), >= 0 and <= 3; 0 is nothing, 1 the optimizer's state, 2 the gradients
+    too, 3 the weights too (docs/several-gpus.md); changes no update. Default: 2."""
     offload_optimizer: bool = False
     """Keep fp32 weights and the optimizer's state in the host's memory; needs zero_stage 1 or 2. Default: false."""
 
