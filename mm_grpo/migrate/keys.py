@@ -78,7 +78,7 @@ FIELDS: Mapping[str, str] = {
 
 _SAMPLING = "truncated sampling and penalties are for evaluation; write rollout.eval.{}"
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
-_ZERO = "write optim.zero_stage (3 is what FSDP does) and optim.offload_optimizer; no config of DeepSpeed is read"
+_ZERO = "write optim.zero_stage (3 is FSDP) and optim.offload_optimizer; there is no config of DeepSpeed"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
 _PROCESSES = (
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"

@@ -18,7 +18,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.quantization import NF4_BYTES
 from mm_grpo.preflight.estimate import find_remedy, phases, show, sizes_of
-from mm_grpo.preflight.memory import GB, Largest, Lengths, ModelSizes, learner_memory, memory_of_run
+from mm_grpo.preflight.memory import GB, Largest, Lengths, ModelSizes, Servers, learner_memory, memory_of_run
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
 
@@ -124,7 +124,7 @@ def test_videos_of_a_prompt_by_hand(bare: Path, models: dict[str, Path]) -> None
     limited = config_for(models["qwen2_5_vl"], data=data)  # at most 224 x 224 pixels
     assert sizes_of(limited)[1] == Largest(64 * 784, 64, 250)
     console = Console(width=200, record=True)
-    show(config, [24.0], processes=1, console=console)
+    show(config, [24.0], processes=1, servers=Servers(), console=console)
     assert "a video 250 tokens; 1 image(s) and 2 video(s) to a prompt" in console.export_text()
 
 
@@ -205,7 +205,7 @@ def test_the_remedy_is_the_cheapest_settings(bare: Path) -> None:
 
 def test_the_command_needs_no_weights(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=200)
-    show(config_for(bare, model={"lora": LORA}), [80], processes=2, console=console)
+    show(config_for(bare, model={"lora": LORA}), [80], processes=2, servers=Servers(), console=console)
     out = capsys.readouterr().out
     assert "of them trained" in out and "2 process(es)" in out and "fits on 24 GB (" in out
     assert [p.name for p in bare.iterdir()] == ["config.json"]
