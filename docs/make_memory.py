@@ -125,11 +125,10 @@ def page(text: str) -> str:
 
 def table() -> str:
     """A table of runs, with GB of a GPU."""
-    names = "model", "trained", "GPUs", "vLLM", "stage", "learns", "samples", "server", "gathers", "sync", "needs"
-    rows = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    names = "model", "GPUs x GB", "vLLM", "stage", "learns", "samples", "GPUs send", "sync", "needs"
     with tempfile.TemporaryDirectory() as folder:
-        rows += ["| " + " | ".join(cells(row, Path(folder) / row.model)) + " |" for row in ROWS]
-    return "\n".join(rows)
+        rows = [names, ("---",) * len(names), *(cells(row, Path(folder) / row.model) for row in ROWS)]
+    return "\n".join(f"|{'|'.join(row)}|" for row in rows)
 
 
 def config_of(row: Row, path: Path) -> GRPOConfig:
@@ -156,32 +155,43 @@ def config_of(row: Row, path: Path) -> GRPOConfig:
 
 
 def cells(row: Row, path: Path) -> list[str]:
-    """The cells of a run, with the settings that make it fit; without them, what it would need, struck out."""
+    """The cells of a run with the settings that make it fit, or as it is."""
     config, card = config_of(row, path), row.card * GB
     servers = Servers(row.tensor_parallel, row.shared) if row.servers else None
     remedy = find_remedy(config, card, processes=row.processes, servers=servers)
-    settings = () if remedy is None else remedy.settings
-    fits = remedy is not None and not any("lora" in s or "zero_stage" in s or "nf4" in s for s in settings)
+    settings = (
+        {name: yaml.safe_load(value) for name, _, value in (s.partition("=") for s in remedy.settings)}
+        if remedy
+        else {}
+    )
+    fits = remedy is not None and not settings.keys() & {
+        "model.lora",
+        "model.quantization",
+        "optim.zero_stage",
+    }
     if fits:
-        config = config.with_values({name: yaml.safe_load(value) for name, value in (s.split("=", 1) for s in settings)})
+        config = config.with_values(settings)
     memory = phases(config, card, processes=row.processes, servers=servers)
     sizes, largest = sizes_of(config)
     moved = moved_bytes(sizes, config, Lengths.of(config, largest, row.processes), row.processes, servers)
     total = row.processes + (0 if row.shared else row.servers * row.tensor_parallel)
-    place = "in process" if not row.servers else f"{row.servers} × {row.tensor_parallel}"
-    parts = [sum(part.values()) / GB for part in (memory.learner, memory.rollout, memory.server)]
+    layout = f"{row.servers}x{row.tensor_parallel} {'shared' if row.shared else 'beside'}"
+    needs = ", ".join(f"{name.rpartition('.')[2]}={value}".lower() for name, value in settings.items())
     return [
-        row.model,
-        row.kind,
-        f"{total} × {row.card}",
-        place if not row.servers else f"{place} {'shared' if row.shared else 'beside'}",
-        str(row.stage if row.processes > 1 else "-"),
-        *(f"{part:.0f}" if part else "" for part in parts),
-        f"{(moved['gathered weights'] + moved['gradients']) / GB:.3g}",
-        f"{moved['sync'] / GB:.2g}",
-        ", ".join(settings) if fits else "does not fit",
+        f"{row.model} {row.kind}",
+        f"{total}x{row.card}",
+        layout if row.servers else "inside",
+        str(row.stage) if row.processes > 1 else "",
+        *(f"{sum(part.values()) / GB:.0f}" for part in (memory.learner, memory.rollout)),
+        *(figure(size) for size in (moved["gathered weights"] + moved["gradients"], moved["sync"])),
+        needs if fits else "does not fit",
     ]
 
 
+def figure(size: int) -> str:
+    """GB in two digits."""
+    return f"{float(f'{size / GB:.2g}'):g}"
+
+
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -219,5 +219,5 @@ def test_a_model_without_image_limits_is_one_message(models: dict[str, Path], tm
 
 @pytest.mark.long
 def test_the_page_on_memory_holds_the_figures_of_today() -> None:
-    made, text = runpy.run_path(str(DOCS / "make_memory.py")), (DOCS / "choosing.md").read_text("utf-8")
+    made, text = runpy.run_path(str(DOCS / "make_memory.py")), (DOCS / "several-gpus.md").read_text("utf-8")
     assert made["page"](text) == text
