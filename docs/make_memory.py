@@ -68,8 +68,9 @@ its layer that predicts several tokens, which transformers does not load, is lef
 
 LORA = {"rank": 16, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {
-    "all": {}, "LoRA": {"lora": LORA}, "NF4": {"lora": LORA, "quantization": "nf4"},
+    "all": {"freeze_vision": True}, "LoRA": {"lora": LORA}, "NF4": {"lora": LORA, "quantization": "nf4"},
 }  # fmt: skip
+"""What is trained, as the layers full, lora and qlora have it; lora on every linear layer, which experts are not."""
 
 
 class Row(NamedTuple):

@@ -521,14 +521,16 @@ class OptimConfig(Section):
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
     zero_stage: Annotated[int, Accepts("0, 1, 2 or 3")] = Field(default=2, ge=0, le=3)
     """What several processes share out (ZeRO), >= 0 and <= 3; 0 is nothing, 1 the optimizer's state, 2 the gradients
-    too, 3 the weights too (docs/several-gpus.md); changes no update. Default: 2."""
+    too (DeepSpeed), 3 the language model's weights too (torch's fully_shard); changes no update. Default: 2."""
     offload_optimizer: bool = False
     """Keep fp32 weights and the optimizer's state in the host's memory; needs zero_stage 1 or 2. Default: false."""
 
     @model_validator(mode="after")
     def _offloads_what_is_shared(self) -> Self:
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise CheckError("optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is 0")
+        if self.offload_optimizer and self.zero_stage not in (1, 2):
+            raise CheckError(
+                f"optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is {self.zero_stage}"
+            )
         return self
 
     def peak_rate(self, *, adapters: bool = False) -> float:

@@ -322,11 +322,10 @@ def _stage(result: Conversion, value: Any) -> Converted:
     match = re.search(r"zero_?([0-3])(_offload)?", str(value))
     if match is None:
         return None
-    stage = {"optim.zero_stage": int(match[1])}
     if match[1] == "3":
         result.notes.append("optim.zero_stage: 3 needs rollout.engine: vllm_server, and nothing is offloaded")
-        return stage
-    return stage | ({"optim.offload_optimizer": True} if match[2] else {})
+    offload = {"optim.offload_optimizer": True} if match[2] and match[1] in "12" else {}
+    return {"optim.zero_stage": int(match[1]), **offload}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -208,8 +208,7 @@ def show(
     with_or_without = "without" if config.optim.gradient_checkpointing is False else "with"
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit, "
-        f"{sizes.active:,} active for a token; "
-        f"{processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
+        f"{sizes.active:,} active for a token; {processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
         f"checkpointing\nan image has at most {largest.pixels:,} pixels and {largest.tokens:,} tokens{video}; {count} "
         f"to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
         console,
@@ -218,7 +217,7 @@ def show(
     passes = (4 if config.model.lora else 6) + 2 * (config.optim.gradient_checkpointing is not False)
     print_line(
         f"{lengths.packs} pack(s) a step in each process, of {passes * sizes.active * lengths.pack:.1e} FLOPs without "
-        f"attention and tower; it sends {', '.join(f'{in_gb(size)} {name}' for name, size in moved.items())} a step",
+        f"attention and tower; moved a step: {', '.join(f'{in_gb(size)} {name}' for name, size in moved.items())}",
         console,
     )
     estimates = [phases(config, round(card * GB), processes=processes, servers=servers) for card in cards]

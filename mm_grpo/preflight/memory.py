@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,8 +40,8 @@ CONTEXT = GB // 2  # bytes of CUDA's context
 EMBEDDED_CACHE = "cache of the embedded engine"
 """Key of the largest possible cache; a run's rows may be shorter."""
 
-TOWER, LAYER = r"(?!.*\.lora_).*\bvi(sual|sion)", r"(?!.*(\bvi(sual|sion)|\.lora_)).*\.layers\.{}\."
-"""Patterns of the names of a vision tower's weights, and of a text layer's by its number, without adapters."""
+TOWER, LAYER = r".*\bvi(sual|sion)", r"(?!.*\bvi(sual|sion)).*\.layers\.{}\."
+"""Patterns of the names of a vision tower's weights, and of a text layer's by its number."""
 
 Bytes = dict[str, int]
 """Use of memory, in words -> bytes."""
@@ -94,8 +95,9 @@ class ModelSizes:
     quantised: int = 0  # weights in four bits, counted in `weights` too
     experts: int = 0  # weights of all experts
     active: int = 0  # weights of the language model that run for a token, its experts among them
-    layer: int = 0  # weights of the largest text layer, without adapters
-    tower: int = 0  # frozen weights of the vision tower
+    layer: int = 0  # weights of the largest text layer
+    tower: int = 0  # weights of the vision tower
+    trained_tower: int = 0  # the trained ones of them
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -106,24 +108,22 @@ class ModelSizes:
         linear = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
         named, embedding = list(model.named_parameters()), model.get_input_embeddings().weight
 
-        def count(pattern: str, *, trained: bool = True) -> int:
-            fits = re.compile(pattern).match
-            return sum(numbers_of(p) for n, p in named if fits(n) and (trained or not p.requires_grad))
+        def count(pattern: str, among: Iterable[tuple[str, Any]] = named) -> int:
+            return sum(numbers_of(p) for n, p in among if re.match(pattern, n))
 
-        weights, experts, adapters = count(""), count(r".*\.experts\."), count(r".*\.lora_")
-        unused = (
-            count(TOWER) + adapters + (0 if embedding is head else embedding.numel())
-        )  # which is looked up
+        experts, tower = count(r".*\.experts\."), count(TOWER)
+        # an embedding is looked up
+        active = count("") - tower - (0 if embedding is head else embedding.numel())
         if experts:
-            unused += experts - experts * text.num_experts_per_tok // text.num_experts
+            active -= experts - experts * text.num_experts_per_tok // text.num_experts
         return cls(
-            weights=weights,
+            weights=count(""),
             trained=sum(p.numel() for p in params if p.requires_grad),
             numbers=head.element_size(),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             heads=text.num_attention_heads * width,
-            inner=_inner(text),
+            inner=inner_width(text),
             vocabulary=len(head),
             head_is_trained=head.requires_grad,
             reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
@@ -132,12 +132,13 @@ class ModelSizes:
             keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
             vision=VisionSizes.of(model),
             trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
-            adapters=adapters,
+            adapters=count(r".*\.lora_"),
             quantised=sum(numbers_of(p) for p in params if hasattr(p, "quant_state")),
             experts=experts,
-            active=weights - unused,
+            active=active,
             layer=max(count(LAYER.format(number)) for number in range(text.num_hidden_layers)),
-            tower=count(TOWER, trained=False),
+            tower=tower,
+            trained_tower=count(TOWER, ((n, p) for n, p in named if p.requires_grad)),
         )
 
     @property
@@ -165,29 +166,28 @@ def learner_memory(
     """Estimate the learner's memory in one of `processes` for packs of `tokens` tokens and `pixels` of images.
 
     `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage. At stage 3
-    trained weights are fp32 masters, and a layer is gathered while the one before it runs. Adapters stay whole.
+    the tower alone is whole, and a layer is gathered while the one before it runs.
     """
     b, n, full = model.numbers, model.trained, model.layers - model.linear_layers
+    frozen, reference = model.weights - n - model.quantised, model.reference
     trained_bytes = model.trained_numbers or b
-    shards = processes if zero_stage else 1
+    shards, gathered = processes if zero_stage in (1, 2) else 1, 0
+    if zero_stage == 3:
+        towers = model.trained_tower, model.tower - model.trained_tower, model.tower if reference else 0
+        pairs = zip((n, frozen, reference), towers, strict=True)
+        n, frozen, reference = (whole + (count - whole) // processes for count, whole in pairs)
+        # two layers and the head, and the gradients of a layer before and after their conversion to fp32
+        gathered = b * (2 * model.layer + model.vocabulary * model.hidden)
+        gathered += 0 if model.adapters else (b + 4) * model.layer
     # fp32 sums, which stage 2 shards; stage 1 in bfloat16 also holds gradients that are not added yet
     gradients = 4 * n // (shards if zero_stage == 2 else 1)
     if zero_stage == 1 and trained_bytes == 2:
         gradients += 2 * n
     if zero_stage == 2:  # and its bucket, two if communication overlaps
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = 4 * n if trained_bytes == 2 or zero_stage else 0  # in fp32; DeepSpeed always keeps them
-    weights = (
-        b * (model.weights - n - model.quantised) + round(NF4_BYTES * model.quantised) + trained_bytes * n
-    )
-    gathered = 0
-    if zero_stage == 3:
-        shards, masters = 1 if model.adapters else processes, 0
-        gradients, frozen = 4 * n // shards, model.weights - n - model.tower
-        weights = b * model.tower + b * frozen // processes + 4 * n // shards
-        gathered = b * (2 * model.layer + model.vocabulary * model.hidden)
-        # gradients of a layer, before and after their conversion to fp32
-        gathered += 0 if model.adapters else (b + 4) * model.layer
+    masters = (
+        4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
+    )  # in fp32; DeepSpeed always keeps them
     without_heads = _token_of_layer(b, model.hidden, 0, model.inner)
     layer = tokens * (without_heads + 5 * b * model.heads)
     linear = tokens * (without_heads + model.linear_token)
@@ -197,9 +197,9 @@ def learner_memory(
         activations = model.layers * tokens * b * model.hidden + largest
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return {
-        "weights": weights,
+        "weights": b * frozen + round(NF4_BYTES * model.quantised) + trained_bytes * n,
         "gathered layers": gathered,
-        "reference": b * model.reference,
+        "reference": b * reference,
         "gradients": gradients,
         "optimizer": 0 if offload else (8 * n + masters) // shards,  # with AdamW's two means
         "activations": activations,
@@ -370,14 +370,13 @@ def moved_bytes(
     """Estimate the bytes of a step of full packs that reach a process from the others, and an engine."""
     n, stage, engine = sizes.trained, config.optim.zero_stage, ENGINE_FACTS[config.rollout.engine]
     updates = config.optim.updates_per_step * config.algorithm.num_iterations
-    whole = stage == 0 or (stage == 3 and sizes.adapters > 0)
-    gathered = 0 if whole else (sizes.trained_numbers or sizes.numbers) * n * updates
-    if (
-        stage == 3
-    ):  # forward, backward, and passes for old log-probs and a reference without weights of its own
-        passes = 2 + (updates > 1) + (config.algorithm.beta > 0 and not sizes.reference)
-        gathered = sizes.numbers * (sizes.weights - sizes.adapters - sizes.tower) * passes * lengths.packs
-    gradients = 4 * n * (2 * updates if whole else lengths.packs if stage > 1 else updates)
+    whole = n if stage == 0 else sizes.trained_tower if stage == 3 else 0
+    gathered = (sizes.trained_numbers or sizes.numbers) * (n - whole) * updates
+    if stage == 3:
+        # forward, backward, and passes for old log-probs and a reference
+        passes = 2 + (updates > 1) + (config.algorithm.beta > 0)
+        gathered = sizes.numbers * (sizes.weights - sizes.tower) * passes * lengths.packs
+    gradients = 4 * (n - whole) * (lengths.packs if stage > 1 else updates) + 2 * 4 * whole * updates
     held = shares_base(sizes, config) if engine.colocated else servers is None or not servers.share_gpus
     held = held or config.rollout.vllm.sleep_level < 2
     return {
@@ -450,7 +449,7 @@ def _token_of_layer(b: int, hidden: int, heads: int, inner: int) -> int:
     return norms + attention + 4 * b * inner  # gate, up, its activation, their product
 
 
-def _inner(text: Any) -> int:
+def inner_width(text: Any) -> int:
     """Return the width of the MLP, or of an MLP that keeps as much of a token as its experts do together."""
     if (width := getattr(text, "moe_intermediate_size", None)) is None:
         return int(text.intermediate_size)
