@@ -208,9 +208,9 @@ def show(
     with_or_without = "without" if config.optim.gradient_checkpointing is False else "with"
     print_line(
         f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit, "
-        f"{sizes.active:,} active for a token; {processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
-        f"checkpointing\nan image has at most {largest.pixels:,} pixels and {largest.tokens:,} tokens{video}; {count} "
-        f"to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
+        f"{sizes.active:,} active for a token; {processes} process(es), packs of at most {lengths.pack:,} tokens "
+        f"{with_or_without} gradient checkpointing\nan image has at most {largest.pixels:,} pixels and "
+        f"{largest.tokens:,} tokens{video}; {count} to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
         console,
     )
     moved = moved_bytes(sizes, config, lengths, processes, servers)

@@ -328,8 +328,9 @@ def memory_of_run(
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
     cache, fault, server = 0, "", Bytes()
     engine = ENGINE_FACTS[rollout.engine]
-    if gpu and (engine.colocated or (engine.remote and servers is not None)):
-        servers = servers or Servers(share_gpus=True)
+    if engine.colocated:
+        servers = Servers(share_gpus=True)
+    if gpu and not engine.embedded and servers is not None:
         share = round(device * rollout.vllm.gpu_memory_utilization)
         is_base_shared = engine.colocated and shares_base(sizes, config)
         if is_base_shared:

@@ -252,6 +252,8 @@ def test_servers_beside_and_on_the_learners_gpus_by_hand(bare: Path) -> None:
     }  # fmt: skip
     assert shared.rollout == {**alone.rollout, **beside.server, "CUDA's context": GB // 2}
     assert beside.cache == shared.cache == (5 * GB - sizes.weights - GB) // (384 // 2)
+    inside = config.with_values({"rollout.engine": "vllm", "optim.zero_stage": 2})
+    assert phases(inside, 10 * GB, processes=2, servers=Servers()) == phases(inside, 10 * GB, processes=2)
     assert "gathered layers" in shared.learner and "gathered layers" not in shared.rollout
 
 
