@@ -8,7 +8,6 @@ import typer
 
 from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
 from mm_grpo.cli.imports import heavy_imports
-from mm_grpo.cli.serve import GPU_SHARE
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import OutputFile, temporary_folder
 
@@ -98,13 +97,14 @@ def estimate(
     rollout, field = loaded.rollout, "gpu_memory_utilization"
     if rollout.engine != "vllm_server" and (share_gpus or tensor_parallel > 1):
         raise ConfigError("--tensor-parallel, --share-gpus: need rollout.engine=vllm_server")
-    if rollout.engine == "vllm_server" and not share_gpus and field not in rollout.vllm.model_fields_set:
-        loaded = loaded.with_values({f"rollout.vllm.{field}": GPU_SHARE})
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
+        from mm_grpo.cli.serve import GPU_SHARE
         from mm_grpo.preflight.estimate import show
         from mm_grpo.preflight.memory import Servers
 
+    if rollout.engine == "vllm_server" and not share_gpus and field not in rollout.vllm.model_fields_set:
+        loaded = loaded.with_values({f"rollout.vllm.{field}": GPU_SHARE})
     transformers_logging.set_verbosity_error()
     show(loaded, gpu or [80.0], processes=processes, servers=Servers(tensor_parallel, share_gpus))
