@@ -103,13 +103,24 @@ def estimate(
         typer.Option(min=1, max=1e6, help="Memory of a GPU, in GB; may be repeated. Default: 80."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each vLLM server.")] = 1,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Servers lie on the learner's GPUs.")
+    ] = False,
 ) -> None:
     """Estimate the GPU memory of a config, from the model's config.json alone, and find settings that fit."""
     loaded = load_config(config, overrides or [])
+    rollout, field = loaded.rollout, "gpu_memory_utilization"
+    if rollout.engine != "vllm_server" and (share_gpus or tensor_parallel > 1):
+        raise ConfigError("--tensor-parallel, --share-gpus: need rollout.engine=vllm_server")
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
+        from mm_grpo.cli.serve import GPU_SHARE
         from mm_grpo.preflight.estimate import show
+        from mm_grpo.preflight.memory import Servers
 
+    if rollout.engine == "vllm_server" and not share_gpus and field not in rollout.vllm.model_fields_set:
+        loaded = loaded.with_values({f"rollout.vllm.{field}": GPU_SHARE})
     transformers_logging.set_verbosity_error()
-    show(loaded, gpu or [80.0], processes=processes)
+    show(loaded, gpu or [80.0], processes=processes, servers=Servers(tensor_parallel, share_gpus))
