@@ -17,6 +17,7 @@ from mm_grpo.cli.configs import (
     to_smoke,
 )
 from mm_grpo.cli.imports import heavy_imports
+from mm_grpo.cli.serve import GPU_SHARE, SHARE_GPUS, ShareGPUs, TensorParallel
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import OutputFile, temporary_folder
@@ -103,20 +104,18 @@ def estimate(
         typer.Option(min=1, max=1e6, help="Memory of a GPU, in GB; may be repeated. Default: 80."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each vLLM server.")] = 1,
-    share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Servers lie on the learner's GPUs.")
-    ] = False,
+    tensor_parallel: TensorParallel = 1,
+    share_gpus: ShareGPUs = False,
 ) -> None:
     """Estimate the GPU memory of a config, from the model's config.json alone, and find settings that fit."""
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(config, [*(overrides or []), *[SHARE_GPUS] * share_gpus])
     rollout, field = loaded.rollout, "gpu_memory_utilization"
+    share_gpus = rollout.server.share_gpus
     if rollout.engine != "vllm_server" and (share_gpus or tensor_parallel > 1):
         raise ConfigError("--tensor-parallel, --share-gpus: need rollout.engine=vllm_server")
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
-        from mm_grpo.cli.serve import GPU_SHARE
         from mm_grpo.preflight.estimate import show
         from mm_grpo.preflight.memory import Servers
 
