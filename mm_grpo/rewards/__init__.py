@@ -31,7 +31,7 @@ Nothing here imports torch, transformers or datasets.
 
 from mm_grpo.rewards.batch import TrainerState
 from mm_grpo.rewards.registry import get, names, reward
-from mm_grpo.rewards.resolve import describe, entry_point_names, resolve_entries, resolve_entry
+from mm_grpo.rewards.resolve import entry_point_names, resolve_entries, resolve_entry
 from mm_grpo.rewards.scorer import Scorer, Scores
 from mm_grpo.rewards.spec import RewardSpec
 
@@ -40,7 +40,6 @@ __all__ = [
     "Scorer",
     "Scores",
     "TrainerState",
-    "describe",
     "entry_point_names",
     "get",
     "names",

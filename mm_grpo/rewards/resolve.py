@@ -98,15 +98,11 @@ def gate_levels(specs: Sequence[RewardSpec]) -> list[list[RewardSpec]]:
     return levels
 
 
-def describe(spec: RewardSpec) -> dict[str, str | None]:
-    """Return the identity of a reward's function in a saved config."""
-    return describe_code(spec.fn)
-
-
 def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
-    """Return the module, qualified name and source's SHA-256 of a user's function or class.
+    """Return the module, qualified name and source's SHA-256 of a user's function or class, as a saved config has them.
 
-    The digest is None if Python has no source. A closure's values and a partial's arguments are not part of it.
+    The digest is None if Python has no source. A closure's values and a partial's arguments are not part of it. Of a
+    path/to/file.py:function, which may call its neighbours, `file_sha256` is that of the whole file; else None.
     """
     inner = innermost(fn)
     if not hasattr(inner, "__qualname__"):
@@ -117,10 +113,12 @@ def describe_code(fn: Callable[..., Any]) -> dict[str, str | None]:
         digest = None
     else:
         digest = hashlib.sha256(source.encode()).hexdigest()
-    module = inner.__module__
-    if module.startswith(FILE_MODULE):  # the rest of that name depends on where the file lies
-        module = Path(sys.modules[module].__file__ or module).stem
-    return {"module": module, "qualname": inner.__qualname__, "sha256": digest}
+    module, file_digest = inner.__module__, None
+    if module.startswith(FILE_MODULE) and (file := sys.modules[module].__file__):
+        # the rest of that name depends on where the file lies
+        module, file_digest = Path(file).stem, hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    identity = {"module": module, "qualname": inner.__qualname__, "sha256": digest}
+    return identity | {"file_sha256": file_digest}
 
 
 def entry_point_names() -> list[str]:

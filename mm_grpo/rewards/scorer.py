@@ -162,7 +162,8 @@ class Scorer:
             if self._streamed_calls is not None and not self._streamed_calls.over:
                 return None
             rows: list[Any] = [None] * count
-            batch = self._batch(rows, [*rows], self._dataset_columns(columns), step)
+            state = TrainerState(step, self.max_steps)
+            batch = Batch(rows, [*rows], self._dataset_columns(columns), self.conversational, state)
             rewards = self._reward_calls(count)
             ungated = [reward for reward in rewards.values() if not reward.spec.options.only_if]
             self._streamed_calls = StreamedCalls(batch, rewards, self._start_runners(ungated))
@@ -182,7 +183,8 @@ class Scorer:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions")
         if streamed_calls is None:
-            batch = self._batch(prompts, completions, self._checked_columns(prompts), step)
+            state = TrainerState(step, self.max_steps)
+            batch = Batch(prompts, completions, self._checked_columns(prompts), self.conversational, state)
             streamed_calls = StreamedCalls(batch, self._reward_calls(len(completions)), {})
         elif (count := len(streamed_calls.batch.completions)) != len(completions):
             streamed_calls.abandon()
@@ -204,16 +206,6 @@ class Scorer:
         if self._streamed_calls is not None:
             self._streamed_calls.abandon()
         _close(self._pools, self._loops)
-
-    def _batch(
-        self,
-        prompts: Sequence[Prompt],
-        completions: Sequence[Completion],
-        columns: tuple[str, ...],
-        step: int,
-    ) -> Batch:
-        state = TrainerState(step, self.max_steps)
-        return Batch(prompts, completions, columns, self.conversational, state)
 
     def _reward_calls(self, count: int) -> dict[str, RewardCalls]:
         return {spec.name: RewardCalls(spec, [None] * count) for spec in self.specs}

@@ -39,8 +39,6 @@ def sample(
     tokens of each row so far, with its prompt; truncated sampling reads them.
     """
     rows = max(1, PART_BYTES // (LOGIT_BYTES * logits.shape[1]))
-    if len(logits) <= rows:
-        return _sample(logits.float(), noise, sampling, banned, context)
     parts = []
     for part in (slice(i, i + rows) for i in range(0, len(logits), rows)):
         before = None if context is None else context[part]

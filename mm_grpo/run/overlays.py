@@ -8,9 +8,9 @@ add a built-in: a line in `GOLD_COLUMNS`, and the way to read column and complet
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, point_in
@@ -21,8 +21,8 @@ from mm_grpo.types import Prompt
 
 GOLD_COLUMNS = {"iou": "box", "giou": "box", "box_match": "boxes", "clicking": "target"}
 """Built-in -> column of its gold value."""
-Labels = dict[tuple[int, Polygon], dict[str, None]]
-"""(index of the image, shape) -> names of the rewards that read it."""
+ShapesOf = Callable[[str, Mapping[str, Any], Frame], Sequence[Polygon]]
+"""Function from the name of a built-in, its options and the frame of the image to shapes."""
 
 
 @dataclass(frozen=True)
@@ -42,38 +42,37 @@ class Overlay:
 
 def gold_overlays(specs: Sequence[RewardSpec], prompt: Prompt) -> tuple[list[Overlay], list[str]]:
     """Return the gold overlays of a row, and a note for each gold value that cannot be drawn."""
-    labels: Labels = {}
-    notes: list[str] = []
-    for spec, builtin in _drawable(specs, prompt):
-        options = {**prompt.sample.columns, **spec.bound}
-        try:
-            index = options.get("image_index", 0)
-            frame = Frame.of(prompt.engine_prompt.images, prompt.sample, index)
-            space = options.get("gold_space", "original")
-            shapes = gold_polygons(builtin, options, frame)
-            for points in moved_shapes(shapes, frame, space, "pixel"):
-                labels.setdefault((index, points), {})[spec.name] = None
-        except (ValueError, TypeError, OverflowError) as error:
-            notes.append(f"{spec.name}: {error}")
-    return _overlays(labels), notes
+    return _overlays(specs, prompt, gold_polygons, "gold_space", "original")
 
 
 def predicted_overlays(specs: Sequence[RewardSpec], prompt: Prompt, completion: str) -> list[Overlay]:
     """Return the boxes and points that the rewards read in a completion; [] for a row without images."""
-    labels: Labels = {}
-    for spec, builtin in _drawable(specs, prompt):
-        options = spec.bound
-        index, space = options.get("image_index", 0), options.get("space", "pixel")
-        with suppress(ValueError, TypeError, OverflowError):  # the reward itself reports wrong options
+    # without notes: the reward itself reports wrong options
+    return _overlays(specs, prompt, partial(_predicted, completion), "space", "pixel")[0]
+
+
+def _overlays(
+    specs: Sequence[RewardSpec], prompt: Prompt, shapes_of: ShapesOf, space: str, default: str
+) -> tuple[list[Overlay], list[str]]:
+    """Return the shapes of rewards in GOLD_COLUMNS that apply to a row, and the errors; none without images.
+
+    `space` is the option of a reward that names the space of its shapes, and `default` its default.
+    """
+    labels: dict[tuple[int, Polygon], dict[str, None]] = {}  # names of the rewards of each shape on an image
+    notes: list[str] = []
+    for spec in specs if prompt.engine_prompt.images else ():
+        builtin, options = builtin_name(spec) or "", {**prompt.sample.columns, **spec.bound}
+        if builtin not in GOLD_COLUMNS or not spec.applies_to(prompt.sample.columns):
+            continue
+        try:
+            index = options.get("image_index", 0)
             frame = Frame.of(prompt.engine_prompt.images, prompt.sample, index)
-            shapes = _predicted(builtin, completion, options.get("layout", "xyxy"))
-            for points in moved_shapes(shapes, frame, space, "pixel"):
+            shapes = shapes_of(builtin, options, frame)
+            for points in moved_shapes(shapes, frame, options.get(space, default), "pixel"):
                 labels.setdefault((index, points), {})[spec.name] = None
-    return _overlays(labels)
-
-
-def _overlays(labels: Labels) -> list[Overlay]:
-    return [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()]
+        except (ValueError, TypeError, OverflowError) as error:
+            notes.append(f"{spec.name}: {error}")
+    return [Overlay(image, points, ", ".join(names)) for (image, points), names in labels.items()], notes
 
 
 def builtin_name(spec: RewardSpec) -> str | None:
@@ -81,14 +80,6 @@ def builtin_name(spec: RewardSpec) -> str | None:
     fn = innermost(spec.fn)
     names = (name for name, module in BUILTINS.items() if module == fn.__module__)
     return next((name for name in names if innermost(get(name).fn) is fn), None)
-
-
-def _drawable(specs: Sequence[RewardSpec], prompt: Prompt) -> Iterator[tuple[RewardSpec, str]]:
-    """Yield the rewards in GOLD_COLUMNS that apply to a row, with their built-in names; none without images."""
-    for spec in specs if prompt.engine_prompt.images else ():
-        builtin = builtin_name(spec) or ""
-        if builtin in GOLD_COLUMNS and spec.applies_to(prompt.sample.columns):
-            yield spec, builtin
 
 
 def gold_polygons(builtin: str, options: Mapping[str, Any], frame: Frame) -> Sequence[Polygon]:
@@ -101,8 +92,9 @@ def gold_polygons(builtin: str, options: Mapping[str, Any], frame: Frame) -> Seq
     return [_corners(frame.gold(box, layout, space)) for box in boxes]
 
 
-def _predicted(builtin: str, completion: str, layout: Any) -> list[Polygon]:
+def _predicted(completion: str, builtin: str, options: Mapping[str, Any], frame: Frame) -> Sequence[Polygon]:
     """Return what a built-in reads in a completion, in the space of the model."""
+    layout = options.get("layout", "xyxy")
     if builtin == "clicking":
         point = point_in(completion, layout)
         return [] if point is None else [(point,)]

@@ -9,10 +9,8 @@ or moved, and a mixture's sources and weights, change the order.
 from __future__ import annotations
 
 import base64
-import hashlib
 import json
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,9 +23,8 @@ from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
-from mm_grpo.import_path import FILE_MODULE
-from mm_grpo.rewards.resolve import describe, describe_code
-from mm_grpo.rewards.spec import RewardSpec, innermost
+from mm_grpo.rewards.resolve import describe_code
+from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.manifest import Checkpoint, checkpoints_in, read_checkpoint
 from mm_grpo.terminal import redact
 
@@ -100,15 +97,13 @@ def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[st
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
-    """Return the identity of each reward: name, weight, `describe`, and the SHA-256 of a file that a config names."""
-    return [
-        {"name": s.name, "weight": s.weight, **describe(s), "file_sha256": _file_digest(s.fn)} for s in specs
-    ]
+    """Return the identity of each reward: name, weight and `describe_code`."""
+    return [{"name": s.name, "weight": s.weight, **describe_code(s.fn)} for s in specs]
 
 
 def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
-    """Return the identity of each tool and environment: its name, `describe_code`, and the SHA-256 of its file."""
-    return [{"name": name, **describe_code(code), "file_sha256": _file_digest(code)} for name, code in tools]
+    """Return the identity of each tool and environment: its name and `describe_code`."""
+    return [{"name": name, **describe_code(code)} for name, code in tools]
 
 
 def identity_of(
@@ -124,15 +119,6 @@ def identity_of(
         "tools": [] if toolbox is None else list(toolbox.schemas),
         "tool_sources": tool_sources_of([*features, *([] if toolbox is None else toolbox.sources)]),
     }
-
-
-def _file_digest(fn: Callable[..., Any]) -> str | None:
-    """Return the SHA-256 of the whole file of a path/to/file.py:function, which may call its neighbours; else None."""
-    inner = innermost(fn)
-    module = sys.modules.get(getattr(inner, "__module__", None) or type(inner).__module__)
-    if module is None or not module.__name__.startswith(FILE_MODULE) or not module.__file__:
-        return None
-    return hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
 
 
 def refuse_another_run(

@@ -200,12 +200,8 @@ class Workers:
             self.end(worker)
         if not worker.ready:
             self._finish_start(worker, answer, died, late)
-        elif answer is not None:
-            return Outcome(worker, answer)
-        elif died is not None:
-            return Outcome(worker, died=died)
-        elif late:
-            return Outcome(worker, late=True)
+        elif answer is not None or died is not None or late:
+            return Outcome(worker, answer, died, late)
         return None
 
     def _finish_start(self, worker: Worker, answer: bytes | None, died: str | None, late: bool) -> None:

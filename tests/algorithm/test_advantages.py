@@ -58,21 +58,6 @@ def test_every_estimator_of_the_config_is_there() -> None:
     )
 
 
-def test_leave_one_out_by_hand() -> None:
-    # 3 less the mean of 1 and 2; 1 less that of 3 and 2; 2 less that of 3 and 1
-    assert estimated("rloo", [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0]]) == [(1.5, -1.5, 0.0), (0.0, 0.0, 0.0)]
-    assert estimated("rloo", [[1.0, None, 0.0], [None, 7.0, None]]) == [(1.0, 0.0, -1.0), (0.0, 0.0, 0.0)]
-
-
-def test_reinforce_plus_plus_by_hand() -> None:
-    # differences 0.5, -0.5, 0, 0, -3, 3: their squares sum to 18.5, over 5 is 3.7
-    scale = math.sqrt(3.7) + 1e-4
-    got = estimated("reinforce_plus_plus_baseline", [[1.0, 0.0], [5.0, 5.0], [2.0, 8.0]])
-    assert got[0] == pytest.approx((0.5 / scale, -0.5 / scale), abs=1e-12)
-    assert got[1] == (0.0, 0.0)
-    assert got[2] == pytest.approx((-3 / scale, 3 / scale), abs=1e-12)
-
-
 def test_gdpo_by_hand() -> None:
     # The deviation of a pair is its distance over sqrt 2. First reward: 0.5 above and below in one group, equal
     # in the other. Second, of weight 0.5: 2 below and above, then 1 above and below.

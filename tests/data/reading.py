@@ -12,8 +12,11 @@ from PIL import Image
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
+from mm_grpo.data.rows import Fields, read_row
 from mm_grpo.data.sources import load, load_train
 from mm_grpo.errors import DataError
+
+IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 
 
 def config(train: Any = None, **data: Any) -> GRPOConfig:
@@ -39,6 +42,24 @@ def rows_refusal(rows: Any, **data: Any) -> str:
     return str(caught.value)
 
 
+def fields_of(row: dict[str, Any], **options: Any) -> Fields:
+    return read_row(row, row_name="row 3", **options)
+
+
+def fields_refusal(row: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(DataError, match=r"^row 3: ") as caught:
+        fields_of(row, **options)
+    return str(caught.value)
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
 def numbered(*numbers: int) -> list[dict[str, Any]]:
     return [{"prompt": "?", "n": n} for n in numbers]
 
@@ -54,10 +75,14 @@ def write_rows(path: Path, *rows: Any) -> Path:
     return path
 
 
-def png(colour: str = "red", size: tuple[int, int] = (2, 2)) -> bytes:
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     file = BytesIO()
-    Image.new("RGB", size, colour).save(file, "PNG")
+    image.save(file, kind, **options)
     return file.getvalue()
+
+
+def png(colour: str = "red", size: tuple[int, int] = (2, 2)) -> bytes:
+    return encoded(Image.new("RGB", size, colour))
 
 
 def colour_of(image: Image.Image) -> Any:

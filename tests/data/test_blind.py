@@ -70,14 +70,6 @@ def test_images_that_cannot_move_are_refused(shades: tuple[Any, ...], words: str
         dataset(*shades).control("shuffled")
 
 
-def test_removed_images_leave_the_text() -> None:
-    plain = dataset(1, 2)
-    sample = plain.control("removed").sample(1)
-    assert (sample.images, sample.uid) == ((), "train:1")
-    assert sample.messages == ({"role": "user", "content": [{"type": "text", "text": "q1"}]},)
-    assert len(plain.sample(1).images) == 1  # the dataset itself stays as it was
-
-
 def coloured(*numbers: int) -> tuple[Image.Image, ...]:
     return tuple(Image.new("RGB", (4, 4), (number, 0, 0)) for number in numbers)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import reading
 from PIL import Image
 from reading import config
 
@@ -107,9 +108,7 @@ def test_a_truncated_picture_is_left_out_later(tmp_path: Path, models: dict[str,
 
 
 def encoded(size: tuple[int, int], kind: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
-    file = BytesIO()
-    Image.effect_noise(size, 50).convert(mode).save(file, kind, **options)
-    return file.getvalue()
+    return reading.encoded(Image.effect_noise(size, 50).convert(mode), kind, **options)
 
 
 def with_segments(data: bytes, marker: int, count: int) -> bytes:

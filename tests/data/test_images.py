@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from PIL import Image
+from reading import encoded
 
 from mm_grpo.data.images import FORMATS, IMAGE, open_image
 from mm_grpo.errors import DataError
@@ -34,12 +35,6 @@ def refusal(source: Any, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
         opened(source, **options)
     return str(caught.value)
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def pixels(image: Image.Image) -> list[list[tuple[int, ...]]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from io import BytesIO
 from pathlib import Path
 
 import pytest
 from helpers import tiny
 from PIL import Image
+from reading import encoded
 
 from mm_grpo.config import DataConfig
 from mm_grpo.data import load, write_jsonl
@@ -16,9 +16,7 @@ from mm_grpo.errors import DataError
 
 
 def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
-    file = BytesIO()
-    tiny.picture(3).save(file, "JPEG")
-    jpeg = file.getvalue()
+    jpeg = encoded(tiny.picture(3), "JPEG")
     rows = [
         {"prompt": "é?", "image": tiny.picture(1), "answer": 3},
         {"prompt": "b", "image": {"bytes": jpeg, "path": "of/the/hub.jpg"}, "answer": None},

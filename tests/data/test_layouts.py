@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Callable
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,15 @@ import datasets
 import pytest
 import torch
 from helpers import tiny
-from reading import config
+from reading import IMAGE, config, encoded
+from reading import fields_of as read
 from reading import rows_refusal as refusal
 
-from mm_grpo.data.rows import read_row
 from mm_grpo.data.sources import load_train
 from mm_grpo.errors import DataError
 
-IMAGE = {"type": "image"}
 ASKED = {"role": "user", "content": "What?"}
 TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-
-
-def read(row: dict[str, Any], **options: Any) -> Any:
-    return read_row(row, row_name="row 3", **options)
 
 
 # Three conversations: the text, in which {0} stands for a picture, the pictures, the answer.
@@ -40,9 +34,7 @@ CONVERSATIONS: list[tuple[str, tuple[int, ...], str]] = [
 
 @cache
 def png(seed: int) -> bytes:
-    file = BytesIO()
-    tiny.picture(seed, 56 + 28 * (seed % 3), 84).save(file, "PNG")
-    return file.getvalue()
+    return encoded(tiny.picture(seed, 56 + 28 * (seed % 3), 84))
 
 
 def data_url(seed: int) -> str:

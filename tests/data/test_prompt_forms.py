@@ -6,32 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from reading import IMAGE, text, user
+from reading import fields_of as read
+from reading import fields_refusal as refusal
 
-from mm_grpo.data.rows import Fields, read_row
-from mm_grpo.errors import DataError
-
-IMAGE = {"type": "image"}
 ASKED = [{"role": "user", "content": "What?"}]
-
-
-def text(words: str) -> dict[str, str]:
-    return {"type": "text", "text": words}
-
-
-def user(*parts: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": list(parts)}]
-
-
-def read(row: dict[str, Any], **options: Any) -> Fields:
-    return read_row(row, row_name="row 3", **options)
-
-
-def refusal(row: dict[str, Any], **options: Any) -> str:
-    with pytest.raises(DataError, match=r"^row 3: ") as caught:
-        read(row, **options)
-    return str(caught.value)
-
-
 TAGS = (
     *("<ImageHere>", "<Image>", "<img>", "<img/>", "<image/>", "[IMG]", "[IMG_BREAK]", "<image_placeholder>"),
     *("<image-placeholder>", "<start_of_image>", "<|image|>", "<|image_pad|>", "<|vision_start|>", "<|media_pad|>"),

@@ -6,24 +6,16 @@ import copy
 from typing import Any
 
 import pytest
+from reading import IMAGE, text
+from reading import fields_of as read
 
 from mm_grpo.data.columns import check_columns, rename
 from mm_grpo.data.rows import read_row
 from mm_grpo.errors import DataError
 
-IMAGE = {"type": "image"}
-
-
-def text(words: str) -> dict[str, str]:
-    return {"type": "text", "text": words}
-
 
 def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
-
-
-def read(row: Any, **options: Any) -> Any:
-    return read_row(row, row_name="row 3", **options)
 
 
 def contents(row: dict[str, Any]) -> list[Any]:

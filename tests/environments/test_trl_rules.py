@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mm_grpo.data.shapes import shapes_rows
 from mm_grpo.environments.host import LocalHost
 from mm_grpo.environments.toolbox import Toolbox
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import encoded_image
 
 
 class Lamp:
@@ -108,14 +108,8 @@ class Riddle(Lamp):
 
 
 def test_reset_gets_columns_of_the_prompt_that_it_names() -> None:
-    box, data = box_of(Riddle), BytesIO()
-    picture(1, 8, 6).save(data, "PNG")
-    columns = {
-        "problem": "Why?",
-        "image": {"bytes": data.getvalue(), "path": None},
-        "system": "x",
-        "level": 1,
-    }
+    box, image = box_of(Riddle), {"bytes": encoded_image(picture(1, 8, 6)), "path": None}
+    columns = {"problem": "Why?", "image": image, "system": "x", "level": 1}
     row = replace(sample("train:0", **columns), prompt_columns=frozenset({"problem", "image", "system"}))
     riddle: Any = box.episodes([box.prepare(row)])[0].environment
     assert (riddle.problem, riddle.image.size) == ("Why?", (8, 6))

@@ -57,6 +57,10 @@ Made = Callable[..., tuple[ServedEngine, "list[FakeVLLM]"]]
 Change = Callable[[Any], Any]
 
 
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
 class Processor:
     """What the engine asks of a processor."""
 

@@ -12,6 +12,10 @@ from mm_grpo.data.shapes import shapes_rows
 
 ROWS = shapes_rows(split="train", size=6, seed=1, image_size=56)
 HELDOUT = shapes_rows(split="heldout", size=3, seed=2, image_size=56)
+TURNS = {
+    "rollout": {"max_completion_length": 200, "max_turns": 3, "environment_workers": 0},
+    "run": {"max_steps": 2},
+}
 
 
 def config_for(path: Any, folder: Path | None = None, **changes: Any) -> GRPOConfig:

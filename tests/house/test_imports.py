@@ -1,4 +1,6 @@
-"""The house rules on imports: their direction, the public names, and what loads when.
+"""The house rules on imports: their direction, and the public names.
+
+What loads when is tested in rewards/test_rewards_registry.py and data/test_sources.py.
 
 Imports run one way (design: "The way through the house"). A part of the package may import the
 parts of the layers below its own, and itself; parts of one layer do not know each other.
@@ -7,11 +9,7 @@ parts of the layers below its own, and itself; parts of one layer do not know ea
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import grimp
@@ -123,30 +121,3 @@ def test_the_public_names() -> None:
     public = {name for name in dir(mm_grpo) if not name.startswith("__")}
     assert public == set(mm_grpo.__all__) - {"__version__"}
     assert set(mm_grpo.__all__) <= set(dir(mm_grpo))
-
-
-def in_a_fresh_python(code: str, *arguments: str, cwd: Path) -> str:
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT.parent), *filter(None, [env.get("PYTHONPATH", "")])])
-    command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-LOAD = """
-import importlib, json, sys
-before = len(sys.modules)
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-count = len(sys.modules) - before
-print(json.dumps([count, sorted({"torch", "transformers", "vllm", "datasets"} & set(sys.modules))]))
-"""
-
-
-def test_the_light_imports_stay_light(tmp_path: Path) -> None:
-    count, heavy = json.loads(in_a_fresh_python(LOAD, "mm_grpo", "mm_grpo.rewards", cwd=tmp_path))
-    assert heavy == []
-    assert count < 300  # 180 modules, a hundred of them pydantic's, are read in 0.1 s
-    for module in ("mm_grpo.config", "mm_grpo.data"):
-        assert json.loads(in_a_fresh_python(LOAD, module, cwd=tmp_path))[1] == []

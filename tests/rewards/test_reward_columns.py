@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.rewards import Scorer
-from mm_grpo.rewards.registry import make_spec
 from mm_grpo.types import Completion, EnginePrompt, Prompt
 from mm_grpo.user_code.lazy_image import with_pil_images
 
@@ -125,11 +124,6 @@ def test_functions_of_one_completion_get_the_prompts_columns_by_name(dataset: Da
     assert scores(dataset.head(1), needing, when={"problem": "What?"}) == [1.0]
     talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
     assert scores(Dataset(talk, DataConfig()), with_default) == [2.0]
-
-
-def test_a_reward_that_needs_the_prompts_column_applies(dataset: Dataset) -> None:
-    spec = make_spec(needing, needs=("problem", "image"))
-    assert spec.applies_to(dataset.sample(0).columns)
 
 
 def test_images_that_no_reward_reads_are_not_decoded(

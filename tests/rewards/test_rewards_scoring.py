@@ -32,12 +32,6 @@ def test_metrics_are_over_the_completions_that_a_reward_applies_to(rows):
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_a_reward_that_applies_nowhere_has_no_mean(rows):
-    scores = Scorer([named("a", lambda completion: None)]).score(*rows("xy"), step=1)
-    assert scores.totals == [None, None]
-    assert not {"rewards/a/mean", "rewards/a/std"} & scores.metrics.keys()
-
-
 def test_torch_scalars_and_tensors_are_scores(rows):
     torch = pytest.importorskip("torch")
     one = named("one", lambda completion: torch.tensor(0.5, requires_grad=True))

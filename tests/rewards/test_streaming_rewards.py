@@ -119,9 +119,8 @@ def test_calls_are_made_before_the_others_are_there(rows, checked, tmp_path):
     until(lambda: called == ["q"] and (tmp_path / "q").exists())
     streamed_calls.add(0, prompts[0], completions[0])
     until(lambda: called == ["q", "p"] and (tmp_path / "p").exists())
-    assert (
-        later == []
-    )  # a plain function is not called from two threads, nor while the engine works in its own
+    # a plain function is not called from two threads, nor while the engine works in its own
+    assert later == []
     streamed_calls.add(2, prompts[2], completions[2])
     scores = one.score(prompts, completions, 1, streamed_calls)
     assert scores.totals == [3.0] * 3
@@ -156,9 +155,8 @@ def test_what_fails_early_stops_the_run_when_all_are_there(rows, checked):
     streamed_calls.add(2, batch[0][2], batch[1][2])
     with fails("reward 'apart', on row 'row:1' with the completion 'opaque', raised"):
         one.score(*batch, 1, streamed_calls)
-    assert (
-        streamed_calls.over and begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0
-    )  # and it goes on
+    assert streamed_calls.over  # and it goes on
+    assert begun(one, rows(["a"]), [0]).metrics["rewards/apart/errors"] == 0
 
 
 def test_calls_that_nobody_waits_for_are_ended(rows, checked):

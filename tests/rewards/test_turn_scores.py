@@ -85,5 +85,3 @@ def test_a_wrong_answer_stops_the_run_or_masks(answer: Any, message: str) -> Non
 def test_one_number_is_refused_where_a_list_is_and_a_list_where_a_number_is() -> None:
     with pytest.raises(RewardError, match="a list; legal is a finite number"):
         score([{"name": lambda completions, **kwargs: [[1.0], [2.0]], "as": "r"}], *DONE)
-    with pytest.raises(RewardError, match=r"reward 'r': per_turn = true .*rollout.tools or rollout.environ"):
-        Scorer([by_turn([])], several_turns=False)

@@ -22,6 +22,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.data import images
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import DataError
+from mm_grpo.files import encoded_image
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.rollout.prefetch import Prefetcher
 from mm_grpo.rollout.prompts import PromptBuilder
@@ -40,15 +41,9 @@ def prefetcher(processor: Processor) -> Iterator[Prefetcher]:
     made.close()
 
 
-def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind)
-    return buffer.getvalue()
-
-
 def rows(count: int, size: int = 84) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"number {i}", "image": encoded(picture(i, size, size)), "answer": str(i)}
+        {"prompt": f"number {i}", "image": encoded_image(picture(i, size, size)), "answer": str(i)}
         for i in range(count)
     ]
 
@@ -132,7 +127,7 @@ def test_what_is_wrong_with_a_row_is_raised_when_it_is_asked_for(prefetcher: Pre
 def test_rows_that_share_a_picture_of_the_users_may_be_opened_side_by_side(processor: Processor) -> None:
     plain = picture(3, 600, 600)
     for _ in range(3):
-        shared = Image.open(io.BytesIO(encoded(plain)))  # its pixels are not read yet
+        shared = Image.open(io.BytesIO(encoded_image(plain)))  # its pixels are not read yet
         data = dataset([{"prompt": f"{i}", "image": shared} for i in range(8)])
         prefetcher = Prefetcher(processor, workers=8)
         for wait in [prefetcher.begin(data, row) for row in range(8)]:

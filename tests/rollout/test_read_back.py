@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from helpers.fake_vllm import digests
 from torch import Tensor
 
 from mm_grpo.rollout.vllm import read_back
@@ -87,10 +88,6 @@ def update(back: ReadBack, sent: Mapping[str, Tensor], model: torch.nn.Module) -
     return back.digests(model)
 
 
-def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in tensors.items()}
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2), (0, 4), (1, 4), (2, 4), (3, 4)])
 def test_a_part_that_was_not_loaded_is_named(rank: int, size: int, dtype: torch.dtype) -> None:
@@ -151,7 +148,7 @@ def test_packed_layers_are_read_by_the_identity(dtype: torch.dtype, monkeypatch:
     for _ in range(2):  # the first update confirms the places
         reader.begin()
         list(reader.note_all(weights.items()))
-        assert reader.digests(model) == {name: digest(tensor) for name, tensor in weights.items()}
+        assert reader.digests(model) == digests(weights)
     assert reader.parts(model) == {}  # nothing to lend
     layers["gate_up_proj"].packed = torch.cat([gate, up.roll(1, 0)])  # type: ignore[assignment]
     reader.begin()

@@ -101,25 +101,14 @@ def test_requests_go_to_the_adapter_where_every_server_has_layers_for_it(make: M
     engine, _ = make(servers=servers, lora_rank=8)
     assert engine.adapter_layers(()) == frozenset()
     assert engine.adapter_layers(["a", "b", "d"]) == {"b"}
-    engine.generate(requests(1))
-    assert {body["model"] for server in servers for body in server.asked} == {
-        "tiny"
-    }  # a query changes nothing
-    for server in servers:
-        server.asked.clear()
-    engine.use_adapters(frozenset({"b"}))
-    engine.generate(requests(4))
-    assert {body["model"] for server in servers for body in server.asked} == {"policy"}
-
-
-def test_adapters_are_merged_for_servers_that_cannot_take_them(make: Made) -> None:
-    servers = [FakeVLLM(), FakeVLLM()]
-    servers[0].lora = {"a"}, 8  # the other has no such layers
-    engine, _ = make(servers=servers, lora_rank=8)
-    assert engine.adapter_layers(["a"]) == frozenset()
-    engine.use_adapters(frozenset())
-    engine.generate(requests(2))
-    assert {body["model"] for server in servers for body in server.asked} == {"tiny"}
+    # a query changes nothing, and no layer in common is none for all
+    for layers, model in ((None, "tiny"), ({"b"}, "policy"), ((), "tiny")):
+        if layers is not None:
+            engine.use_adapters(frozenset(layers))
+        engine.generate(requests(4))
+        assert {body["model"] for server in servers for body in server.asked} == {model}
+        for server in servers:
+            server.asked.clear()
 
 
 @pytest.mark.slow

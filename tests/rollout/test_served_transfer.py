@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_vllm import FakeModel, FakeVLLM, fake_adapters
+from helpers.fake_vllm import FakeModel, FakeVLLM, digests, fake_adapters
 from helpers.patience import PATIENCE
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from mm_grpo.rollout.served.broadcast import chunks
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerUnreachable
 from mm_grpo.rollout.served.plugin import Account
 from mm_grpo.rollout.served.transfer import BroadcastTransfer, FileTransfer, ServedTransfer, transfer_of
-from mm_grpo.rollout.weights import WeightLedger, digest
+from mm_grpo.rollout.weights import WeightLedger
 
 NAMES = ("head.weight", "layer.0.attn.q.weight", "layer.0.attn.k.weight", "layer.1.mlp.up.weight")
 Both = tuple[ServedTransfer, list[FakeVLLM]]
@@ -36,10 +36,6 @@ def weights(seed: int = 0) -> dict[str, Tensor]:
     torch.manual_seed(seed)
     odd = {"layer.1.scale": torch.rand(()).to(torch.bfloat16), "layer.1.none": torch.empty(0, 4)}
     return {name: torch.randn(6, 8) for name in NAMES} | odd
-
-
-def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in tensors.items()}
 
 
 def equal(held: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
@@ -185,9 +181,7 @@ def test_tensors_that_share_memory_or_lie_in_another_order_arrive(both: Both) ->
     sent = {"embed.weight": tied, "head.weight": tied, "rows.weight": tied[1:3], "turned.weight": tied.T}
     assert transfer.send(clients(servers), sent.items(), 0) == {s.url: digests(sent) for s in servers}
     tied.zero_()  # the learner goes on
-    assert transfer.catch_up(servers[0].client) == {
-        name: digest(held) for name, held in servers[1].weights.items()
-    }
+    assert transfer.catch_up(servers[0].client) == digests(servers[1].weights)
     assert all(bool(held.any()) for held in servers[0].weights.values())
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.configs import merged, small_config
 from helpers.scripted import ScriptedEngine, call
-from helpers.small_runs import ROWS, config_for, rollouts_of, rows_of
+from helpers.small_runs import ROWS, TURNS, config_for, rollouts_of, rows_of
 from helpers.tiny import picture, sample
 from helpers.tool_calls import call_tool, reward
 
@@ -24,10 +24,6 @@ from mm_grpo.errors import ConfigError, RewardError, ToolError
 from mm_grpo.rollout.scored_groups import advantage_fields, has_zero_std
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
-SMALL = {
-    "rollout": {"max_completion_length": 200, "max_turns": 3, "environment_workers": 0},
-    "run": {"max_steps": 2},
-}
 PAID = {0: 1.0, 1: None, 2: 4.0}
 
 
@@ -60,7 +56,7 @@ def script(seed: int, turn: int) -> str:
 
 
 def run(path: Path, folder: Path, **changes: Any) -> GRPOTrainer:
-    config = config_for(path, folder, **merged(SMALL, changes))
+    config = config_for(path, folder, **merged(TURNS, changes))
     trainer = GRPOTrainer(config, train=ROWS, rewards=[], environment_factory=Paying)
     loop: Any = trainer.runner.sampler
     loop.engine = ScriptedEngine(loop.engine, script)
@@ -138,7 +134,7 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
             self.step_reward = left
 
     toolbox = Toolbox(
-        small_config("model", rollout=SMALL["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
+        small_config("model", rollout=TURNS["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
     )
     try:
         with pytest.raises(ToolError, match=r"row: look .*step_reward"):

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_vllm import FakeModel, fake_adapters
+from helpers.fake_vllm import FakeModel, digests, fake_adapters
 
 from mm_grpo.errors import EngineError
 from mm_grpo.rollout import transformers_engine
 from mm_grpo.rollout.vllm import engine as engine_module
-from mm_grpo.rollout.vllm import internals, launch, read_back
+from mm_grpo.rollout.vllm import internals, launch
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings, Handle, engine_arguments
-from mm_grpo.rollout.weights import digest, digests
 
 SETTINGS = EngineSettings(model="unused", dtype="bfloat16", max_model_len=1024, sleep_level=2)
 
@@ -67,18 +66,6 @@ def test_layers_that_get_nothing_are_no_warnings(caplog: pytest.LogCaptureFixtur
     assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
 
 
-def test_what_a_model_holds_is_read_back() -> None:
-    model, back = torch.nn.Sequential(torch.nn.Linear(4, 3)), read_back.ReadBack()
-    sent = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for _ in range(2):  # the first finds the places
-        back.begin()
-        assert len([*back.note_all(sent.items())]) == 2
-        assert back.digests(model) == dict(zip(sent, digests([*sent.values()]), strict=True))
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    assert back.digests(model)["0.weight"] != digest(sent["0.weight"])
-
-
 class LLM:
     """vLLM with a `FakeModel` in its worker."""
 
@@ -115,10 +102,6 @@ def tensors(*names: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch
     return {name: torch.randn(4, 6).to(dtype) for name in names}
 
 
-def digests_of(held: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: digest(tensor) for name, tensor in held.items()}
-
-
 def factors_of(*layers: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return tensors(*(f"base_model.model.{n}.lora_{x}.weight" for n in layers for x in "AB"), dtype=dtype)
 
@@ -130,17 +113,15 @@ def test_factors_at_rest_stay_beside_merges_in_the_engine(handle: Handle, dtype:
     weights = tensors("a.weight", "b.weight", "c.weight", dtype=dtype)
     factors = factors_of("a", "b", dtype=dtype)
     assert handle.adapter is None
-    assert made.update_weights((weights | factors).items(), 0) == digests_of(weights | factors)
+    assert made.update_weights((weights | factors).items(), 0) == digests(weights | factors)
     assert handle.adapter is not None
     for version, part in enumerate(
         (factors_of("b", dtype=dtype), tensors("c.weight", dtype=dtype), factors_of("a", dtype=dtype)), 1
     ):
-        assert made.update_weights(part.items(), version) == digests_of(part)
+        assert made.update_weights(part.items(), version) == digests(part)
         weights |= {name: tensor for name, tensor in part.items() if name in weights}
         factors |= {name: tensor for name, tensor in part.items() if name in factors}
-        assert (digests_of(model.adapter), digests_of(model.weights)) == tuple(
-            map(digests_of, (factors, weights))
-        )
+        assert (digests(model.adapter), digests(model.weights)) == tuple(map(digests, (factors, weights)))
         assert (made.version, made.holds_weights) == (version, True)
 
     def breaks() -> Any:
@@ -152,7 +133,7 @@ def test_factors_at_rest_stay_beside_merges_in_the_engine(handle: Handle, dtype:
     assert (made.version, made.holds_weights) == (3, False)
     other = VLLMEngine(SETTINGS, PROCESSOR)  # of another run, which merges all
     assert not other.holds_weights and handle.adapter is None
-    assert other.update_weights(weights.items(), 0) == digests_of(weights)
+    assert other.update_weights(weights.items(), 0) == digests(weights)
     assert other.holds_weights and not made.holds_weights and not model.adapter and handle.adapter is None
 
 

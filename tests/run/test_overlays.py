@@ -119,5 +119,7 @@ def test_predictions_are_shared_and_those_of_rewards_that_apply() -> None:
     assert mark.as_dict() == {
         "image": 0, "label": "iou, giou", "points": [[1.0, 2.0], [30.0, 2.0], [30.0, 40.0], [1.0, 40.0]]
     }  # fmt: skip
+    (by_column,) = predicted_overlays(specs, prompt(box=[0, 0, 9, 9], layout="xywh"), "[1, 2, 29, 38]")
+    assert by_column == mark  # the reward gets the column too
     elsewhere = resolve_entry({"name": "iou", "image_index": 3})
     assert predicted_overlays([elsewhere], prompt(box=[0, 0, 9, 9]), "[1, 2, 30, 40]") == []

@@ -6,9 +6,7 @@ The client is in `chat.py`. This file makes the question, keeps the cache and re
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import io
 import json
 import re
 import weakref
@@ -17,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mm_grpo.errors import RewardError
+from mm_grpo.files import data_url, encoded_image
 from mm_grpo.messages import messages_text
 from mm_grpo.rewards.builtins.answers import Answer, gold_texts, last_match
 from mm_grpo.rewards.builtins.chat import ask
@@ -167,10 +166,7 @@ def _data_url(image: Image) -> str:
     """Return the image as a PNG data URL; the G completions of a prompt share one encoding."""
     entry = _encoded.get(id(image))
     if entry is None:
-        buffer = io.BytesIO()
-        image.save(buffer, format="PNG")
-        entry = image, "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-        _encoded[id(image)] = entry
+        entry = _encoded[id(image)] = image, data_url("image/png", encoded_image(image))
         while len(_encoded) > IMAGES_KEPT:
             _encoded.popitem(last=False)
     return entry[1]
