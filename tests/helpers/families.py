@@ -34,6 +34,8 @@ TABLE: dict[str, Row] = {
     "qwen2_5_vl": Row(videos=True),
     "qwen3_vl": Row(videos=True),
     "qwen3_5": Row(vllm="bfloat16", videos=True, build={"linear_width": 128}),
+    "qwen3_vl_moe": Row(videos=True),
+    "qwen3_5_moe": Row(vllm="bfloat16", videos=True, build={"linear_width": 128}),
     "internvl": Row(videos=True),
     "smolvlm": Row(),
     "idefics3": Row(),
