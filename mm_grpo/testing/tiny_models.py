@@ -85,6 +85,7 @@ class Options:
     max_pixels: int = 28 * 28 * 64  # of an image after the resize
     context: int = 2048  # tokens of a prompt and its completion
     experts: int = 48  # width of an expert
+    chosen: int = 2  # experts of a token, of 4
     linear_width: int = 16  # width of keys and values in linear attention; vLLM on a CPU runs only 128
 
 
@@ -177,7 +178,7 @@ def _qwen_text(options: Options, tokenizer: Any) -> dict[str, Any]:
         text["head_dim"] = 32
         rope["mrope_interleaved"] = True
     if options.family.endswith("_moe"):
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        text |= {"num_experts": 4, "num_experts_per_tok": options.chosen, "norm_topk_prob": True}
         text["moe_intermediate_size"] = options.experts
     if options.family == "qwen3_5_moe":
         text["shared_expert_intermediate_size"] = 32
