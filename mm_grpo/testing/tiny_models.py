@@ -84,8 +84,9 @@ class Options:
     tie: bool = True  # embeddings and output layer share their weights
     max_pixels: int = 28 * 28 * 64  # of an image after the resize
     context: int = 2048  # tokens of a prompt and its completion
-    experts: int = 48  # width of an expert
-    chosen: int = 2  # experts of a token, of 4
+    experts: int = 4  # of a layer
+    chosen: int = 2  # of a token
+    expert_width: int = 48
     linear_width: int = 16  # width of keys and values in linear attention; vLLM on a CPU runs only 128
 
 
@@ -178,8 +179,12 @@ def _qwen_text(options: Options, tokenizer: Any) -> dict[str, Any]:
         text["head_dim"] = 32
         rope["mrope_interleaved"] = True
     if options.family.endswith("_moe"):
-        text |= {"num_experts": 4, "num_experts_per_tok": options.chosen, "norm_topk_prob": True}
-        text["moe_intermediate_size"] = options.experts
+        text |= {
+            "num_experts": options.experts,
+            "num_experts_per_tok": options.chosen,
+            "norm_topk_prob": True,
+        }
+        text["moe_intermediate_size"] = options.expert_width
     if options.family == "qwen3_5_moe":
         text["shared_expert_intermediate_size"] = 32
     if options.family.startswith("qwen3_5"):

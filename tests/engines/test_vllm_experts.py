@@ -33,7 +33,8 @@ SHAPES = {"task": "shapes", "split": "train", "size": 6, "seed": 1, "image_size"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Models of which a token gets two of four experts, with linear attention of the width that vLLM takes."""
     root = tmp_path_factory.mktemp("experts")
-    return {family: tiny.build(family, root / family, linear_width=128) for family in FAMILIES}
+    options = {"linear_width": 128, "expert_width": 96}
+    return {family: tiny.build(family, root / family, **options) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -75,7 +76,7 @@ def test_vllm_reads_exported_experts_in_either_layout(
         assert engine.score(run.prompt, run.answer) == pytest.approx(run.scores[3], abs=1e-5)
         with safe_open(tmp_path / name / "model.safetensors", "pt") as file:
             shapes.append(file.get_slice("model.language_model.layers.0.mlp.experts.down_proj").get_shape())
-    assert shapes == [[4, 48, 64], [4, 64, 48]]
+    assert shapes == [[4, 96, 64], [4, 64, 96]]
     assert max(abs(a - b) for a, b in zip(run.scores[3], run.scores[1], strict=True)) > 1e-2
 
 

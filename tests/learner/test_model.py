@@ -104,8 +104,16 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 MIXTURES: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
-    "square in": ({"experts": 32}, {}, "hidden_size 64 and moe_intermediate_size 32 make square experts"),
-    "square out": ({"experts": 64}, {}, "hidden_size 64 and moe_intermediate_size 64 make square experts"),
+    "square in": (
+        {"expert_width": 32},
+        {},
+        "hidden_size 64 and moe_intermediate_size 32 make square experts",
+    ),
+    "square out": (
+        {"expert_width": 64},
+        {},
+        "hidden_size 64 and moe_intermediate_size 64 make square experts",
+    ),
     "not normalised": ({}, {"norm_topk_prob": False}, "norm_topk_prob must be true"),
     "a shared expert": (
         {},

@@ -87,7 +87,7 @@ def test_experts_are_saved_as_published(family: str, models: dict[str, Path], tm
         model.save_pretrained(tmp_path / "theirs")
         theirs = load_file(tmp_path / "theirs" / "model.safetensors")
         assert all(torch.equal(theirs[name], own[name]) for name in experts)
-        square = load(tiny.build(family, tmp_path / "square", experts=32)).state_dict()
+        square = load(tiny.build(family, tmp_path / "square", expert_width=32)).state_dict()
         on_disk = load_file(tmp_path / "square" / "model.safetensors")
         name = next(name for name in experts if name.endswith("gate_up_proj"))
         assert torch.equal(square[name], on_disk[name]) and not torch.equal(on_disk[name], on_disk[name].mT)
