@@ -169,10 +169,9 @@ class GRPOConfig(Section):
     @property
     def resolved_fields(self) -> dict[str, Any]:
         """Fields whose null or auto other fields decide, with the value decided."""
-        return {
-            "optim.learning_rate": self.learning_rate,
-            "algorithm.importance_sampling_mode": self.importance_sampling_mode,
-        }
+        stale = self.rollout.max_staleness > 0  # else the model decides what auto is
+        mode = self.importance_sampling_mode if stale else self.algorithm.importance_sampling_mode
+        return {"optim.learning_rate": self.learning_rate, "algorithm.importance_sampling_mode": mode}
 
     def with_correction(self, routers: Sequence[object] = ()) -> Self:
         """Return a copy in which `algorithm.importance_sampling_mode` is not auto, for a model with these `routers`.

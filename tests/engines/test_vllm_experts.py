@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines.test_vllm_lost_updates import Run
 from helpers import tiny
 from helpers.families import TABLE
 from helpers.finished_runs import finished
@@ -17,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.cli.serve import servers_for_run
 from mm_grpo.preflight.doctor import examine
+from mm_grpo.rollout.vllm import internals
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.trained.export import export_run
@@ -58,6 +61,21 @@ def test_the_doctor_finds_experts_sound(
     assert report.update is not None and (report.update.tensors >= 70) is (engine != "transformers")
     for gap in (gap for p in (*report.before, *report.after) for gap in (p.score, p.sampled)):
         assert 0 < gap.mean <= MEANS[FAMILIES[family]]
+
+
+def test_experts_that_keep_their_first_weights_stop_the_run(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU vLLM packs them, so no digest tells; what the engine scores does."""
+    run, reload = Run(folders["qwen3_vl_moe"], 1e-4, "float32"), internals.reload
+    first = {name: tensor.clone() for name, tensor in run.learner.named_tensors() if ".experts." in name}
+    assert run.update(1).problem is None
+
+    def partly(handle: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        reload(handle, ((name, first.get(name, tensor)) for name, tensor in tensors))
+
+    monkeypatch.setattr(internals, "reload", partly)
+    assert run.update(2).problem is not None
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["all weights", "lora"])
