@@ -210,6 +210,7 @@ def build_parts(
         engine.sentence,
         UNSHARED if processor.layout == "unshared" else "",
         "" if ENGINE_FACTS[config.rollout.engine].embedded else adapters_sentence(learner, lent),
+        experts_sentence(learner),
     )
     return Parts(processor, model, prompt_builder, engine, tuple(filter(None, sentences)), learner, sync)
 
@@ -370,6 +371,15 @@ def adapters_sentence(learner: Learner, lent: int | None) -> str:
         )
     lends = "" if lent is None else f", which lends it {lent / 1e9:.2f} GB of the base"
     return f"adapters: sent as factors to the engine{lends}" if layers else ""
+
+
+def experts_sentence(learner: Learner) -> str:
+    """Say which mismatch correction a mixture of experts has, and that adapters leave experts out; "" for others."""
+    if not learner.processor.family.routers(learner.model):
+        return ""
+    mode = learner.config.algorithm.importance_sampling_mode
+    frozen = "; adapters leave its experts as they are" * bool(learner.adapted_layers)
+    return f"mixture of experts: algorithm.importance_sampling_mode is {mode}{frozen}"
 
 
 def _prompts(

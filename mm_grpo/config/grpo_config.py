@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
@@ -169,15 +169,18 @@ class GRPOConfig(Section):
     @property
     def resolved_fields(self) -> dict[str, Any]:
         """Fields whose null or auto other fields decide, with the value decided."""
-        return {
-            "optim.learning_rate": self.learning_rate,
-            "algorithm.importance_sampling_mode": self.importance_sampling_mode,
-        }
+        stale = self.rollout.max_staleness > 0  # else the model decides what auto is
+        mode = self.importance_sampling_mode if stale else self.algorithm.importance_sampling_mode
+        return {"optim.learning_rate": self.learning_rate, "algorithm.importance_sampling_mode": mode}
 
-    def with_correction(self) -> Self:
-        """Return a copy in which `algorithm.importance_sampling_mode` is not auto."""
-        update = {"importance_sampling_mode": self.importance_sampling_mode}
-        return self.model_copy(update={"algorithm": self.algorithm.model_copy(update=update)})
+    def with_correction(self, routers: Sequence[object] = ()) -> Self:
+        """Return a copy in which `algorithm.importance_sampling_mode` is not auto, for a model with these `routers`.
+
+        Rounding may give a token other experts in the learner than in the engine, which moves its log-prob far.
+        """
+        on = routers and self.algorithm.importance_sampling_mode == "auto"
+        mode = "token_truncate" if on else self.importance_sampling_mode
+        return self.with_values({"algorithm.importance_sampling_mode": mode})
 
     def check(self) -> None:
         """Check everything again, after changes inside lists and mappings, or `model_copy`."""

@@ -78,6 +78,9 @@ class ModelConfig(Section):
     needs model.lora and the extra qlora); engines and saved models get them dequantised. Default: null."""
     freeze_vision: Annotated[bool, Essential()] = False
     """Leave the weights of the vision tower as they are. Default: false."""
+    freeze_router: bool = False
+    """Leave the routers of a mixture of experts as they are, which is calmer: a step that moves them may change which
+    experts a token gets; false trains them with the other weights. With model.lora they are frozen. Default: false."""
     device: Device = "auto"
     """Where the model is held: cpu or cuda; auto is a GPU if there is one, else cpu. cuda:N has to be the process's own
     GPU; another one is chosen with CUDA_VISIBLE_DEVICES. Default: auto."""
@@ -425,7 +428,8 @@ class AlgorithmConfig(Section):
     beta > 0; null is the model as it was at the start. Default: null."""
     importance_sampling_mode: Literal["auto", "none", CorrectionMode] = "auto"
     """How tokens are weighed by learner over engine probability; none, token_truncate, token_mask, sequence_truncate or
-    sequence_mask; auto is token_truncate if rollout.max_staleness is above 0, else none. Default: auto."""
+    sequence_mask; auto is token_truncate for a mixture of experts, or if rollout.max_staleness is above 0, else none.
+    Default: auto."""
     importance_sampling_clip_max: Number | None = Field(default=3.0, gt=0)
     """Upper bound of those weights, > 0; null is none. Default: 3.0."""
     importance_sampling_clip_min: Number | None = Field(default=None, ge=0)

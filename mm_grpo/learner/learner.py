@@ -70,7 +70,7 @@ class Learner(LearnerWeights):
                 f"model.path = '{config.model.path}': every parameter is frozen, so no update can happen; unfreeze "
                 "some (model.freeze_vision, or requires_grad of the model that you passed in)"
             )
-        super().__init__(model, processor, config.with_correction())
+        super().__init__(model, processor, config.with_correction(processor.family.routers(model)))
         self.ranks = ranks or Ranks()
         shares_weights = config.optim.zero_stage == 3 and self.ranks.world > 1
         if not shares_weights:  # each process drew its own random numbers for weights that are new (LoRA)

@@ -63,10 +63,13 @@ def target_pattern(model: nn.Module, config: LoRAConfig, family: Family) -> str:
     linear = [f".{n}" for n, m in text.named_modules() if isinstance(m, nn.Linear)]
     inside = sorted({n.rpartition(".")[2] for n in linear})
     names = inside if config.target_modules == "all-linear" else config.target_modules
+    experts = "; experts are no linear layers, and get no adapters" * bool(family.routers(model))
+    if experts and names == LoRAConfig().target_modules:  # they name parts of experts too
+        names = [name for name in names if name in inside]
     if unknown := [name for name in names if not any(n.endswith(f".{name}") for n in linear)]:
         raise ConfigError(
             f"model.lora.target_modules: no linear layer of the language model is named {', '.join(unknown)}; they are "
-            f"named {', '.join(inside)}"
+            f"named {', '.join(inside)}{experts}"
         )
     pattern = rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(map(re.escape, names))})"
     if config.vision:

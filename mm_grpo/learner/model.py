@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from mm_grpo.config import ModelConfig
@@ -177,6 +178,10 @@ def _prepare(where: str, model: Any, config: ModelConfig, family: Family) -> Any
     _refuse_not_finite(where, model)
     if config.freeze_vision:
         family.tower(model).requires_grad_(False)
+    if config.freeze_router:
+        if not (routers := family.routers(model)):
+            raise ConfigError(f"model.freeze_router = true: {where} has no router; leave it out")
+        nn.ModuleList(routers).requires_grad_(False)
     if config.lora is not None:
         add_adapters(model, config.lora, family)
     return model.train()

@@ -47,6 +47,11 @@ def nf4_options(config: ModelConfig, model_config: Any, family: Family, dtype: t
         model = AutoModelForImageTextToText.from_config(
             model_config, trust_remote_code=config.trust_remote_code
         )
+    if family.routers(model):
+        raise ConfigError(
+            f"model.quantization = '{config.quantization}': the experts of a {model_config.model_type} are no linear "
+            "layers, and would stay in 16 bits or more; leave it out"
+        )
     chosen = {id(layer) for layer in quantised_layers(model, family)}
     # transformers by itself leaves the head alone, and quantises the tower
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]

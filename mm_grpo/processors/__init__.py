@@ -10,7 +10,7 @@
 - `hf_processor.py`: `HFProcessor`, the base of all families here, over the model's own transformers processor.
 - `image_size.py`: the one resize of an image, to a size that its family's rule maps to itself.
 - `video_input.py`: a video as transformers' processors and vLLM take it.
-- `qwen_vl.py`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+- `qwen_vl.py`: Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, with experts too.
 - `internvl.py`: InternVL3 and InternVL3.5 in transformers' form.
 - `smolvlm.py`: SmolVLM, SmolVLM2 and Idefics3.
 - `llava_onevision.py`: LLaVA-OneVision.

@@ -135,6 +135,10 @@ class Family(ABC):
         """Return the output layer, with its `weight` [V, D]."""
         return model.get_output_embeddings()
 
+    def routers(self, model: Any) -> list[nn.Module]:
+        """Return the routers of a mixture of experts; [] for a dense model."""
+        return [part for part in model.modules() if type(part).__name__.endswith("TopKRouter")]
+
     def hidden_states(self, model: Any, **inputs: Any) -> Tensor:
         """Return the last hidden states [B, N, D]; `inputs` have their names in transformers 5.10."""
         backbone = self.backbone(model)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 from transformers.video_utils import VideoMetadata
 
+from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
@@ -48,7 +49,7 @@ LATEST = 99_999
 class QwenVLFamily(Family):
     """`model.model.visual` makes features, its merger included; positions are M-RoPE.
 
-    In Qwen3.5 most text layers are of linear attention.
+    In Qwen3.5 most text layers are of linear attention. Qwen3-VL and Qwen3.5 have mixtures of experts.
     """
 
     position_axes = (3,)
@@ -70,6 +71,25 @@ class QwenVLFamily(Family):
     def count(self, vision: Mapping[str, Tensor]) -> int:
         return len(vision["image_grid_thw"]) if vision else 0
 
+    def check(self, model: Any) -> None:
+        super().check(model)
+        text = model.config.get_text_config()
+        if text.model_type != "qwen3_vl_moe_text":
+            return
+        width, inner = text.hidden_size, text.moe_intermediate_size
+        # transformers and vLLM turn the experts of a file by rules that disagree here
+        if width in (inner, 2 * inner):
+            fault = f"hidden_size {width} and moe_intermediate_size {inner} make square experts, which files in two "
+            fault += "layouts hold: transformers would load the published one transposed; choose another size"
+        elif getattr(text, "norm_topk_prob", None) is not True:
+            fault = "norm_topk_prob must be true in its text_config: vLLM reads it, and transformers always normalises"
+        elif getattr(text, "shared_expert_intermediate_size", 0):
+            fault = "remove shared_expert_intermediate_size from its text_config: its layers have no shared expert, "
+            fault += "and vLLM would make one without weights"
+        else:
+            return
+        raise ConfigError(f"model.path: a {model.config.model_type} cannot be trained exactly: {fault}")
+
 
 @register("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 class QwenVLProcessor(HFProcessor):
@@ -88,7 +108,7 @@ class QwenVLProcessor(HFProcessor):
         if options.get("video_max_pixels") is None:
             self.video_max_pixels = min(FRAME_TOKENS * self.factor**2, self.max_pixels)
         # time stands in the text between the pairs of frames, and not in the positions
-        self.writes_times = config.model_type in ("qwen3_vl", "qwen3_5")
+        self.writes_times = config.model_type.startswith("qwen3")
         self.videos: Any = getattr(self.hf, "video_processor", None)  # a model's own code may have none
         for name in ("image_mean", "image_std", "patch_size", "merge_size", "temporal_patch_size"):
             image, video = (np.ravel(getattr(p, name, ())) for p in (self.hf.image_processor, self.videos))

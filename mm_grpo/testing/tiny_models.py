@@ -23,9 +23,9 @@ import transformers
 from transformers import AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer, Qwen2VLImageProcessor
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.processors import smolvlm
 from mm_grpo.processors.model_folder import read_config
-from mm_grpo.terminal import quiet_libraries
 
 _SMALL_WEIGHTS = ("embed_tokens", "in_proj_qkv", "in_proj_a", "in_proj_b", "linear_attn.conv1d")
 """Weights that are not scaled up, because layers of linear attention lose digits if they are large."""
@@ -44,7 +44,8 @@ def family_of(path: str) -> str:
         families = [name] if name in RECIPES else []
     else:
         plain = re.sub(r"[._-]", "", path.rstrip("/").split("/")[-1].lower())
-        families = [family for family, word in _NAMES.items() if word in plain]
+        families = [family for family, word in _NAMES.items() if re.search(word, plain)]
+        families = [family for family in families if f"{family}_moe" not in families]
     if len(families) != 1:
         raise ConfigError(
             f"model.path = {path!r}: a tiny stand-in can be built for {', '.join(RECIPES)}, and this path "
@@ -70,8 +71,7 @@ def build(family: str, path: Path, *, seed: int = 0, **options: Any) -> Path:
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    with quiet_libraries():
-        model.save_pretrained(path)
+    save_pretrained(model, path)
     processor.save_pretrained(path)
     return path
 
@@ -84,6 +84,9 @@ class Options:
     tie: bool = True  # embeddings and output layer share their weights
     max_pixels: int = 28 * 28 * 64  # of an image after the resize
     context: int = 2048  # tokens of a prompt and its completion
+    experts: int = 4  # of a layer
+    chosen: int = 2  # of a token
+    expert_width: int = 48
     linear_width: int = 16  # width of keys and values in linear attention; vLLM on a CPU runs only 128
 
 
@@ -105,6 +108,8 @@ _QWEN_CLASSES: Mapping[str, tuple[str, str, str]] = {
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
     "qwen3_5": ("Qwen3_5Config", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
+    "qwen3_5_moe": ("Qwen3_5MoeConfig", "Qwen3VLProcessor", "Qwen3VLVideoProcessor"),
 }
 """Classes by name, because a version of transformers may lack some."""
 
@@ -137,7 +142,7 @@ def _text(options: Options, tokenizer: Any) -> dict[str, Any]:
 def _qwen(options: Options) -> tuple[Any, Any]:
     names = _QWEN_CLASSES[options.family]
     config_class, processor_class, video_class = (getattr(transformers, name) for name in names)
-    patch = 16 if options.family in ("qwen3_vl", "qwen3_5") else 14
+    patch = 16 if options.family.startswith("qwen3") else 14
     tokenizer = _tokenizer(*_QWEN)
     sizes = {
         "size": {"shortest_edge": (2 * patch) ** 2, "longest_edge": options.max_pixels},
@@ -170,10 +175,19 @@ def _qwen(options: Options) -> tuple[Any, Any]:
 def _qwen_text(options: Options, tokenizer: Any) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
     text = {**_text(options, tokenizer), "rope_parameters": rope}
-    if options.family in ("qwen3_vl", "qwen3_5"):
+    if options.family.startswith("qwen3"):
         text["head_dim"] = 32
         rope["mrope_interleaved"] = True
-    if options.family == "qwen3_5":
+    if options.family.endswith("_moe"):
+        text |= {
+            "num_experts": options.experts,
+            "num_experts_per_tok": options.chosen,
+            "norm_topk_prob": True,
+        }
+        text["moe_intermediate_size"] = options.expert_width
+    if options.family == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = 32
+    if options.family.startswith("qwen3_5"):
         text["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
         text |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
         text |= {"linear_key_head_dim": options.linear_width, "linear_value_head_dim": options.linear_width}
@@ -192,7 +206,7 @@ def _qwen_vision(family: str, patch: int) -> dict[str, Any]:
     if family == "qwen2_5_vl":
         return {**common, "window_size": 112, "fullatt_block_indexes": [1]}
     common["num_position_embeddings"] = 64
-    return common if family == "qwen3_5" else {**common, "deepstack_visual_indexes": [0]}
+    return common if family.startswith("qwen3_5") else {**common, "deepstack_visual_indexes": [0]}
 
 
 # families of tiles ---------------------------------------------------------------------------
@@ -359,5 +373,6 @@ RECIPES: Mapping[str, Callable[[Options], tuple[Any, Any]]] = {
     "gemma3": _gemma3,
 }
 """By model type, the function that makes the config and the processor of a tiny model."""
-_NAMES = {family: family.replace("_", "") for family in RECIPES} | {"internvl": "internvl3"}
-"""Parts of models' published names, without dots, dashes and underscores; InternVL 2 is another architecture."""
+_NAMES = {family: family.replace("_moe", r".*\dba\d+b").replace("_", "") for family in RECIPES}
+_NAMES["internvl"] = "internvl3"  # InternVL 2 is another architecture
+"""Patterns of models' published names, without dots, dashes and underscores, as in Qwen/Qwen3-VL-30B-A3B-Instruct."""

@@ -206,7 +206,7 @@ def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> Non
 @pytest.mark.long
 def test_other_families_on_two_processes(models: dict[str, Path], launched: Any, alone: Any) -> None:
     """Those whose modules are others than Qwen2.5-VL's and SmolVLM's, in one start of the processes."""
-    families = {"qwen3_5": "videos", "gemma3": "apart", "internvl": "videos"}
+    families = {"qwen3_5": "videos", "qwen3_5_moe": "apart", "gemma3": "apart", "internvl": "videos"}
     cases = tuple(case(f, set=rows, model=str(models[f])) for f, rows in families.items())
     results = launched("qwen2_5_vl", 2, cases)
     for each in cases:

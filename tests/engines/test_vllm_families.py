@@ -63,6 +63,7 @@ def test_every_weight_arrives_in_an_update(rig: Rig) -> None:
     ("family", "words"),
     [
         ("qwen3_5", "linear attention of a qwen3_5_text in bfloat16 alone"),
+        ("qwen3_5_moe", "linear attention of a qwen3_5_moe_text in bfloat16 alone"),
         ("gemma3", r"on a CPU vLLM lets no token of an image see .* rollout\.engine=transformers"),
     ],
 )

@@ -34,6 +34,9 @@ TABLE: dict[str, Row] = {
     "qwen2_5_vl": Row(videos=True),
     "qwen3_vl": Row(videos=True),
     "qwen3_5": Row(vllm="bfloat16", videos=True, build={"linear_width": 128}),
+    "qwen3_vl_moe": Row(videos=True),
+    # a token gets all experts: with two of them bfloat16 gives some tokens others than the plain forward
+    "qwen3_5_moe": Row(vllm="bfloat16", videos=True, build={"linear_width": 128, "chosen": 4}),
     "internvl": Row(videos=True),
     "smolvlm": Row(),
     "idefics3": Row(),

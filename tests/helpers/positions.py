@@ -39,6 +39,4 @@ def _blocks(config: Any, medium: Medium) -> list[list[tuple[int, int, int]]]:
     elif config.model_type == "qwen2_5_vl":
         times = [int(pair * config.vision_config.tokens_per_second * 2 / medium.fps) for pair in range(pairs)]
     cells = [[(t, y, x) for y in range(height) for x in range(width)] for t in times]
-    return (
-        cells if config.model_type in ("qwen3_vl", "qwen3_5") else [[cell for pair in cells for cell in pair]]
-    )
+    return cells if config.model_type.startswith("qwen3") else [[cell for pair in cells for cell in pair]]

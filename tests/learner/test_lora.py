@@ -192,12 +192,46 @@ def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]
     assert not has_adapters(model)
 
 
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+SHARED = {"gate_proj", "up_proj", "down_proj"}
+LINEAR = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "shared_expert_gate"}
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "adapted"),
+    [
+        ("qwen3_vl_moe", LoRAConfig().target_modules, ATTENTION),
+        ("qwen3_vl_moe", "all-linear", ATTENTION),
+        ("qwen3_5_moe", LoRAConfig().target_modules, ATTENTION | SHARED),
+        ("qwen3_5_moe", "all-linear", ATTENTION | SHARED | LINEAR),
+        *(("qwen3_vl_moe", [name], None) for name in ("experts", "gate_up_proj", "down_proj", "gate")),
+        *(("qwen3_5_moe", [name, "q_proj"], None) for name in ("experts", "gate_up_proj", "gate")),
+    ],
+)
+def test_experts_and_routers_get_no_adapters(
+    family: str, names: Any, adapted: set[str] | None, models: dict[str, Path]
+) -> None:
+    lora = LoRAConfig(rank=2, target_modules=names)
+    if adapted is None:
+        with pytest.raises(ConfigError, match=rf"named {names[0]}; .* experts are no linear layers"):
+            policy(models[family], lora)
+        return
+    model = policy(models[family], lora)
+    layers = adapted_layers(model)
+    assert {layer.rpartition(".")[2] for layer in layers} == adapted
+    assert not any(".experts" in layer or layer.endswith("mlp.gate") for layer in layers)
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"
+    }
+
+
 @pytest.mark.parametrize(
     ("family", "names", "vision"),
     [
         ("qwen3_vl", ["q_proj", "v_proj"], False),
         ("qwen2_5_vl", ["q_proj"], True),
         ("smolvlm", ["q_proj"], True),
+        ("qwen3_5_moe", ["up_proj", "down_proj"], False),
     ],
 )
 def test_adapters_alone_train_and_merges_are_the_adapted_model(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny
 from helpers.configs import small_config
 from helpers.small_runs import ROWS, vowels
 from safetensors.torch import load_file, save_file
@@ -102,6 +103,36 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+MIXTURES: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
+    "square in": (
+        {"expert_width": 32},
+        {},
+        "hidden_size 64 and moe_intermediate_size 32 make square experts",
+    ),
+    "square out": (
+        {"expert_width": 64},
+        {},
+        "hidden_size 64 and moe_intermediate_size 64 make square experts",
+    ),
+    "not normalised": ({}, {"norm_topk_prob": False}, "norm_topk_prob must be true"),
+    "a shared expert": (
+        {},
+        {"shared_expert_intermediate_size": 32},
+        "remove shared_expert_intermediate_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MIXTURES)
+def test_a_mixture_that_engines_read_otherwise_is_refused(fault: str, tmp_path: Path) -> None:
+    options, values, words = MIXTURES[fault]
+    folder = tiny.build("qwen3_vl_moe", tmp_path / "model", **options)
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    edit(folder / "config.json", text_config=text | values)
+    with refused(rf"model\.path.*{words}"):
+        load(folder)
+
+
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_faulty_folder_is_refused_in_one_line(fault: str, folder: Path) -> None:
     change, words = FAULTY[fault]
@@ -183,6 +214,26 @@ def test_a_frozen_tower_attention_and_checkpointing_are_applied(models: dict[str
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     parts_of(path, model)  # again, by another config
     assert not model.is_gradient_checkpointing
+
+
+def test_routers_are_frozen_if_the_config_says_so(models: dict[str, Path]) -> None:
+    model = load(models["qwen3_5_moe"], freeze_router=True)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {f"model.language_model.layers.{i}.mlp.gate.weight" for i in range(3)}
+    assert all(p.requires_grad for p in load(models["qwen3_5_moe"]).parameters())
+    with refused(r"model\.freeze_router = true: .* has no router"):
+        load(models["qwen3_5"], freeze_router=True)
+
+
+@pytest.mark.parametrize(("mode", "said"), [("auto", "token_truncate"), ("none", "none")])
+def test_the_start_says_how_a_mixture_is_corrected(mode: str, said: str, models: dict[str, Path]) -> None:
+    path, algorithm = models["qwen3_vl_moe"], {"importance_sampling_mode": mode}
+    lora = {"lora": {"rank": 2}} if mode == "none" else {}
+    parts = parts_of(path, None, algorithm=algorithm, model=lora)
+    assert parts.learner.config.algorithm.importance_sampling_mode == said
+    (sentence,) = (s for s in parts.sentences if "mixture of experts" in s)
+    assert f"importance_sampling_mode is {said}" in sentence and ("adapters" in sentence) is bool(lora)
+    assert not any("mixture" in s for s in parts_of(models["qwen3_vl"], None).sentences)
 
 
 def test_parameters_that_the_caller_froze_stay_frozen(models: dict[str, Path]) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import tiny
 from helpers.steps import load
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AttentionMaskInterface, LlamaConfig, LlamaModel, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -65,6 +67,30 @@ def test_a_patch_product_is_the_convolution() -> None:
         pixels = torch.randn(shape)
         torch.testing.assert_close(ours(pixels), plain(pixels))
     assert type(ours) is patches.PatchProduct
+
+
+@pytest.mark.parametrize("family", patches.TURNED_EXPERTS)
+def test_experts_are_saved_as_published(family: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Fails where transformers writes the layout that it reads, or reads square experts right: needless then."""
+    stored = load_file(models[family] / "model.safetensors")
+    model = load(models[family])
+    own = dict(model.named_parameters())
+    experts = [name for name in own if ".experts." in name]
+    turned = family == "qwen3_vl_moe"
+    assert len(experts) == 6
+    for name in experts:
+        assert torch.equal(stored[name].transpose(1, 2) if turned else stored[name], own[name])
+    patches.save_pretrained(model, tmp_path / "ours")
+    ours = load_file(tmp_path / "ours" / "model.safetensors")
+    assert ours.keys() == stored.keys() and all(torch.equal(ours[n], t) for n, t in stored.items())
+    if turned:
+        model.save_pretrained(tmp_path / "theirs")
+        theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+        assert all(torch.equal(theirs[name], own[name]) for name in experts)
+        square = load(tiny.build(family, tmp_path / "square", expert_width=32)).state_dict()
+        on_disk = load_file(tmp_path / "square" / "model.safetensors")
+        name = next(name for name in experts if name.endswith("gate_up_proj"))
+        assert torch.equal(square[name], on_disk[name]) and not torch.equal(on_disk[name], on_disk[name].mT)
 
 
 def test_a_model_is_saved_without_accelerate(

@@ -28,11 +28,14 @@ WHOLE = {  # rows and columns; 4 heads of queries, 2 of keys and values
     "layers.0.norm.weight": (WIDTH,),
     "embed.weight": (90, WIDTH),  # 128 with padding
     "layers.0.scale": (),
+    "layers.0.experts.gate_up_proj": (4, 32, WIDTH),  # the gate's rows, and then the other's
+    "layers.0.experts.down_proj": (4, WIDTH, 16),
     # fused in the checkpoint: a worker's part lies in three places of it
     "tower.qkv.weight": (12 * HEAD, WIDTH),
     "tower.qkv.bias": (12 * HEAD,),
 }
-AS_IT_CAME = {"tower.qkv.weight", "tower.qkv.bias"}
+AS_IT_CAME = {"tower.qkv.weight", "tower.qkv.bias", "layers.0.experts.gate_up_proj"}
+EXPERTS = {"gate_up_proj": "routed_experts.w13_weight", "down_proj": "routed_experts.w2_weight"}
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -48,6 +51,10 @@ def local(name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
     """What vLLM's layer of worker `rank` of `size` holds of a tensor, by vLLM's rules."""
     if "qkv" in name:
         return torch.cat([part.chunk(size)[rank] for part in tensor.chunk(3)])
+    if name.endswith("experts.gate_up_proj"):
+        return torch.cat([part.chunk(size, 1)[rank] for part in tensor.chunk(2, 1)], 1)
+    if name.endswith("experts.down_proj"):
+        return tensor.chunk(size, 2)[rank]
     if "o_proj" in name or "down_proj" in name:
         return tensor.chunk(size, 1)[rank]
     if "norm" in name or not tensor.ndim:
@@ -71,6 +78,9 @@ class Model(torch.nn.Module):
                 names = [f"layers.0.{source}.{leaf}" for source in sources]
                 if names[0] in parts:
                     parts[f"layers.0.{target}.{leaf}"] = torch.cat([parts.pop(name) for name in names])
+        for source, target in EXPERTS.items():
+            if (part := parts.pop(f"layers.0.experts.{source}", None)) is not None:
+                parts[f"layers.0.experts.{target}"] = part
         for name, part in parts.items():
             owner: torch.nn.Module = self
             *path, leaf = name.split(".")

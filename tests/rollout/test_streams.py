@@ -26,7 +26,7 @@ from mm_grpo.rollout.engine import (
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion, Sample
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
 
 
 class Setup:

@@ -16,6 +16,9 @@ from mm_grpo.testing.tiny_models import family_of
         ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2_5_vl"),
         ("someone/qwen2_5_vl-finetuned/", "qwen2_5_vl"),
         ("Qwen/Qwen3.5-4B", "qwen3_5"),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5_moe"),
+        ("Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl"),
         ("OpenGVLab/InternVL3_5-1B-HF", "internvl"),
     ],
 )

@@ -239,6 +239,11 @@ def test_the_correction_is_on_where_samples_are_stale(tmp_path: Path) -> None:
         config = config_for("m", tmp_path, rollout={"max_staleness": staleness}, algorithm=algorithm)
         assert config.importance_sampling_mode == meant
         assert config.with_correction().algorithm.importance_sampling_mode == meant
+        # without staleness the model decides, so a resumed run may not say none in the place of auto
+        decided = config.resolved_fields["algorithm.importance_sampling_mode"]
+        assert decided == (meant if staleness else mode)
+        for_experts = "token_truncate" if mode == "auto" else mode
+        assert config.with_correction([object()]).algorithm.importance_sampling_mode == for_experts
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from torch import Tensor
 from mm_grpo.rollout.served.broadcast import BroadcastGroup, Tensors, receive
 from mm_grpo.rollout.served.protocol import WorkerAccount, model_sizes
 from mm_grpo.rollout.vllm import adapters
+from mm_grpo.rollout.vllm.model_patches import patch_experts, patch_model
 from mm_grpo.rollout.vllm.read_back import ReadBack, quiet_reload
 
 EXTENSION = "mm_grpo.rollout.served.plugin.WorkerExtension"
@@ -237,10 +238,11 @@ class WorkerExtension:
 
 
 def register() -> None:
-    """Register the backends in this process's vLLM, once."""
+    """Register the backends in this process's vLLM, once, and patch its experts before it loads any."""
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
+    patch_experts()
     for kind, receiver in RECEIVERS.items():
         if BACKENDS[kind] not in Factory._registry:
             engine = type(receiver.__name__, (_AccountInit, receiver, WeightTransferEngine), {})
@@ -251,8 +253,6 @@ class _AccountInit:
     """Constructor of receivers that makes this process's account."""
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        from mm_grpo.rollout.vllm.model_patches import patch_model
-
         super().__init__(config, vllm_config, device, model)  # type: ignore[call-arg]
         hf_config = vllm_config.model_config.hf_config
         patch_model(hf_config)

@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rollout.vllm import adapters, four_bits
-from mm_grpo.rollout.vllm.model_patches import patch_model
+from mm_grpo.rollout.vllm.model_patches import has_experts, patch_model
 from mm_grpo.rollout.vllm.read_back import ReadBack
 
 OURS: Mapping[str, str] = {
@@ -217,11 +217,15 @@ def lora_arguments(settings: EngineSettings) -> dict[str, Any]:
         return {}
     config = read_config(settings.model, trust_remote_code=settings.trust_remote_code)
     size = next((size for size in adapters.RANKS if size >= settings.lora_rank), None)
-    if size is None or not adapters.supports(config):
+    # beside LoRA layers vLLM runs experts by Triton alone
+    needs_gpu = has_experts(config) and not torch.cuda.is_available()
+    if size is None or needs_gpu or not adapters.supports(config):
         return {}
     tower = settings.lora_vision and adapters.supports(config, tower=True)
-    arguments = {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
+    arguments: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": size}
     arguments["enable_tower_connector_lora"] = tower
+    if has_experts(config):  # which have no adapters, and would get LoRA layers
+        arguments["lora_target_modules"] = [*adapters.BESIDE_EXPERTS]
     return {name: engine_kwargs.get(name, value) for name, value in arguments.items()}
 
 

@@ -7,15 +7,24 @@ names too. Not needed once vLLM's own mapping has them, or its tower has no part
 
 Videos in LLaVA-OneVision: if videos of different lengths come in one step, vLLM 0.32 makes features [1, tokens, D] of
 each, and stops because it expects [tokens, D]. Not needed once it makes these.
+
+Experts of Qwen3-VL-MoE: vLLM transposes them, because published files have [E, in, out]; the learner's memory and files
+that transformers 5 saves have [E, out, in]. Here only the former are. Not needed once vLLM compares the shapes.
+
+Experts on a CPU: vLLM 0.32 packs them for its kernel at the first load alone, and reads later weights as if they were
+packed. Here each load is a first one. Not needed once it packs updates too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import wraps
 from inspect import unwrap
 from typing import Any
+
+import torch
+from torch import Tensor
 
 _NEW_NAME = r"(^|\.)vision_tower\.(?=(embeddings|encoder|post_layernorm|head)\.)"
 RENAMED = {re.compile(_NEW_NAME): r"\1vision_tower.vision_model."}
@@ -28,6 +37,22 @@ def patch_model(config: Any) -> None:
     if config.model_type == "llava_onevision":
         for cls in model_classes(config):
             _flatten_videos(cls)
+    if has_experts(config):
+        patch_experts()
+
+
+def patch_experts() -> None:
+    """Patch vLLM's layers of experts. A server does it before it reads its config."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    _take_both_layouts(RoutedExperts)
+    _pack_every_load(method.UnquantizedFusedMoEMethod)
+
+
+def has_experts(config: Any) -> bool:
+    """Return True for a mixture of experts."""
+    return bool(getattr(config.get_text_config(), "num_experts", 0))
 
 
 def _teach_names(config: Any) -> None:
@@ -47,6 +72,33 @@ def _flatten_videos(cls: Any) -> None:
     cls._process_video_pixels = wraps(process)(
         lambda self, inputs: [video.flatten(0, -2) for video in process(self, inputs)]
     )
+
+
+def _take_both_layouts(cls: Any) -> None:
+    load = unwrap(cls.load_weights)
+
+    @wraps(load)
+    def load_weights(self: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        width = self.moe_config.hidden_dim_unpadded
+        for name, tensor in weights:
+            # shapes decide, because the learner refuses square experts
+            in_memory = tensor.ndim == 3 and tensor.shape[2 if name.endswith("gate_up_proj") else 1] == width
+            turned = self.is_fused_checkpoint_transposed and in_memory
+            yield from load(self, [(name, tensor.mT if turned else tensor)])
+
+    cls.load_weights = load_weights
+
+
+def _pack_every_load(cls: Any) -> None:
+    setup = unwrap(cls._setup_kernel)
+
+    @wraps(setup)
+    def first_setup(self: Any, **weights: Any) -> None:
+        if not torch.cuda.is_available():
+            self.moe_kernel = None
+        setup(self, **weights)
+
+    cls._setup_kernel = first_setup
 
 
 def model_classes(config: Any) -> Iterator[Any]:

@@ -24,6 +24,8 @@ from mm_grpo.rollout.weights import digest, digests
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """vLLM's fused layers and their sources, in order; a model's own `packed_modules_mapping` comes on top."""
+EXPERTS = {".experts.gate_up_proj": "w13_weight", ".experts.down_proj": "w2_weight"}
+"""Names of all experts of a layer, and vLLM's in `routed_experts`."""
 RELOAD_LOGGERS = ("vllm.model_executor.model_loader.reload", "vllm.v1.worker")
 """Parents of the loggers that warn of layers without new weights."""
 IDENTITY_ROWS = 1024
@@ -129,6 +131,8 @@ class ReadBack:
                     layer = name.replace(f".{source}.", f".{target}.")
                     names = [name.replace(f".{source}.", f".{s}.") for s in sources]
                     siblings = [sibling for sibling in names if sibling in self._records]
+            for source, target in EXPERTS.items():
+                layer = layer.replace(source, f".experts.routed_experts.{target}")
             mapped = mapper.apply_list([layer]) if mapper is not None else [layer]
             owner, _, leaf = mapped[0].rpartition(".") if mapped else ("", "", "")
             # in a LoRA layer a level deeper
