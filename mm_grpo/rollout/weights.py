@@ -170,7 +170,7 @@ class WeightLedger:
         for unit, members in pending.items():
             if any(self._held.get(member) != value for member, _, value in _with_digests(members)):
                 raise GuardStop(
-                    f"weight sync: '{unit}' changed and came without {_few(sorted(self._units[unit] - set(members)))}; "
+                    f"weight sync: '{unit}' changed and came without {few(sorted(self._units[unit] - set(members)))}; "
                     "engines fuse such neighbours into one layer, so all of them must be sent together"
                 )
 
@@ -189,7 +189,7 @@ def missing_tensors(sent: Mapping[str, str], received: Mapping[str, str]) -> str
     parts = (("never arrived", missing), ("arrived changed", altered), ("were never sent", extra))
     return (
         f"of {len(sent)} tensors "
-        + "; ".join(f"{len(names)} {fault}: {_few(names)}" for fault, names in parts if names)
+        + "; ".join(f"{len(names)} {fault}: {few(names)}" for fault, names in parts if names)
         + ". The engine would sample from other weights than the learner's; nothing after this can be "
         "trusted. Check the engine's version and the transport of its weights"
     )
@@ -208,7 +208,8 @@ def _weights(device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int64).to(device)
 
 
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
+    """Return the first three names for a message, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
     return ", ".join(f"'{n}'" for n in listed[:3]) + more

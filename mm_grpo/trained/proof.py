@@ -35,7 +35,7 @@ from mm_grpo.parity.gaps import gap_of
 from mm_grpo.processors.base import Processor, processor_class
 from mm_grpo.processors.model_folder import quoted
 from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
-from mm_grpo.rollout.weights import digest
+from mm_grpo.rollout.weights import digest, few
 from mm_grpo.run.paths import IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
 from mm_grpo.terminal import quiet_libraries
@@ -163,9 +163,8 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     missing = sorted(name for name in keys.missing_keys if f".{ADAPTER}" in name)  # without the base's keys
     for names, fault in ((missing, "lacks"), (sorted(keys.unexpected_keys), "has no layer for")):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            first = ", ".join(names[:3]).replace(f".{ADAPTER}", "")
-            raise ConfigError(f"'{folder}' {fault} {first}{more}; give the whole adapter, as it was saved")
+            listed = few(names).replace(f".{ADAPTER}", "")
+            raise ConfigError(f"'{folder}' {fault} {listed}; give the whole adapter, as it was saved")
     return model
 
 

@@ -26,6 +26,10 @@ def vowels(completion: str) -> float:
     return sum(c in "aeiou" for c in completion) + len(completion) / 100
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
+
+
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

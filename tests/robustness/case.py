@@ -19,8 +19,7 @@ class Case:
     It is run in an empty folder, which is the home too. MODEL there leads to a tiny model, config.yaml is a sound
     config but for `config` (its changes, or its whole text), `files` are written beside it, and a copy of MODEL at m/
     is damaged by `model`. With `run`, out/ is the folder of a run that was "stopped" in step 4 of 4, or has "ended",
-    and `damage` changes it. `words` are in the message. The user's files are as they were, and nothing but `makes` is
-    new.
+    and `damage` changes it. `words` are in the message. The user's files are as they were, and nothing is new.
     """
 
     name: str
@@ -34,7 +33,6 @@ class Case:
     damage: Callable[[Path], Any] = lambda out: None
     within: Callable[[Path], AbstractContextManager[Any]] = lambda folder: nullcontext()
     after: Callable[[Path], Any] = lambda folder: None
-    makes: tuple[str, ...] = ()
     full_disk: bool = False
 
     @property

@@ -101,7 +101,7 @@ SOURCES: list[tuple[str, Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]]
 ]  # fmt: skip
 
 MEDIA: list[tuple[str, Any, tuple[str, ...]]] = [
-    ("half a JPEG", picture("JPEG")[:400], ("truncated",)),
+    ("half a JPEG", picture("RGB")[:400], ("truncated",)),
     ("an HTML page", b"<!DOCTYPE html><html><body>404</body></html>", ("HTML",)),
     ("a Git LFS pointer", b"version https://git-lfs.github.com/spec/v1\n", ("git lfs pull",)),
 ]
@@ -219,7 +219,7 @@ CASES: list[Case] = [
         for name, source, words in MEDIA
     ),
     *(Case(f"media: {name}", CHECK, words, files={"rows.jsonl": row(image=image)}) for name, image, words in IMAGES),
-    Case("media: CMYK", CHECK, code=0, files={"a.png": picture("JPEG", "CMYK")}),
+    Case("media: CMYK", CHECK, code=0, files={"a.png": picture("CMYK")}),
     *(
         Case(f"rewards: {name}", CHECK, words, config={"rewards": ["r.py:f"]}, files={"r.py": text})
         for name, text, words in REWARD_FILES

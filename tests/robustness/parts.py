@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 from PIL import Image
 
+from mm_grpo.files import encoded_image
 from robustness.runs import ROW
 
 Damage = Callable[[Path], Any]
@@ -29,23 +29,21 @@ def row(**changes: Any) -> str:
     return json.dumps(ROW | changes)
 
 
-def picture(kind: str, mode: str = "RGB", **options: Any) -> bytes:
-    buffer = BytesIO()
-    (Image.effect_noise((64, 64), 90) if mode == "RGB" else Image.new(mode, (64, 64))).save(
-        buffer, kind, **options
+def picture(mode: str) -> bytes:
+    """A JPEG; the one in RGB is noise, so that half of it is no picture."""
+    return encoded_image(
+        Image.effect_noise((64, 64), 90) if mode == "RGB" else Image.new(mode, (64, 64)), "jpeg"
     )
-    return buffer.getvalue()
 
 
 # rewards
 
 
-def body(text: str, head: str = "completion") -> str:
+def body(text: str) -> str:
     """A reward of these lines; `SCORE` is what it would have answered without them."""
     lines = "".join(f"    {line}\n" for line in text.splitlines())
-    return f"import os, signal, sys, time\ndef f({head}):\n{lines}".replace(
-        "SCORE", "float(len(completion) % 3)"
-    )
+    head = "import os, signal, sys, time\ndef f(completion):\n"
+    return head + lines.replace("SCORE", "float(len(completion) % 3)")
 
 
 def reward_file(**options: Any) -> Mapping[str, Any]:

@@ -49,9 +49,7 @@ def problems(case: Case, folder: Path) -> list[str]:
         found = judge(case, outcome)
         after = snapshot(folder, files)
         found += [f"{name} of the user's was changed" for name in before if after.get(name) != before[name]]
-        found += [
-            f"{name} was left behind" for name in after if name not in before and name not in case.makes
-        ]
+        found += [f"{name} was left behind" for name in after if name not in before]
         if not found:
             case.after(folder)
     return found

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.ahead import noting_seeds
 from helpers.configs import merged, small_config
 
 from mm_grpo import GRPOTrainer
@@ -147,18 +148,13 @@ def test_rows_that_are_too_long_are_dropped_if_configured(models: dict[str, Path
         trainer(heldout, "stop").evaluate()
 
 
-def test_sets_are_answered_from_seeds_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:
+def test_sets_are_answered_from_seeds_of_their_own(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two sets with the same rows, sampled: equal seeds would give equal answers."""
     sampled = {"eval": {"temperature": 1.0, "num_generations": 2}}
     trainer = made(models["qwen2_vl"], tmp_path / "r", {"a": ROWS, "b": ROWS}, always_right, rollout=sampled)
-    seeds: list[int] = []
-    generate = trainer.engine.generate
-
-    def noted(requests: Any) -> Any:
-        seeds.extend(r.seed for r in requests)
-        return generate(requests)
-
-    trainer.engine.generate = noted  # type: ignore[method-assign]
+    seeds = noting_seeds(monkeypatch, trainer.engine)
     trainer.evaluate()
     assert len(seeds) == 16 == len(set(seeds))
 

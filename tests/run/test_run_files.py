@@ -9,13 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.small_runs import names
 
 from mm_grpo.files import atomic_folder, atomic_write, temporary_folder
 from mm_grpo.run.environment import describe_environment
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
 
 
 def test_the_environment_holds_versions_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import small_config
+from helpers.small_runs import names
 from safetensors import SafetensorError
 
 from mm_grpo.errors import ConfigError
@@ -25,10 +26,6 @@ from mm_grpo.run.inputs import inputs_of
 from mm_grpo.run.paths import dated
 
 FIRST = ["config.yaml", "environment.json", "mm_grpo_run.json"]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
 
 
 def check(path: Path, **given: Any) -> None:
