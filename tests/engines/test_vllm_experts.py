@@ -84,11 +84,11 @@ def test_lora_layers_leave_experts_out(folders: dict[str, Path], monkeypatch: py
     """As on a GPU, but with a CPU's experts: beside LoRA layers vLLM takes Triton's. The tower's are merged."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
-    on_gpu, select = SimpleNamespace(is_available=lambda: True), method.select_unquantized_moe_backend
+    cuda, select = SimpleNamespace(is_available=lambda: True), method.select_unquantized_moe_backend
 
     def arguments(settings: EngineSettings) -> dict[str, Any]:
         with monkeypatch.context() as patch:
-            patch.setattr(launch.torch, "cuda", on_gpu)
+            patch.setattr(launch, "torch", SimpleNamespace(cuda=cuda))
             return lora_arguments(settings)
 
     def plain(moe_config: Any) -> Any:
