@@ -77,7 +77,6 @@ class QwenVLFamily(Family):
         if text.model_type != "qwen3_vl_moe_text":
             return
         width, inner = text.hidden_size, text.moe_intermediate_size
-        # transformers and vLLM turn the experts of a file by rules that disagree here
         if width in (inner, 2 * inner):
             fault = f"hidden_size {width} and moe_intermediate_size {inner} make square experts, which files in two "
             fault += "layouts hold: transformers would load the published one transposed; choose another size"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from engines.test_vllm_adapters import scores
 from engines.test_vllm_lost_updates import Run
 from helpers import tiny
 from helpers.families import TABLE
@@ -19,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 
 from mm_grpo.cli.serve import servers_for_run
 from mm_grpo.preflight.doctor import examine
-from mm_grpo.rollout.vllm import internals
+from mm_grpo.rollout.vllm import internals, launch
 from mm_grpo.rollout.vllm.engine import VLLMEngine
 from mm_grpo.rollout.vllm.launch import EngineSettings
 from mm_grpo.trained.export import export_run
@@ -76,6 +78,35 @@ def test_experts_that_keep_their_first_weights_stop_the_run(
 
     monkeypatch.setattr(internals, "reload", partly)
     assert run.update(2).problem is not None
+
+
+def test_lora_layers_leave_experts_out(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but with a CPU's experts: beside LoRA layers vLLM takes Triton's. The tower's are merged."""
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    cuda, select = SimpleNamespace(is_available=lambda: True), method.select_unquantized_moe_backend
+
+    def arguments(settings: EngineSettings) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "torch", SimpleNamespace(cuda=cuda))
+            return lora_arguments(settings)
+
+    def plain(moe_config: Any) -> Any:
+        moe_config.is_lora_enabled = False
+        return select(moe_config=moe_config)
+
+    lora_arguments = launch.lora_arguments
+    monkeypatch.setattr(launch, "lora_arguments", arguments)
+    monkeypatch.setattr(method, "select_unquantized_moe_backend", plain)
+    run = Run(folders["qwen3_vl_moe"], 1e-3, "float32", lora=8, vision=True)
+    layers = run.learner.factored
+    assert len(layers) == 12 and layers == {n for n in run.learner.adapted_layers if "visual" not in n}
+    base, _ = scores(run)
+    for version in range(1, 3):
+        assert run.update(version).problem is None
+        ours, theirs = scores(run)
+        assert (ours - theirs).abs().max() < 1e-5
+    assert (ours - base).abs().max() > 0.05
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["all weights", "lora"])

@@ -22,9 +22,8 @@ PREFIX = "base_model.model."
 """Prefix of the names of factors, as in peft's files."""
 BESIDE_EXPERTS = (
     "qkv_proj", "o_proj", "gate_up_proj", "down_proj", "shared_expert_gate", "in_proj_qkvz", "in_proj_ba", "out_proj",
-    "qkv", "proj", "linear_fc1", "linear_fc2",
 )  # fmt: skip
-"""vLLM's names of layers that may have adapters in a mixture of experts, in shared experts and the tower too."""
+"""vLLM's names of layers of the text model, without experts."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM makes buffers."""
 
