@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 from helpers.fake_engines import use_engine
-from helpers.small_runs import ROWS, config_for, rows_of
+from helpers.small_runs import ROWS, config_for, rows_of, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.errors import GuardStop
-
-
-def letters(completion: str) -> float:
-    return len(set(completion)) + len(completion) / 100
 
 
 def trainer_for(models: dict[str, Path], folder: Path, **run: Any) -> GRPOTrainer:
@@ -26,7 +22,7 @@ def trainer_for(models: dict[str, Path], folder: Path, **run: Any) -> GRPOTraine
         rollout={"prompts_per_step": 2, "num_generations": 4, "max_completion_length": 10},
         run={"max_steps": 2, "report": False, **run},
     )
-    return GRPOTrainer(config, train=ROWS, rewards=[letters])
+    return GRPOTrainer(config, train=ROWS, rewards=[vowels])
 
 
 @pytest.fixture

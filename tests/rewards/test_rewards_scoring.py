@@ -21,8 +21,10 @@ def test_totals_are_weighted_sums_of_the_rewards_that_apply(rows):
 
 
 def test_metrics_are_over_the_completions_that_a_reward_applies_to(rows):
-    scorer = Scorer([named("a", given(1.0, None, 0.5, 0.0)), named("b", given(None, None, None, 3.0))])
+    scores = {"a": (1.0, None, 0.5, 0.0), "b": (None, None, None, 3.0), "nowhere": (None,) * 4}
+    scorer = Scorer([named(name, given(*values)) for name, values in scores.items()])
     metrics = scorer.score(*rows("wxyz"), step=1).metrics
+    assert not {"rewards/nowhere/mean", "rewards/nowhere/std"} & metrics.keys()
     # a: 1, .5, 0 have mean .5 and sample variance (.25 + 0 + .25) / 2
     assert metrics["rewards/a/mean"] == 0.5 and metrics["rewards/a/std"] == 0.5
     assert metrics["rewards/a/none"] == 1

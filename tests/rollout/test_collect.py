@@ -19,12 +19,10 @@ from mm_grpo.types import Completion, Group, Turn
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
 
 
-def zero(completion: str) -> float:
-    return 0.0
-
-
 WEIGHTS = {"right": 1.0, "short": 0.5, "seen": 0.0}
-SPECS = resolve_entries([{"name": zero, "as": name, "weight": weight} for name, weight in WEIGHTS.items()])
+SPECS = resolve_entries(
+    [{"name": "exact_match", "as": name, "weight": weight} for name, weight in WEIGHTS.items()]
+)
 
 
 SCORES = Scores(

@@ -25,20 +25,15 @@ def config(folder: Path, **run: Any) -> GRPOConfig:
     return GRPOConfig.from_dict({"model": {"path": "base"}, "run": {"dir": str(folder), **run}})
 
 
-def events_in(folder: Path) -> Any:
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return events
-
-
-def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     with Trackers(["tensorboard"]).open(config(tmp_path)) as trackers:
         trackers.on_rollouts(1, [group(0, (0.0, 1.0))])
         trackers.on_log(1, {"reward": 0.25, "kl": None, "note": "text"})
         trackers.on_log(2, {"reward": 0.5, "rewards/iou/mean": 1})
-    events = events_in(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
     assert events.Tags()["scalars"] == ["reward", "rewards/iou/mean"]
     assert [(e.step, e.value) for e in events.Scalars("reward")] == [(1, 0.25), (2, 0.5)]
     assert b"path: base" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
