@@ -82,11 +82,10 @@ class Learner(LearnerWeights):
             shard_models((model, reference), processor.family, self.ranks, config.model.device)
         wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None if reference is None else wrap(reference)
-        tower = {id(p) for p in processor.family.tower(model).parameters()}
-        trains_tower_alone = all(id(p) in tower for p in model.parameters() if p.requires_grad)
         make_optimizer = _optimizer_class(config, self.ranks)
-        # if the tower alone is trained, the loss of a text has no gradient but through a blank image
-        self.module = wrap(model, blank_images=make_optimizer.reads_order or trains_tower_alone)
+        # beside a frozen embedding, text has a gradient in the layers below the first trained one by a blank image alone
+        frozen_start = not model.get_input_embeddings().weight.requires_grad
+        self.module = wrap(model, blank_images=make_optimizer.reads_order or frozen_start)
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
         self.optimizer = make_optimizer(self.module, optim, total_updates, self.ranks)
         self._work = PackStatistics()
