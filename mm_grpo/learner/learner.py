@@ -36,6 +36,7 @@ from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.reference import reference_model
 from mm_grpo.learner.sharding import ShardedOptimizer, shard_models
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -83,7 +84,7 @@ class Learner(LearnerWeights):
         wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None if reference is None else wrap(reference)
         make_optimizer = _optimizer_class(config, self.ranks)
-        # beside a frozen embedding, text has a gradient in the layers below the first trained one by a blank image alone
+        # beside a frozen embedding, only a blank image gives a text's first layers the gradient that an image's have
         frozen_start = not model.get_input_embeddings().weight.requires_grad
         self.module = wrap(model, blank_images=make_optimizer.reads_order or frozen_start)
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
@@ -242,10 +243,13 @@ class Learner(LearnerWeights):
         What is run is counted as `work`, by default as the step's.
         """
         module, work = module or self.module, work or self._work
-        with self.ranks.fail_together("a pass without gradients"):
+        with self.ranks.fail_together("planning packs"):
             packs = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
-            with ForwardPass(module, packs, self.processor.media_token_ids, work) as forward_pass:
-                return read(module, forward_pass.even_packs())
+        forward_pass = ForwardPass(module, packs, self.processor.media_token_ids, work)
+        # processes that wait for weights of this one do not wait for its error
+        waits = is_sharded(module.model)
+        with nullcontext() if waits else self.ranks.fail_together("a pass without gradients"), forward_pass:
+            return read(module, forward_pass.even_packs())
 
     def _by_prompt(
         self,

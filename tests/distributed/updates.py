@@ -39,6 +39,7 @@ SETS: dict[str, str] = {
     "uneven": "mtiti",  # 5 groups: with 2 processes 3 and 2, with 4 one of them has 2
     "apart": "itit",  # with 2 processes all images on one and all text on the other
     "videos": "btvi",  # with 2 processes all videos on one
+    "text": "t",
     "few": "i",  # one group: with 2 processes one of them has nothing
     "hole": "m-ti",  # a dropped row leaves slot 1 empty
 }
