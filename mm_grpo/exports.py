@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,12 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import OpenRun
 from mm_grpo.pages.report import Report
+from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.summary import summary_of, warnings_of
+
+Save = Callable[[Path | None], None]
+"""Writes a folder; a process without one takes part in the making of what is written."""
 
 
 class Exports:
@@ -78,9 +82,10 @@ class Exports:
         with self.ranks.fail_together("saving the model"):
             if saves and (self.ranks.first or is_sharded(self.model)):
                 with self.state.checkpoints.weights_of(step) if step != last_step else nullcontext():
-                    self._replace("model", self.learner.save)
+                    folders: dict[str, Save] = {"model": self.learner.save}
                     if self.config.model.lora is not None:
-                        self._replace("adapter", self.learner.save_adapter)
+                        folders["adapter"] = self.learner.save_adapter
+                    replace_folders(folder, folders, first=self.ranks.first)
             if saves and self.ranks.first:
                 self.callbacks.call("on_save", trainer=self, step=step, path=folder.paths.model)
         seconds = time.perf_counter() - started
@@ -95,8 +100,13 @@ class Exports:
         """Return `path` if this process writes there; all do unless the weights are sharded."""
         return path if self.ranks.first or not is_sharded(self.model) else None
 
-    def _replace(self, name: str, save: Callable[[Path | None], None]) -> None:
-        if self.ranks.first:
-            self.folder.replace_folder(name, save)
-        else:
-            save(None)
+
+def replace_folders(folder: RunFolder, saves: Mapping[str, Save], *, first: bool) -> None:
+    """Let the first process fill folders anew; each process runs all `saves`, which may be collective."""
+    waiting = list(saves.values())
+    try:
+        for name in saves if first else ():
+            folder.replace_folder(name, lambda path: waiting.pop(0)(path))
+    finally:  # after an error here the other processes still wait for this one's part
+        while waiting:
+            waiting.pop(0)(None)

@@ -30,10 +30,10 @@ from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import Source, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.errors import ConfigError, GuardStop
+from mm_grpo.exports import replace_folders
 from mm_grpo.health.checks import finite_loss, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import check_folder
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.preflight.warm_answers import GoldAnswers, Lists
@@ -180,11 +180,9 @@ class _WarmStart:
                     raise GuardStop(f"the warm start made no update in {steps} steps: every row was dropped")
                 result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
         with ranks.fail_together("saving the model"):
-            if ranks.first:
-                save = partial(self._save, base, steps, result["nll"][1])
-                result["model"] = str(self.folder.replace_folder("model", save))
-            elif is_sharded(self.learner.model):
-                self.learner.save(None)
+            save = partial(self._save, base, steps, result)
+            replace_folders(self.folder, {"model": save}, first=ranks.first)
+            result["model"] = str(paths.model)
         return ranks.broadcast(result, "the result")
 
     def _begin(self, resume: bool) -> int:
@@ -264,6 +262,8 @@ class _WarmStart:
                     f"{first[0].prompt.uid} teaches {text!r} ({len(ids)} tokens, the last one ends it)"
                 )
 
-    def _save(self, base: str, steps: int, nll: float, folder: Path) -> None:
+    def _save(self, base: str, steps: int, result: Mapping[str, Any], folder: Path | None) -> None:
         self.learner.save(folder)
-        write_mark(folder, self.config, base=base, answer=self.golds.column, steps=steps, nll=nll)
+        if folder is not None:
+            nll = result["nll"][1]
+            write_mark(folder, self.config, base=base, answer=self.golds.column, steps=steps, nll=nll)

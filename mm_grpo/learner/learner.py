@@ -35,6 +35,7 @@ from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.reference import reference_model
 from mm_grpo.learner.sharding import optimizer_class, shard_models
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -81,11 +82,10 @@ class Learner(LearnerWeights):
             shard_models((model, reference), processor.family, self.ranks, config.model.device)
         wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None if reference is None else wrap(reference)
-        tower = {id(p) for p in processor.family.tower(model).parameters()}
-        trains_tower_alone = all(id(p) in tower for p in model.parameters() if p.requires_grad)
         make_optimizer = optimizer_class(config, self.ranks)
-        # if the tower alone is trained, the loss of a text has no gradient but through a blank image
-        self.module = wrap(model, blank_images=make_optimizer.reads_order or trains_tower_alone)
+        # beside a frozen embedding, only a blank image gives a text's first layers the gradient that an image's have
+        frozen_start = not model.get_input_embeddings().weight.requires_grad
+        self.module = wrap(model, blank_images=make_optimizer.reads_order or frozen_start)
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
         self.optimizer = make_optimizer(self.module, optim, total_updates, self.ranks)
         self._work = PackStatistics()
@@ -242,10 +242,13 @@ class Learner(LearnerWeights):
         What is run is counted as `work`, by default as the step's.
         """
         module, work = module or self.module, work or self._work
-        with self.ranks.fail_together("a pass without gradients"):
+        with self.ranks.fail_together("planning packs"):
             packs = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
-            with ForwardPass(module, packs, self.processor.media_token_ids, work) as forward_pass:
-                return read(module, forward_pass.even_packs())
+        forward_pass = ForwardPass(module, packs, self.processor.media_token_ids, work)
+        # processes that wait for weights of this one do not wait for its error
+        waits = is_sharded(module.model)
+        with nullcontext() if waits else self.ranks.fail_together("a pass without gradients"), forward_pass:
+            return read(module, forward_pass.even_packs())
 
     def _by_prompt(
         self,

@@ -1,9 +1,9 @@
 """The update of a step is the same on 1, 2 and 4 processes, at every ZeRO stage, in any packs.
 
-Each launch runs all its cases in one start of real DeepSpeed processes. What is compared is the change
-of the weights, tensor by tensor, with that of one process, one pack and no DeepSpeed: equal parameters on
-all processes would prove nothing, since they gather the same wrong values. SGD at rate 1 makes the update
-the gradient itself, so that no constant factor can hide.
+Each launch runs all its cases in one start of real processes: DeepSpeed's at stages 1 and 2, torch's fully_shard at 3.
+What is compared is the change of the weights, tensor by tensor, with that of one process, one pack and no DeepSpeed:
+equal parameters on all processes would prove nothing, since they gather the same wrong values. SGD at rate 1 makes the
+update the gradient itself, so that no constant factor can hide.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pytest
 import torch
 import updates
 from helpers import processes
+from helpers.configs import merged
 from helpers.families import is_rounding, limit_of
 
 from mm_grpo.distributed.ranks import Ranks
@@ -45,11 +46,12 @@ def matrix() -> list[Case]:
         case(f"{each}-{stage}-{packs}", set="flat", packs=packs, optimizer=each, optim={"zero_stage": stage})
         for each, stage, packs in (
             ("sgd", 0, "many"), ("sgd", 2, "one"), ("sgd", 2, "many"), ("adamw", 1, "many"), ("adamw", 2, "many"),
+            ("sgd", 3, "many"), ("adamw", 3, "one"),
         )
     ]  # fmt: skip
     cases.append(case("videos", set="videos"))
     cases += [case(f"loss-{name}", algorithm={"loss_type": name}) for name in LOSSES]
-    for stage in (0, 2):
+    for stage in (0, 2, 3):
         cases.append(case(f"clipped-{stage}", optim={"zero_stage": stage, "max_grad_norm": 100.0}))
         # small for the ratios, and large beside the rounding of weights near 1: that is 3e-5 of rate 1e-3
         optim = {"zero_stage": stage, "updates_per_step": 2, "learning_rate": 1e-2}
@@ -87,6 +89,22 @@ def trouble() -> list[Case]:
     at_0 = [case(f"{n}-0", optim={"zero_stage": 0}, **kinds[n]) for n in ("uneven", "few", "first", "none")]
     faults = [case(fault, fault=fault, **kinds["first"]) for fault in ("unset", "never")]
     return cases + at_0 + faults
+
+
+def sharded() -> list[Case]:
+    """Cases of the default stage at stage 3, and more of what makes processes wait for each other's layers."""
+    plain = [c for c in matrix() + trouble() if not (c["config"].get("optim") or c.get("fault"))]
+    cases = [c for c in plain if "loss" not in c["name"]] + [
+        case("top-entropy", set="uneven", algorithm={"top_entropy_quantile": 0.5}),
+        case("checkpointed", set="uneven", packs="many", optim={"gradient_checkpointing": True}),
+        case("lora-checkpointed", lora=3, set="few", optim={"gradient_checkpointing": True}),
+        # only a blank image gives text a gradient in the first layers
+        case("lora-vision", lora=3, set="apart", vision=True),
+        case("tower", trains=r"visual\.", packs="many"),
+        case("tower-and-end", trains=r"visual\.|layers\.2\.", set="apart"),
+    ]
+    at_3 = [merged(c["config"], {"optim": {"zero_stage": 3}}) for c in cases]
+    return [{**c, "name": f"{c['name']}-3", "config": config} for c, config in zip(cases, at_3, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +164,7 @@ def check(case: Case, results: list[dict[str, Any]], want: Mapping[str, Any]) ->
             assert update_happens(UpdateRecord(**mine)) is None
         # as many backward passes everywhere, and in each of them the gradients in one order where ZeRO reads them
         assert len(got["order"]) == len(results[0]["order"]) > 0
-        assert got["reads_order"] or optim.get("zero_stage", 2) == 0 or world_of_one
+        assert got["reads_order"] or optim.get("zero_stage", 2) in (0, 3) or world_of_one
         if got["reads_order"]:
             assert {tuple(names) for names in got["order"]} == {tuple(results[0]["order"][0])}
 
@@ -170,12 +188,14 @@ def check_all(cases: list[Case], world: int, launched: Any, alone: Any) -> Resul
     return results
 
 
-LONG = ("sgd-0", "adamw-1", "loss-dr", "loss-lu", "masked", "iterated", "offloaded", "qlora-off")
+LONG = (
+    "sgd-0", "adamw-1", "loss-dr", "loss-lu", "masked", "iterated-0", "iterated-2", "offloaded", "qlora-off",
+)  # fmt: skip
 """Starts of the names of cases that the long test on two processes has; the short one has the others."""
 
 
 def cases_of(*starts: str) -> list[Case]:
-    return [c for c in matrix() + trouble() if c["name"].startswith(starts)]
+    return [c for c in matrix() + trouble() + sharded() if c["name"].startswith(starts)]
 
 
 def is_long(case: Case) -> bool:
@@ -183,8 +203,8 @@ def is_long(case: Case) -> bool:
 
 
 @pytest.mark.slow
-def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: Any) -> None:
-    results = check_all([c for c in matrix() + trouble() if not is_long(c)], 2, launched, alone)
+def test_two_processes_make_the_update_of_one(launched: Any, alone: Any) -> None:
+    results = check_all([c for c in matrix() + trouble() + sharded() if not is_long(c)], 2, launched, alone)
     for name, packs in (("sgd-2-one", 2), ("sgd-2-many", 16)):
         metrics = results[name][0]["metrics"]
         counts = [metrics[f"learner/{what}"] for what in ("packs", "prompts_run", "images_encoded")]
@@ -193,13 +213,13 @@ def test_two_processes_of_zero_2_make_the_update_of_one(launched: Any, alone: An
 
 @pytest.mark.long
 def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) -> None:
-    check_all([c for c in matrix() + trouble() if is_long(c)], 2, launched, alone)
+    check_all([c for c in matrix() + trouble() + sharded() if is_long(c)], 2, launched, alone)
 
 
 @pytest.mark.long
 def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    dealt = cases_of("sgd-2-many", "uneven", "few", "hole", "first")
+    dealt = cases_of("sgd-2-many", "sgd-3", "clipped-3", "lora", "tower", "uneven", "few", "hole", "first")
     check_all([c for c in dealt if not is_long(c)], 4, launched, alone)
 
 
@@ -207,20 +227,26 @@ def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> Non
 def test_other_families_on_two_processes(models: dict[str, Path], launched: Any, alone: Any) -> None:
     """Those whose modules are others than Qwen2.5-VL's and SmolVLM's, in one start of the processes."""
     families = {"qwen3_5": "videos", "qwen3_5_moe": "apart", "gemma3": "apart", "internvl": "videos"}
-    cases = tuple(case(f, set=rows, model=str(models[f])) for f, rows in families.items())
+    cases = tuple(
+        case(f"{f}-{stage}", set=rows, model=str(models[f]), optim={"zero_stage": stage})
+        for f, rows in families.items()
+        for stage in (2, 3)
+    )
     results = launched("qwen2_5_vl", 2, cases)
     for each in cases:
-        check(each, results[each["name"]], alone(each["name"], each))
+        check(each, results[each["name"]], alone(each["name"][:-2], each))
 
 
 @pytest.mark.long
 def test_bfloat16_with_fp32_masters_on_two_processes(launched: Any, alone: Any) -> None:
     """Gradients are bfloat16 and their sums are not: 16 packs give the update of one, within its rounding."""
     cases = tuple(
-        case(f"bf16-{stage}-{packs}", set="flat", packs=packs, optimizer="adamw", dtype="bfloat16")
+        case(f"bf16-{stage}-{packs}", set="flat", packs=packs, optimizer="adamw", dtype="bfloat16", **lora)
         | {"config": {"optim": {"zero_stage": stage, "learning_rate": 1e-2}}}
-        for stage, packs in ((0, "many"), (2, "one"), (2, "many"))
-    )
+        for stage, packs, lora in (
+            (0, "many", {}), (2, "one", {}), (2, "many", {}), (3, "many", {}), (3, "one", {"lora": 3}),
+        )
+    )  # fmt: skip
     results = launched("qwen2_5_vl", 2, cases)
     for each in cases:
         want = alone("qwen2_5_vl", each)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ SETS: dict[str, str] = {
     "uneven": "mtiti",  # 5 groups: with 2 processes 3 and 2, with 4 one of them has 2
     "apart": "itit",  # with 2 processes all images on one and all text on the other
     "videos": "btvi",  # with 2 processes all videos on one
+    "text": "t",
     "few": "i",  # one group: with 2 processes one of them has nothing
     "hole": "m-ti",  # a dropped row leaves slot 1 empty
 }
@@ -123,9 +125,12 @@ def build(path: Path, case: Mapping[str, Any], ranks: Ranks) -> tuple[Learner, l
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 weight.mul_(3 if "self_attn" in name and weight.dim() > 1 else 1)
+    if "trains" in case:
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(re.search(case["trains"], name) is not None)
     if "lora" in case:  # other random numbers on every process: the first one's count
         torch.manual_seed(ranks.rank)
-        lora = LoRAConfig(rank=case["lora"])
+        lora = LoRAConfig(rank=case["lora"], vision=case.get("vision", False))
         if case.get("quantization"):
             options = {"quantization": "nf4", "device": "cpu", "dtype": "float32"}
             model = load_model(ModelConfig(path=str(path), lora=lora, **options), processor.family)
