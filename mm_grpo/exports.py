@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import OpenRun
 from mm_grpo.pages.report import Report
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.folder import Save
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.summary import summary_of, warnings_of
-
-Save = Callable[[Path | None], None]
-"""Writes a folder; a process without one takes part in the making of what is written."""
 
 
 class Exports:
@@ -85,7 +81,7 @@ class Exports:
                     folders: dict[str, Save] = {"model": self.learner.save}
                     if self.config.model.lora is not None:
                         folders["adapter"] = self.learner.save_adapter
-                    replace_folders(folder, folders, first=self.ranks.first)
+                    folder.replace_folders(folders, first=self.ranks.first)
             if saves and self.ranks.first:
                 self.callbacks.call("on_save", trainer=self, step=step, path=folder.paths.model)
         seconds = time.perf_counter() - started
@@ -99,14 +95,3 @@ class Exports:
     def _writes(self, path: str | Path) -> str | Path | None:
         """Return `path` if this process writes there; all do unless the weights are sharded."""
         return path if self.ranks.first or not is_sharded(self.model) else None
-
-
-def replace_folders(folder: RunFolder, saves: Mapping[str, Save], *, first: bool) -> None:
-    """Let the first process fill folders anew; each process runs all `saves`, which may be collective."""
-    waiting = list(saves.values())
-    try:
-        for name in saves if first else ():
-            folder.replace_folder(name, lambda path: waiting.pop(0)(path))
-    finally:  # after an error here the other processes still wait for this one's part
-        while waiting:
-            waiting.pop(0)(None)

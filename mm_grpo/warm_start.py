@@ -30,7 +30,6 @@ from mm_grpo.data.order import PromptOrder
 from mm_grpo.data.sources import Source, load_train
 from mm_grpo.distributed.ranks import start
 from mm_grpo.errors import ConfigError, GuardStop
-from mm_grpo.exports import replace_folders
 from mm_grpo.health.checks import finite_loss, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.learner import Learner
@@ -181,7 +180,7 @@ class _WarmStart:
                 result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
         with ranks.fail_together("saving the model"):
             save = partial(self._save, base, steps, result)
-            replace_folders(self.folder, {"model": save}, first=ranks.first)
+            self.folder.replace_folders({"model": save}, first=ranks.first)
             result["model"] = str(paths.model)
         return ranks.broadcast(result, "the result")
 

@@ -37,6 +37,8 @@ FILES = (
 FOLDERS = ("rollouts", "tensorboard")
 OPTIONAL_FOLDERS = ("checkpoints", "model", "adapter")
 """Folders that only some runs write."""
+Save = Callable[[Path | None], None]
+"""Writes a folder; in a process without one it takes part in the making of what is written."""
 logger = logging.getLogger("mm_grpo")
 
 
@@ -191,6 +193,16 @@ class RunFolder:
         with self.writing(f"{name}/"):
             atomic_folder(path, fill)
         return path
+
+    def replace_folders(self, saves: Mapping[str, Save], *, first: bool) -> None:
+        """Replace folders by name in the first process. Each process runs all `saves`, which may be collective."""
+        waiting = list(saves.values())
+        try:
+            for name in saves if first else ():
+                self.replace_folder(name, lambda path: waiting.pop(0)(path))
+        finally:  # after an error here the other processes still wait for this one's part
+            while waiting:
+                waiting.pop(0)(None)
 
     def cut_after(self, step: int, log: bytes | None = None) -> None:
         """Remove the logs after `step` from metrics.jsonl, events.jsonl and rollouts/ for a run that resumes there.

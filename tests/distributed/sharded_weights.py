@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mm_grpo import exports
 from mm_grpo.distributed import ranks as distributed
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner import quantization, shards, sight
@@ -29,7 +28,7 @@ from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.minibatch import make_items
 from mm_grpo.learner.state import frozen_digest
 from mm_grpo.run.checkpoint import Checkpoints
-from mm_grpo.run.folder import RunFolder
+from mm_grpo.run.folder import RunFolder, Save
 from mm_grpo.run.paths import RunPaths
 
 
@@ -71,10 +70,10 @@ def errors(learner: Learner, answered: list[Any], ranks: Ranks, file: Path) -> l
     """Classes of the errors of three calls of which one process cannot do its part, "" for none."""
     file.touch()
     long = [(prompt, [replace(c, token_ids=(50,) * 9999) for c in done]) for prompt, done in answered]
-    folders: dict[str, exports.Save] = {"model": learner.save, "adapter": learner.save_adapter}
+    folders: dict[str, Save] = {"model": learner.save, "adapter": learner.save_adapter}
     calls: list[Callable[[], object]] = [
         lambda: learner.save(file / "model" if ranks.first else None),
-        lambda: exports.replace_folders(RunFolder(file), folders, first=ranks.first),
+        lambda: RunFolder(file).replace_folders(folders, first=ranks.first),
         lambda: learner.current_logprobs(answered if ranks.first else long),
     ]
     found = [""] * len(calls)

@@ -100,7 +100,7 @@ warm_start.py < trained/test_warm_exact.py
     * bound | loss_type="cispo", epsilon_high=1.0 ==> loss_type="cispo", epsilon_high=0.2
     * wrong distribution | as_sampled=False ==> as_sampled=True
 learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.py
-    * merges beside factors | return bool(self.factored) and self.factored == set(self.adapted_layers) ==> return bool(self.factored)
+    * merges beside factors | (self.factored) and self.factored == set( ==> (self.factored) or self.factored == set(
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if (frozen and not self.base_stays) or not self._all ==> if not self._all
     not merged | dict(lora.merged_tensors(self.model))} ==> dict(lora.merged_tensors(self.model, self.factored))}
