@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": {
             "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
             "head_dim": 128, "intermediate_size": 6144, "num_experts": 128, "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768, "vocab_size": 151_936,
+            "moe_intermediate_size": 768, "norm_topk_prob": True, "vocab_size": 151_936,
         },
         "vision_config": {**QWEN3_TOWER, "deepstack_visual_indexes": [8, 16, 24]},
     },

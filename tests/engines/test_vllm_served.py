@@ -24,6 +24,7 @@ import torch
 from engines.test_vllm_lost_updates import Run
 from helpers import forkserver, processes, tiny
 from helpers.run_folders import metrics_of
+from helpers.run_folders import rollouts_of as texts_of
 from helpers.small_runs import rollouts_of
 from transformers import AutoModelForImageTextToText
 from vllm_rig import Rig
@@ -327,15 +328,17 @@ def test_every_endpoint_of_a_server_at_a_port_wants_the_key(half: Half) -> None:
     assert KEY not in str((psutil.Process(server.pid).cmdline(), server.log.read_text()))
 
 
-def recipe_config(folder: Path, urls: list[str], **run: Any) -> Path:
+def recipe_config(
+    folder: Path, urls: list[str], *, stage: int = 2, lora: dict[str, Any] | None = None, **run: Any
+) -> Path:
     values = GRPOConfig.from_yaml(RECIPE).model_dump()
     values["data"]["eval"] = None
-    values["model"] |= {"dtype": "float32", "device": "cpu"}
+    values["model"] |= {"dtype": "float32", "device": "cpu", "lora": lora}
     values["rollout"] |= {
         "engine": "vllm_server", "prompts_per_step": PROMPTS, "num_generations": GENERATIONS,
     }  # fmt: skip
     values["rollout"]["server"] |= {"urls": urls, "timeout": 60.0, "share_gpus": "shared" in folder.name}
-    values["optim"] |= {"zero_stage": 2, "adam_epsilon": 1e-4}
+    values["optim"] |= {"zero_stage": stage, "adam_epsilon": 1e-4}
     values["run"] |= {
         "dir": str(folder), "max_steps": STEPS, "eval_every": 0, "save_every": 0, "report": False, "sight_every": 0,
         "eval_blind": None, "expected_curve": None, "headline": None, **run,
@@ -349,6 +352,26 @@ def held_by(client: ServerClient) -> tuple[str, dict[str, str]]:
     """The name of the weights that a server holds, and the digests of what its worker received."""
     (account,) = client.call("/collective_rpc", {"method": "mm_grpo_received"})["results"]
     return client.call("/weight_info", method="GET")["weight_version"], account["digests"]
+
+
+def test_two_ranks_of_stage_3_are_killed_and_resumed(half: Half, tmp_path: Path) -> None:
+    """The servers run the adapters, and keep the base; both ranks end by SIGKILL when three rows are logged."""
+    half.engine_of(half.urls)  # the base that the model's folder has, and that the run does not send
+    for name in ("straight", "killed"):
+        folder, log = tmp_path / name, tmp_path / name / "metrics.jsonl"
+        changes = {"stage": 3, "lora": {"rank": 8}, "max_steps": 5, "save_every": 2, "sight_every": 1}
+        config = recipe_config(folder, half.urls, **changes)
+        if name == "killed":
+            kill = (None, lambda log=log: log.exists() and log.read_bytes().count(b"\n") > 3)
+            codes = processes.launch(SCRIPT, 2, [config], tmp_path / "of-killed", deadline=300, kill=kill)
+            assert codes == [-signal.SIGKILL] * 2 and len(texts_of(folder)) < 5
+        codes = processes.launch(SCRIPT, 2, [config], tmp_path / f"of-{name}", deadline=300)
+        assert codes == [0, 0], processes.outputs(tmp_path / f"of-{name}", 2)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    assert len(texts_of(straight)) == 5 and texts_of(killed) == texts_of(straight)
+    assert metrics_of(killed) == metrics_of(straight)
+    sizes = [row["sync/bytes"] for row in metrics_of(straight) if "sync/bytes" in row]
+    assert max(sizes) < 4 * sum(p.numel() for p in half.model.parameters()) / 3
 
 
 def test_two_ranks_that_lose_a_server_make_the_run_of_one(half: Half, tmp_path: Path) -> None:

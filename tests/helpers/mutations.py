@@ -100,7 +100,7 @@ warm_start.py < trained/test_warm_exact.py
     * bound | loss_type="cispo", epsilon_high=1.0 ==> loss_type="cispo", epsilon_high=0.2
     * wrong distribution | as_sampled=False ==> as_sampled=True
 learner/learner_weights.py < learner/test_lora.py learner/test_reference_model.py
-    * merges beside factors | (self.factored) and self.factored == set( ==> (self.factored) or self.factored == set(
+    * merges beside factors | self.factored == set(self.adapted_layers) ==> set(self.adapted_layers)
     * merged twice | lora.merged_tensors(self.model, self.factored) ==> lora.merged_tensors(self.model)
     * base not sent | if (frozen and not self.base_stays) or not self._all ==> if not self._all
     not merged | dict(lora.merged_tensors(self.model))} ==> dict(lora.merged_tensors(self.model, self.factored))}
@@ -140,7 +140,7 @@ learner/learner_weights.py < distributed/test_sharded_weights.py ! slow
 learner/learner.py < distributed/test_zero_updates.py ! slow
     no blank images | make_optimizer.reads_order or frozen_start) ==> make_optimizer.reads_order)
 exports.py < distributed/test_sharded_weights.py ! slow
-    lone process | waiting.pop(0)(None) ==> waiting.pop(0)
+    lone process | waiting.pop(0)(None) ==> waiting.clear() if first else waiting.pop(0)(None)
 learner/transformers_patches.py < distributed/test_sharded_weights.py ! slow
     lone process | for _ in tensors: ==> for _ in ():
 learner/prompt_states.py < learner/test_prompt_states.py

@@ -92,13 +92,14 @@ def launch(
     *,
     deadline: float = 500.0,
     env: Mapping[str, str] | None = None,
-    kill: tuple[int, Callable[[], bool]] | None = None,
+    kill: tuple[int | None, Callable[[], bool]] | None = None,
     preload: Sequence[str] = (),
 ) -> list[int]:
     """Run `script` in `world` ranks; returns their exit codes. Output lies in `folder`/rank-N.txt.
 
-    `script` is a file, or what stands in its place: ("-m", "module"). `kill` names a rank to be killed once a
-    condition holds. Raises AssertionError with the ends of all outputs when the deadline (seconds) passes.
+    `script` is a file, or what stands in its place: ("-m", "module"). `kill` names a rank, or all by
+    None, to be killed once a condition holds. Raises AssertionError with the ends of all outputs when the deadline
+    (seconds) passes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -110,10 +111,11 @@ def launch(
             output = folder / f"rank-{rank}.txt"
             ranks.append(start([*program, *arguments], output, settings, preload=preload))
         end = time.monotonic() + deadline
-        while kill and not kill[1]() and time.monotonic() < end and ranks[kill[0]].poll() is None:
+        chosen = [] if kill is None else ranks if kill[0] is None else [ranks[kill[0]]]
+        while kill and not kill[1]() and time.monotonic() < end and chosen[0].poll() is None:
             time.sleep(0.01)
-        if kill:
-            ranks[kill[0]].kill()
+        for process in chosen:
+            process.kill()
         return [process.wait(max(0.1, end - time.monotonic())) for process in ranks]
     except subprocess.TimeoutExpired:
         raise AssertionError(f"no end after {deadline} s\n{outputs(folder, world)}") from None
