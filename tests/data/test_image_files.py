@@ -117,6 +117,12 @@ def with_segments(data: bytes, marker: int, count: int) -> bytes:
     return data[:2] + segment * count + data[2:]
 
 
+def tables_first(data: bytes) -> bytes:
+    at = data.index(b"\xff\xc4")
+    end = at + 2 + int.from_bytes(data[at + 2 : at + 4])
+    return data[:2] + data[at:end] + data[2:]
+
+
 TURNED = Image.Exif()
 TURNED[0x0112] = 6
 STRIP = (2000, 9)
@@ -134,6 +140,7 @@ SIZES: dict[str, tuple[Any, bool]] = {
     "ratio 199": (encoded((1990, 10)), False),
     "ratio 200, turned": (encoded((10, 2000), exif=TURNED), False),
     "a phone's JPEG": (with_segments(encoded((640, 480), exif=TURNED), 0xE1, 1), False),
+    "tables before the size": (tables_first(encoded((64, 48))), False),
     "in four inks": (encoded((64, 48), mode="CMYK"), False),
     "progressive and grey": (encoded((64, 48), mode="L", progressive=True), False),
     "filled up": (encoded((64, 48))[:2] + b"\xff\xff" + encoded((64, 48))[2:], False),
