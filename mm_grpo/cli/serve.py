@@ -127,12 +127,14 @@ def gpus_of(
 
 
 @contextmanager
-def servers_for_run(config: GRPOConfig, count: int, processes: int) -> Iterator[dict[str, Any]]:
+def servers_for_run(
+    config: GRPOConfig, count: int, processes: int, tensor_parallel: int = 1
+) -> Iterator[dict[str, Any]]:
     """Run `count` servers within the context; yield the config fields that name them."""
     from mm_grpo.rollout.served.launch import serve as serve_processes
 
     print_phase("importing torch and transformers")
-    settings = server_settings(config, count, processes=processes)
+    settings = server_settings(config, count, tensor_parallel=tensor_parallel, processes=processes)
     print_phase(f"starting {count} server(s)")
     with serve_processes(settings, report=print_phase) as servers:
         yield {"rollout.engine": "vllm_server", "rollout.server.urls": [server.url for server in servers]}
