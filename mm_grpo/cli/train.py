@@ -34,6 +34,8 @@ from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.distributed.ray_launch import RayLaunch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served.server_key import VARIABLE
+from mm_grpo.run.paths import RunPaths, dated
 from mm_grpo.terminal import print_phase, printable
 
 if TYPE_CHECKING:
@@ -56,9 +58,7 @@ def train(
         str | None,
         typer.Option(metavar="ADDRESS", help="Run on the hosts of this Ray cluster: HOST:PORT or auto."),
     ] = None,
-    retries: Annotated[
-        int, typer.Option(min=0, help="With --ray: times to go on when a process is lost.")
-    ] = 0,
+    retries: Annotated[int, typer.Option(min=0, help="Times that --ray goes on when a process is lost.")] = 0,
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change the config."""
     loaded = load_config(config, overrides or [])
@@ -70,63 +70,32 @@ def train(
         refuse_former_run(loaded, resume=resume)
     if smoke and resume:
         raise ConfigError("--smoke and --resume: a smoke run has no checkpoint; leave one out")
-    for is_wrong, message in (
-        (ray is not None and processes is None, f"--ray {ray}: needs --processes N, the number that trains"),
-        (
-            ray is None and retries,
-            f"--retries {retries}: needs --ray; elsewhere the same command with --resume goes on",
-        ),
-        (servers is None and tensor_parallel > 1, f"--tensor-parallel {tensor_parallel}: needs --serve"),
-    ):
-        if is_wrong:
-            raise ConfigError(message)
+    if retries and ray is None:
+        raise ConfigError(
+            f"--retries {retries}: only --ray tries again; elsewhere start the same command with --resume"
+        )
+    if tensor_parallel > 1 and servers is None:
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: GPUs of servers, and --serve starts none")
     if processes is not None:
         check_processes(processes, loaded, smoke=smoke, here=ray is None)
     if servers is not None:
         check_serve(servers, loaded, smoke=smoke)
     if ray is not None:
-        arguments = [config, *(overrides or [])]
-        raise typer.Exit(
-            _on_ray(ray, processes or 1, arguments, loaded, servers or 0, tensor_parallel, resume, retries)
-        )
-    serving = (
-        servers_for_run(loaded, servers, processes or 1, tensor_parallel) if servers is not None else None
-    )
+        folder = dated(loaded.run.dir, newest=resume)  # a retry has to go on in the same one
+        same = [config, *(overrides or []), f"run.dir={json.dumps(folder)}"]
+        key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex()}
+        use_gpus = loaded.model.device != "cpu"
+        run = RayLaunch(ray, processes or 1, same, resume, use_gpus, servers or 0, tensor_parallel, key)
+        raise typer.Exit(run.start(RunPaths(Path(folder)).config, retries))
+    serving = None
+    if servers is not None:
+        serving = servers_for_run(loaded, servers, processes or 1, tensor_parallel)
     with serving or nullcontext(dict[str, Any]()) as fields:
         if processes is not None and processes > 1:
             urls = [f"{path}={json.dumps(value)}" for path, value in fields.items()]
             arguments = [config, *(overrides or []), *urls, *["--resume"] * resume]
             raise typer.Exit(launch(processes, ["-m", "mm_grpo.cli", "train", *arguments]))
         _train(config, overrides or [], loaded.with_values(fields) if fields else loaded, smoke, resume)
-
-
-def _on_ray(
-    address: str,
-    processes: int,
-    arguments: list[str],
-    loaded: GRPOConfig,
-    servers: int,
-    tensor_parallel: int,
-    resume: bool,
-    retries: int,
-) -> int:
-    """Train on a Ray cluster; return the exit code."""
-    from mm_grpo.rollout.served.server_key import VARIABLE
-    from mm_grpo.run.paths import RunPaths, dated
-
-    folder = dated(loaded.run.dir, newest=resume)  # each try has to go on in the same one
-    command, same = ["-m", "mm_grpo.cli"], [*arguments, f"run.dir={json.dumps(folder)}"]
-    launched = RayLaunch(
-        address,
-        processes,
-        [*command, "train", *same, *["--resume"] * resume],
-        loaded.model.device != "cpu",
-        servers,
-        [*command, "serve", *same, "--tensor-parallel", str(tensor_parallel)],
-        tensor_parallel,
-        {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex()} if servers else {},
-    )
-    return launched.run(RunPaths(Path(folder)).config, retries)
 
 
 def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, resume: bool) -> None:

@@ -48,13 +48,14 @@ class ProcessActor:
 
         os.listdir(folder)
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        # neither Ray nor the system hands out such ports
-        return ray.get_runtime_context().get_node_id(), address, random.randrange(20_000, 30_000)
+        port = random.randrange(20_000, 30_000)  # neither Ray nor the system hands these out
+        return ray.get_runtime_context().get_node_id(), address, port
 
-    def run(self, arguments: Sequence[str], variables: Mapping[str, str], folder: str) -> Iterator[Any]:
+    def run(self, arguments: Sequence[str], variables: Mapping[str, object], folder: str) -> Iterator[Any]:
         """Run `python ARGUMENTS`; yield ("pid", number), (stream, bytes) for its output, and ("code", number)."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        env |= {"TORCHELASTIC_RUN_ID": f"{RUN_ID}{os.getpid()}-ray", **variables}  # for end_with_launcher
+        env |= {name: str(value) for name, value in variables.items()}
+        env["TORCHELASTIC_RUN_ID"] = f"{RUN_ID}{os.getpid()}-ray"  # for launch.end_with_launcher
         pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         command = [sys.executable, "-P", *arguments]
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child inherits that
@@ -82,7 +83,7 @@ class Process:
 
     actor: Any
     place: tuple[str, str, int]
-    is_server: bool = False
+    is_server: bool
     is_ready: bool = False
     pid: int | None = None
     exitcode: int | None = None
@@ -119,20 +120,21 @@ class Process:
 
 @dataclass
 class RayLaunch:
-    """Launch of `python ARGUMENTS` in each process, and of `python SERVE --host H --port P` in each server."""
+    """Launch of `PROGRAM train ARGUMENTS` in each process, and of `PROGRAM serve ARGUMENTS` in each server."""
 
     address: str
     processes: int
     arguments: Sequence[str]
+    resume: bool
     use_gpus: bool
-    """Ask for a GPU for each process, if the cluster has any."""
+    """Ask for GPUs if the cluster has any: one for each process, `tensor_parallel` for each server."""
     servers: int
-    serve: Sequence[str]
-    server_gpus: int
+    tensor_parallel: int
     secrets: Mapping[str, str]
     """Variables that stand in no command line."""
+    program: Sequence[str] = ("-m", "mm_grpo.cli")
 
-    def run(self, saved_config: Path, retries: int) -> int:
+    def start(self, saved_config: Path, retries: int) -> int:
         """Run it, again with --resume while a process is lost and retries are left; return the exit code.
 
         `saved_config` is the file that a run writes when it begins; before, there is nothing to resume.
@@ -150,8 +152,7 @@ class RayLaunch:
                     return code
                 retries -= 1
                 print_phase(f"starting all processes again; then {retries} retries are left")
-                if _modified(saved_config) != before and "--resume" not in self.arguments:
-                    self.arguments = [*self.arguments, "--resume"]
+                self.resume |= _modified(saved_config) != before
         finally:
             ray.shutdown()
             for number, handler in handlers.items():
@@ -168,7 +169,7 @@ class RayLaunch:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.started, total = False, ray.cluster_resources()
-        gpus = [1] * self.processes + [self.server_gpus] * self.servers
+        gpus = [1] * self.processes + [self.tensor_parallel] * self.servers
         bundles = [{"CPU": 1} | ({"GPU": n} if self.use_gpus and "GPU" in total else {}) for n in gpus]
         group, end, actors = placement_group(bundles), time.monotonic() + START_TIMEOUT, list[Any]()
         with ThreadPoolExecutor(len(bundles)) as pool:
@@ -180,18 +181,15 @@ class RayLaunch:
                             f"{total} in all; add hosts, or ask for fewer --processes"
                         )
                 for number, bundle in enumerate(bundles):
-                    actor = ray.remote(ProcessActor).options(
-                        num_cpus=1,
-                        num_gpus=bundle.get("GPU", 0),
-                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, number),
-                        max_restarts=0
-                        if number < self.processes
-                        else -1,  # a lone process cannot join the others
-                        max_concurrency=2,
-                    )
+                    options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
+                    if number >= self.processes:  # a process that comes back alone cannot join the others
+                        options["max_restarts"] = -1
+                    place = PlacementGroupSchedulingStrategy(group, number)
+                    actor = ray.remote(ProcessActor).options(scheduling_strategy=place, **options)
                     actors.append(actor.remote())
                 places = ray.get([actor.place.remote(os.getcwd()) for actor in actors], timeout=START_TIMEOUT)
-                return self._watch(pool, [Process(*both) for both in zip(actors, places, strict=True)])
+                kinds = [number >= self.processes for number in range(len(actors))]
+                return self._watch(pool, [*map(Process, actors, places, kinds)])
             except ray.exceptions.RayError as error:
                 cause = shorten(getattr(error, "cause", error), 300)
                 raise ConfigError(f"--ray {self.address}: a host cannot start a process ({cause})") from None
@@ -207,28 +205,23 @@ class RayLaunch:
         ranks, servers, folder = processes[: self.processes], processes[self.processes :], os.getcwd()
         for server in servers:
             _, host, port = server.place
-            server.is_server = True
-            pool.submit(server.run, [*self.serve, "--host", host, "--port", str(port)], self.secrets, folder)
+            options = ["--tensor-parallel", str(self.tensor_parallel), "--host", host, "--port", str(port)]
+            pool.submit(server.run, [*self.program, "serve", *self.arguments, *options], self.secrets, folder)
         end = time.monotonic() + START_TIMEOUT
         while not all(server.is_ready for server in servers):
-            if ended := {n: process for n, process in enumerate(processes) if process.exitcode is not None}:
-                return exit_code(ended, len(processes))
+            if ended := {n: server for n, server in enumerate(servers) if server.exitcode is not None}:
+                return exit_code(ended, len(servers))
             if time.monotonic() > end:
                 raise ConfigError(f"--serve {self.servers}: not ready within {START_TIMEOUT:g} s")
             time.sleep(PERIOD)
         urls = [f"http://{host}:{port}" for _, host, port in (server.place for server in servers)]
         fields = ["rollout.engine=vllm_server", f"rollout.server.urls={json.dumps(urls)}"] if urls else []
+        train = [*self.program, "train", *self.arguments, *fields, *["--resume"] * self.resume]
         hosts, (_, host, port) = [rank.place[0] for rank in ranks], ranks[0].place
+        variables = {"WORLD_SIZE": len(ranks), "LOCAL_RANK": 0, "MASTER_ADDR": host, "MASTER_PORT": port}
         for number, rank in enumerate(ranks):
-            local = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(hosts[number])}
-            numbers = {
-                "RANK": number,
-                "WORLD_SIZE": len(ranks),
-                "MASTER_ADDR": host,
-                "MASTER_PORT": port,
-            } | local
-            variables = {**self.secrets, **{name: str(value) for name, value in numbers.items()}}
-            pool.submit(rank.run, [*self.arguments, *fields], variables, folder)
+            local = {"RANK": number, "LOCAL_WORLD_SIZE": hosts.count(hosts[number]), **self.secrets}
+            pool.submit(rank.run, train, variables | local, folder)
         self.started, sent, end = True, 0, math.inf
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
             for number in self.signals[sent:] if all(rank.pid for rank in ranks) else ():
@@ -246,13 +239,13 @@ def connect(address: str) -> Any:
     """Connect to the cluster, and return the module ray. Raises ConfigError if it does not answer."""
     if find_spec("ray") is None:
         raise ConfigError(f"--ray {address}: Ray is not installed; install mm_grpo[ray] on every host")
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # else it tries for minutes
-    import ray
-
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # else ray.init tries for minutes
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
-            socket.create_connection((host, int(port)), 10).close()
+            socket.create_connection((host, int(port)), timeout=10).close()
+        import ray
+
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
         raise ConfigError(
