@@ -77,6 +77,12 @@ def plan_run(
             " which samples in the trainer's process; only an engine with processes of its own (vllm_server) samples"
             " while the learner works"
         )
+    if config.optim.zero_stage == 3 and not ENGINE_FACTS[rollout.engine].remote:
+        raise ConfigError(
+            f"optim.zero_stage = 3: rollout.engine = '{rollout.engine}' samples in the trainer's processes, none of "
+            "which holds the model whole; set rollout.engine=vllm_server and start servers (train --serve, or "
+            "mm-grpo serve), with --share-gpus on the learner's own GPUs"
+        )
     order = rows.order(rollout.prompts_per_step, run.seed, config.data.shuffle)
     steps = run.max_steps or order.steps_per_epoch
     if config.data.pass_rate is not None:
@@ -177,8 +183,10 @@ def build_parts(
         and (config.model.quantization is None or config.rollout.vllm.in_four_bits)
     )
     # a base that vLLM will lend stays off the device, which would hold it twice until then
+    # and a sharded model moves to the devices a layer at a time
+    shares = config.optim.zero_stage == 3 and ranks is not None and ranks.world > 1
     model, processor, device = load_policy(
-        config, model, processor, loaded, ranks=ranks, on_host=may_lend, phase=phase
+        config, model, processor, loaded, ranks=ranks, on_host=may_lend or shares, phase=phase
     )
     prompt_builder, limited, limits = _prompts(config, model, processor, datasets, toolbox)
     if not ENGINE_FACTS[config.rollout.engine].embedded:
@@ -186,7 +194,7 @@ def build_parts(
     engine = build_engine(limited, model, processor, ranks)
     ledger = WeightLedger()
     lent = _share_base(engine, model, ledger) if may_lend else None
-    learner = Learner(model.to(device), processor, config, updates, ranks)
+    learner = Learner(model if shares else model.to(device), processor, config, updates, ranks)
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"
@@ -457,7 +465,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
     from mm_grpo.rollout.served.server_key import VARIABLE
     from mm_grpo.rollout.served.transfer import transfer_of
 
-    options = config.rollout.server
+    options, lora = config.rollout.server, config.model.lora
     if not options.urls:
         raise ConfigError(
             "rollout.server.urls = []: rollout.engine=vllm_server needs servers; start them with `mm-grpo serve` and "
@@ -472,6 +480,7 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
             folder=options.folder,
             host=own_address(urlsplit(options.urls[0]).hostname),
             timeout=min(300.0, options.timeout),
+            shared=options.share_gpus,
         )
     key = os.environ.get(VARIABLE)
     clients = [ServerClient(url, key=key, timeout=options.timeout) for url in options.urls]
@@ -484,7 +493,9 @@ def _vllm_server(config: GRPOConfig, model: Any, processor: Processor, ranks: Ra
             probe_timeout=min(30.0, options.timeout / 3),
             wait_timeout=options.wait_timeout,
             max_model_len=limits.max_model_len,
-            lora_rank=config.model.lora.rank if config.model.lora is not None else 0,
+            lora_rank=0 if lora is None else lora.rank,
+            # a base that is frozen stays: it would be sent again, with ZeRO-3 gathered from all processes
+            sleep_level=(config.rollout.vllm.sleep_level if lora is None else 1) if options.share_gpus else 0,
             sizes=model_sizes(model.config),
         ),
         max_media={"image": max(1, limits.max_images), "video": limits.max_videos},

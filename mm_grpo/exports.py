@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import OpenRun
 from mm_grpo.pages.report import Report
 from mm_grpo.run.manifest import checkpoints_in
@@ -24,8 +26,11 @@ class Exports:
         self.callbacks, self.state = parts.callbacks, parts.state
 
     def save(self, path: str | Path) -> None:
-        """Write weights, config, processor and chat template to `path`, loadable without mm_grpo."""
-        self.learner.save(path)
+        """Write weights, config, processor and chat template to `path`, loadable without mm_grpo.
+
+        With `optim.zero_stage: 3` all processes call it, and the first writes.
+        """
+        self.learner.save(self._writes(path))
 
     def save_model(self, output_dir: str | Path) -> None:
         """`save`, under the name that it has in transformers' and TRL's trainers."""
@@ -35,7 +40,7 @@ class Exports:
         """Write the adapters of `model.lora` to `path`, in fp32, as `peft.PeftModel.from_pretrained` reads them."""
         if self.config.model.lora is None:
             raise ConfigError("model.lora = null: the run has no adapters to save; save the model")
-        self.learner.save_adapter(path)
+        self.learner.save_adapter(self._writes(path))
 
     def show(self) -> Report:
         """Return the page of the run so far, which a notebook shows; report.html has more of it."""
@@ -55,6 +60,11 @@ class Exports:
 
         address, rewards = "", [spec.name for spec in self.scorer.specs]
         with self.ranks.fail_together("pushing to the Hub"):
+            if is_sharded(self.model):
+                raise ConfigError(
+                    "optim.zero_stage = 3: no process holds the whole model to send; save it, and send the folder with "
+                    "mm-grpo export --push"
+                )
             if self.ranks.first:
                 trained = Trained(self.model, self.processor, self.config, self.folder.paths, step=0)
                 options = {"private": private, "adapter": adapter, "overwrite": overwrite}
@@ -66,11 +76,12 @@ class Exports:
         folder, saves = self.folder, self.config.run.save_model
         step, why = self.evaluations.kept_step(last_step, checkpoints_in(folder.paths.checkpoints))
         with self.ranks.fail_together("saving the model"):
-            if self.ranks.first and saves:
+            if saves and (self.ranks.first or is_sharded(self.model)):
                 with self.state.checkpoints.weights_of(step) if step != last_step else nullcontext():
-                    folder.replace_folder("model", self.save)
+                    self._replace("model", self.learner.save)
                     if self.config.model.lora is not None:
-                        folder.replace_folder("adapter", self.save_adapter)
+                        self._replace("adapter", self.learner.save_adapter)
+            if saves and self.ranks.first:
                 self.callbacks.call("on_save", trainer=self, step=step, path=folder.paths.model)
         seconds = time.perf_counter() - started
         summary = summary_of(self.evaluations, seconds, last_step, stop_reason or None)
@@ -79,3 +90,13 @@ class Exports:
         if self.ranks.first:
             folder.write_summary(summary)
         return summary
+
+    def _writes(self, path: str | Path) -> str | Path | None:
+        """Return `path` if this process writes there; all do unless the weights are sharded."""
+        return path if self.ranks.first or not is_sharded(self.model) else None
+
+    def _replace(self, name: str, save: Callable[[Path | None], None]) -> None:
+        if self.ranks.first:
+            self.folder.replace_folder(name, save)
+        else:
+            save(None)

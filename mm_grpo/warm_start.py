@@ -33,6 +33,7 @@ from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.health.checks import finite_loss, update_happens
 from mm_grpo.health.guards import Guards
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import check_folder
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
 from mm_grpo.preflight.warm_answers import GoldAnswers, Lists
@@ -178,8 +179,12 @@ class _WarmStart:
                 if not losses:
                     raise GuardStop(f"the warm start made no update in {steps} steps: every row was dropped")
                 result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
+        with ranks.fail_together("saving the model"):
+            if ranks.first:
                 save = partial(self._save, base, steps, result["nll"][1])
                 result["model"] = str(self.folder.replace_folder("model", save))
+            elif is_sharded(self.learner.model):
+                self.learner.save(None)
         return ranks.broadcast(result, "the result")
 
     def _begin(self, resume: bool) -> int:

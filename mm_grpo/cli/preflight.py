@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-from mm_grpo.cli.configs import Config, Overrides, Smoke, load_config, refuse_missing_data, to_smoke
+from mm_grpo.cli.configs import (
+    Config,
+    Overrides,
+    Processes,
+    Smoke,
+    load_config,
+    refuse_missing_data,
+    to_smoke,
+)
 from mm_grpo.cli.imports import heavy_imports
+from mm_grpo.cli.serve import GPU_SHARE, SHARE_GPUS, ShareGPUs, TensorParallel
+from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import OutputFile, temporary_folder
 
@@ -66,15 +77,21 @@ def doctor(
     config: Config,
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
+    processes: Processes = None,
 ) -> None:
     """Compare engine and learner of a config on its first prompts, before and after a weight update."""
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
+    if processes is not None and processes > 1:
+        check_processes(processes, loaded, smoke=False)
+        arguments = [config, *(overrides or []), "--prompts", str(prompts)]
+        raise typer.Exit(launch(processes, ["-m", "mm_grpo.cli", "doctor", *arguments]))
     with heavy_imports():
         from mm_grpo.preflight.doctor import examine, show
 
     report = examine(loaded, prompts)
-    show(report)
+    if os.environ.get("RANK", "0") == "0":
+        show(report)
     if not report.ok:
         raise typer.Exit(3)
 
@@ -87,13 +104,22 @@ def estimate(
         typer.Option(min=1, max=1e6, help="Memory of a GPU, in GB; may be repeated. Default: 80."),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+    tensor_parallel: TensorParallel = 1,
+    share_gpus: ShareGPUs = False,
 ) -> None:
     """Estimate the GPU memory of a config, from the model's config.json alone, and find settings that fit."""
-    loaded = load_config(config, overrides or [])
+    loaded = load_config(config, [*(overrides or []), *[SHARE_GPUS] * share_gpus])
+    rollout, field = loaded.rollout, "gpu_memory_utilization"
+    share_gpus = rollout.server.share_gpus
+    if rollout.engine != "vllm_server" and (share_gpus or tensor_parallel > 1):
+        raise ConfigError("--tensor-parallel, --share-gpus: need rollout.engine=vllm_server")
     with heavy_imports():
         from transformers.utils import logging as transformers_logging
 
         from mm_grpo.preflight.estimate import show
+        from mm_grpo.preflight.memory import Servers
 
+    if rollout.engine == "vllm_server" and not share_gpus and field not in rollout.vllm.model_fields_set:
+        loaded = loaded.with_values({f"rollout.vllm.{field}": GPU_SHARE})
     transformers_logging.set_verbosity_error()
-    show(loaded, gpu or [80.0], processes=processes)
+    show(loaded, gpu or [80.0], processes=processes, servers=Servers(tensor_parallel, share_gpus))

@@ -1,7 +1,7 @@
 """`mm-grpo serve CONFIG`: start vLLM servers on this machine; `mm-grpo train CONFIG --serve N`: start them for a run.
 
 Servers get the settings with which the run itself would start vLLM (model, dtype, limits of the rows, pixel limits).
-They end with this process.
+They end with this process. With `rollout.server.share_gpus` they have the GPUs of the learner.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings
 
 GPU_SHARE = 0.9
-"""Share of its GPU that a server takes if rollout.vllm.gpu_memory_utilization is not set; nothing else runs there."""
+"""Share of a GPU of its own that a server takes if rollout.vllm.gpu_memory_utilization is not set."""
+
+TensorParallel = Annotated[int, typer.Option(min=1, help="GPUs of each server.")]
+ShareGPUs = Annotated[bool, typer.Option("--share-gpus", help="Set rollout.server.share_gpus.")]
+SHARE_GPUS = "rollout.server.share_gpus=true"
 
 
 def serve(
@@ -40,10 +44,12 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the first server; the next ones follow.")
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of each server.")] = 1,
+    tensor_parallel: TensorParallel = 1,
+    share_gpus: ShareGPUs = False,
     logs: Annotated[str | None, typer.Option(help="Folder for logs. Default: a temporary one.")] = None,
 ) -> None:
     """Start vLLM servers for a config on this machine, and keep them running until Ctrl-C."""
+    overrides = [*(overrides or []), *[SHARE_GPUS] * share_gpus]
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
     from mm_grpo.rollout.served import launch
@@ -65,7 +71,7 @@ def serve(
     print_phase(f"starting {servers} server(s)")
     folder = None if logs is None else Path(logs)
     with launch.serve(settings, log_folder=folder, report=print_phase) as processes:
-        _describe(processes, config)
+        _describe(processes, config, f"{SHARE_GPUS} " * loaded.rollout.server.share_gpus)
         threading.Event().wait()
 
 
@@ -74,7 +80,8 @@ def server_settings(
 ) -> list[ServerSettings]:
     """Return settings of `count` servers for `config`, without addresses; each has `tensor_parallel` GPUs.
 
-    On a GPU machine the first `processes` GPUs are the trainer's. The rows are read for vLLM's limits.
+    On a GPU machine the first `processes` GPUs are the trainer's alone, unless it shares them. The rows are read for
+    vLLM's limits.
     """
     from mm_grpo.build import processor_of, vllm_settings
     from mm_grpo.data.sources import load_eval, load_train
@@ -87,8 +94,13 @@ def server_settings(
     from mm_grpo.rollout.served.transfer import kind_of
 
     config.check()
-    device = resolve_device(config.model.device)
-    gpus = gpus_of(count, tensor_parallel, processes) if device.type == "cuda" else [None] * count
+    device, options = resolve_device(config.model.device), config.rollout.server
+    sharing = options.share_gpus
+    gpus = (
+        gpus_of(count, tensor_parallel, 0 if sharing else processes)
+        if device.type == "cuda"
+        else [None] * count
+    )
     if device.type != "cuda" and tensor_parallel > 1:
         raise ConfigError(f"--tensor-parallel {tensor_parallel}: there is no GPU here; leave it out")
     print_phase("reading the rows")
@@ -98,10 +110,10 @@ def server_settings(
     limits = engine_limits(config, processor, rows, context, toolbox_of(config, None, None))
     dtype = str(resolve_dtype(config.model.dtype, device)).removeprefix("torch.")
     engine = vllm_settings(limits.in_config(config), processor, dtype, context)
-    if "gpu_memory_utilization" not in config.rollout.vllm.model_fields_set:
+    if not sharing and "gpu_memory_utilization" not in config.rollout.vllm.model_fields_set:
         engine = replace(engine, gpu_memory_utilization=GPU_SHARE)
-    transfer = kind_of(config.rollout.server.transfer, device.type, config.rollout.server.folder)
-    return [ServerSettings(engine, transfer, tensor_parallel, server_gpus) for server_gpus in gpus]
+    transfer = kind_of(options.transfer, device.type, options.folder, sharing)
+    return [ServerSettings(engine, transfer, tensor_parallel, sharing, server_gpus) for server_gpus in gpus]
 
 
 def gpus_of(
@@ -128,7 +140,7 @@ def gpus_of(
 
 @contextmanager
 def servers_for_run(
-    config: GRPOConfig, count: int, processes: int, tensor_parallel: int = 1
+    config: GRPOConfig, count: int, tensor_parallel: int, processes: int
 ) -> Iterator[dict[str, Any]]:
     """Run `count` servers within the context; yield the config fields that name them."""
     from mm_grpo.rollout.served.launch import serve as serve_processes
@@ -159,11 +171,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise RunInterrupted(f"ended by {signal.Signals(number).name}, and the servers with it", number)
 
 
-def _describe(servers: list[ServerProcess], config: str) -> None:
+def _describe(servers: list[ServerProcess], config: str, setting: str) -> None:
     for number, server in enumerate(servers):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in servers)
     print_phase(
-        f"train with: mm-grpo train {config} rollout.engine=vllm_server 'rollout.server.urls=[{urls}]'"
+        f"train with: mm-grpo train {config} rollout.engine=vllm_server {setting}'rollout.server.urls=[{urls}]'"
     )
     print_phase("Ctrl-C ends them")

@@ -319,6 +319,11 @@ def _frozen_part_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "model.lora.vision", "must be false with model.freeze_vision = true"
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, because weights in four bits are not trained"
+    elif config.model.quantization is not None and config.optim.zero_stage == 3:
+        yield (
+            "optim.zero_stage",
+            "must be 0, 1 or 2 with model.quantization, whose weights are not shared out",
+        )
     remote = ENGINE_FACTS[rollout.engine].remote
     if rollout.vllm.in_four_bits and (remote or config.model.quantization is None):
         why = "quantization: nf4 needs model.quantization = nf4, whose weights vLLM runs in the learner's process"
@@ -344,8 +349,21 @@ def _multi_turn_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl_in_reward", why
 
 
+def _shared_gpu_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Refuse what contradicts servers on the learner's GPUs that sleep while it works."""
+    rollout, sharing = config.rollout, "with rollout.server.share_gpus = true"
+    if rollout.server.share_gpus and rollout.max_staleness:
+        yield "rollout.max_staleness", f"must be 0 {sharing}: servers sleep while the learner works"
+    if rollout.server.share_gpus and rollout.server.transfer == "nccl":
+        why = f"must be file or gloo {sharing}: NCCL joins no two processes on one GPU"
+        yield "rollout.server.transfer", why
+    if rollout.server.share_gpus and rollout.vllm.sleep_level == 0:
+        yield "rollout.vllm.sleep_level", f"must be 1 or 2 {sharing}"
+
+
 CHECKS: tuple[Callable[[GRPOConfig], Iterator[tuple[str, str]]], ...] = (
     _prompts, _scaling_conflicts, _turns, _loss, _kl, _frozen_part_conflicts, _multi_turn_conflicts,
+    _shared_gpu_conflicts,
 )  # fmt: skip
 
 

@@ -220,8 +220,8 @@ class ServerConfig(Section):
     `mm-grpo train --serve` starts them. Default: []."""
     transfer: Literal["auto", "file", "gloo", "nccl"] = "auto"
     """How weights get to the servers: file (a folder that both sides see), gloo (over the network, through the hosts'
-    memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder, else
-    file. Default: auto."""
+    memory), nccl (from GPU to GPU) or auto, which is nccl for a learner on a GPU without rollout.server.folder and
+    share_gpus, else file. Default: auto."""
     folder: Annotated[PathText | None, RelativeToFile()] = None
     """Folder for transfer: file, which the servers have to see under the same path; null is a temporary one of this
     machine. Default: null."""
@@ -231,6 +231,9 @@ class ServerConfig(Section):
     question about its state a third and at most 30 s. Default: 600.0."""
     wait_timeout: Number = Field(default=300.0, gt=0)
     """Seconds to wait for a server when none answers, > 0; then the run ends. Default: 300.0."""
+    share_gpus: bool = False
+    """Have the servers on the learner's GPUs, asleep while it works as rollout.vllm.sleep_level says; with model.lora
+    their weights always wait in the host's memory (docs/served.md). Default: false."""
 
     @field_validator("urls")
     @classmethod
@@ -519,16 +522,18 @@ class OptimConfig(Section):
     data.on_overlong drops. Default: 16384."""
     gradient_checkpointing: bool | None = None
     """Compute activations twice, to hold fewer of them; null is true on a GPU and false on a CPU. Default: null."""
-    zero_stage: Annotated[int, Accepts("0, 1 or 2")] = Field(default=2, ge=0, le=2)
-    """What several processes share out (DeepSpeed ZeRO), >= 0 and <= 2; 0 is nothing, 1 the optimizer's state, 2 the
-    gradients too; changes no update. Default: 2."""
+    zero_stage: Annotated[int, Accepts("0, 1, 2 or 3")] = Field(default=2, ge=0, le=3)
+    """What several processes share out (ZeRO), >= 0 and <= 3; 0 is nothing, 1 the optimizer's state, 2 the gradients
+    too (DeepSpeed), 3 the language model's weights too (torch's fully_shard); changes no update. Default: 2."""
     offload_optimizer: bool = False
     """Keep fp32 weights and the optimizer's state in the host's memory; needs zero_stage 1 or 2. Default: false."""
 
     @model_validator(mode="after")
     def _offloads_what_is_shared(self) -> Self:
-        if self.offload_optimizer and self.zero_stage == 0:
-            raise CheckError("optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is 0")
+        if self.offload_optimizer and self.zero_stage not in (1, 2):
+            raise CheckError(
+                f"optim.offload_optimizer = true: needs optim.zero_stage 1 or 2, and that is {self.zero_stage}"
+            )
         return self
 
     def peak_rate(self, *, adapters: bool = False) -> float:

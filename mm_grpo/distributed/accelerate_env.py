@@ -28,7 +28,7 @@ def check_launcher(config: GRPOConfig, device: torch.device, dtype: torch.dtype)
             "it does on a CPU: each would be a run of its own; use `mm-grpo train CONFIG --processes N` or torchrun"
         )
     legal = {
-        "USE_FSDP": "",
+        "USE_FSDP": "true" if optim.zero_stage == 3 else "",
         "USE_MEGATRON_LM": "",
         "USE_CPU": "true" if device.type == "cpu" else "",
         "DYNAMO_BACKEND": "",

@@ -47,7 +47,7 @@ def check_processes(processes: int, config: GRPOConfig, *, smoke: bool, here: bo
             f"{option}: this process was started by torchrun or `accelerate launch` (WORLD_SIZE = "
             f"{os.environ['WORLD_SIZE']}), which set their number; leave --processes out"
         )
-    if processes == 1 and here:
+    if processes == 1:
         return
     if smoke:
         raise ConfigError(f"{option}: --smoke runs in one process; leave one of the two out")

@@ -25,11 +25,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mm_grpo.distributed.launch import RUN_ID, exit_code
 from mm_grpo.errors import ConfigError, shorten
 from mm_grpo.terminal import print_phase
+
+if TYPE_CHECKING:
+    from mm_grpo.config import GRPOConfig
 
 START_TIMEOUT = 900.0
 """Seconds that the cluster may take to make room, and then servers to load a model."""
@@ -233,6 +236,20 @@ class RayLaunch:
             time.sleep(PERIOD)
         failures = {number: rank for number, rank in enumerate(ranks) if rank.exitcode}
         return exit_code(failures, len(ranks), next(iter(self.signals), None)) if failures else (0, "")
+
+
+def check_ray(address: str | None, config: GRPOConfig, *, retries: int, smoke: bool) -> None:
+    """Raise ConfigError if `--ray` or `--retries` contradicts another option or the config."""
+    for is_conflict, message in (
+        (address is None and retries, f"--retries {retries}: only --ray tries again; elsewhere use --resume"),
+        (address and smoke, f"--ray {address}: --smoke runs in one process; leave one of the two out"),
+        (
+            address and config.rollout.server.share_gpus,
+            f"--ray {address}: its servers share no GPUs (--share-gpus)",
+        ),
+    ):
+        if is_conflict:
+            raise ConfigError(message)
 
 
 def connect(address: str) -> Any:

@@ -29,6 +29,7 @@ Weights
 - `quantization.py`: frozen weights in four bits beside them.
 - `optimizer.py`: AdamW, schedule, clipping, fp32 master weights, whole in each process.
 - `zero.py`: the same with its state sharded over the processes (DeepSpeed ZeRO-1 and ZeRO-2).
-- `reference.py`: a reference policy of another path.
+- `sharding.py`, `shards.py`: the weights themselves sharded over the processes (ZeRO stage 3).
+- `reference.py`: the reference policy, at the start or of another path.
 - `state.py`: the optimizer's state on disk, by parameter name; any number of processes reads it.
 """

@@ -32,6 +32,7 @@ from mm_grpo.learner.flex import BLOCK, attend, block_mask, fault, warn_once
 from mm_grpo.learner.linear_attention import SharedState, prepare_linear_layers
 from mm_grpo.learner.pack import PADDING, Item, Pack, attention_mask, plan
 from mm_grpo.learner.prompt_states import Prefixes, PromptState
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.learner.transformers_patches import unread_mask, use_prefix_attention
 from mm_grpo.processors.family import Family
 
@@ -152,7 +153,7 @@ class Masks:
                 "windows or of images that look ahead, or its completions are laid out unshared; write auto or sdpa"
             )
         self.blocks = plain
-        self.apart = shared
+        self.apart = shared and not is_sharded(model)
         """True if prompts can run apart from their completions."""
         self.flex = self.blocks and _flex_works(model, attn)
         """True if packs get a `BlockMask` for FlexAttention."""

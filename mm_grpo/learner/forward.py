@@ -26,6 +26,7 @@ from mm_grpo.learner.logprobs import PackResult, token_logprobs
 from mm_grpo.learner.minibatch import to_pack_order
 from mm_grpo.learner.pack import Pack, prompt_pack
 from mm_grpo.learner.prompt_states import Prefixes, PromptEnd, PromptState, PromptStates
+from mm_grpo.learner.shards import gathered
 from mm_grpo.learner.transformers_patches import features_for_pixels
 from mm_grpo.learner.vision_attention import patch_vision_tower
 from mm_grpo.processors.base import Processor
@@ -93,7 +94,7 @@ class PackForward(nn.Module):
             q_hidden = to_pack_order(on_device, order, states)
         return token_logprobs(
             states,
-            self.family.head(self.model).weight,
+            gathered(self.family.head(self.model).weight),
             pack.targets.to(states.device),
             temperature=self.temperature,
             banned=self.media_token_ids,

@@ -8,6 +8,7 @@ backward of its own, after the last pack that goes on from it. Without gradients
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ import torch
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.minibatch import ByCompletion, split_by_completion
-from mm_grpo.learner.pack import Item, Pack, by_group, layout, spread_prompts
+from mm_grpo.learner.pack import Item, Pack, by_group, dummy_pack, layout, spread_prompts
 from mm_grpo.learner.prompt_states import PromptEnd, PromptStates
+from mm_grpo.learner.shards import missing_forwards
 from mm_grpo.learner.step_report import PackStatistics
 from mm_grpo.processors.base import Processor
 from mm_grpo.types import Prompt
@@ -49,6 +51,17 @@ class ForwardPass:
             pack = layout(rows, self.media_token_ids, self.module.masks.multiple, self._apart)
             self.work.add(pack, rows)
             yield pack
+
+    def even_packs(self) -> Iterator[Pack]:
+        """Lay out the packs of a pass without gradients, and dummies if other processes have more (see `shards.py`)."""
+        missing = missing_forwards(self.module.model, len(self.planned))
+        yield from self.packs()
+        yield from repeat(self.dummy(), missing)
+
+    def dummy(self) -> Pack:
+        """Return a pack of text for a process that has none left; its completion is -1."""
+        token = next(i for i in count() if i not in self.media_token_ids)
+        return dummy_pack(token, self.module.family.position_axes)
 
     def ended(self, pack: Pack) -> list[PromptEnd]:
         """Return the prompts whose last pack this was, to be run and taken backward before the next pack."""
@@ -86,7 +99,7 @@ def score(
     items = [Item(i, 0, prompt, tuple(ids)) for i, ids in enumerate(completions)]
     packs = module.masks.plan(items, config.optim.max_tokens_per_pack)
     with ForwardPass(module, packs, processor.media_token_ids, PackStatistics()) as forward_pass:
-        logprobs = logprobs_and_entropies(module, forward_pass.packs())[0]
+        logprobs = logprobs_and_entropies(module, forward_pass.even_packs())[0]
     return [logprobs[i].tolist() for i in range(len(items))]
 
 

@@ -13,7 +13,6 @@ processes changes the time of an update and not the update. Loss features (`feat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -33,9 +32,9 @@ from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
-from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.pack import Item, Pack, dummy_pack
-from mm_grpo.learner.reference import load_reference_model
+from mm_grpo.learner.pack import Item, Pack
+from mm_grpo.learner.reference import reference_model
+from mm_grpo.learner.sharding import optimizer_class, shard_models
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -73,20 +72,18 @@ class Learner(LearnerWeights):
             )
         super().__init__(model, processor, config.with_correction())
         self.ranks = ranks or Ranks()
-        # each process drew its own random numbers for weights that are new (LoRA)
-        self.ranks.broadcast_tensors(model.parameters())
+        shares_weights = config.optim.zero_stage == 3 and self.ranks.world > 1
+        if not shares_weights:  # each process drew its own random numbers for weights that are new (LoRA)
+            self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
+        reference = reference_model(config, model, processor)
+        if shares_weights:
+            shard_models((model, reference), processor.family, self.ranks, config.model.device)
         wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
-        self.reference: PackForward | None = None
-        if config.algorithm.beta > 0 and config.algorithm.reference_path is not None:
-            self.reference = wrap(load_reference_model(config, model, processor))
-        elif config.algorithm.beta > 0 and self.has_frozen_base:
-            self.reference = wrap(model)  # runs as its frozen base
-        elif config.algorithm.beta > 0:  # before ZeRO moves the weights into buffers of its own
-            self.reference = wrap(copy.deepcopy(model).requires_grad_(False).eval())
+        self.reference: PackForward | None = None if reference is None else wrap(reference)
         tower = {id(p) for p in processor.family.tower(model).parameters()}
         trains_tower_alone = all(id(p) in tower for p in model.parameters() if p.requires_grad)
-        make_optimizer = _optimizer_class(config, self.ranks)
+        make_optimizer = optimizer_class(config, self.ranks)
         # if the tower alone is trained, the loss of a text has no gradient but through a blank image
         self.module = wrap(model, blank_images=make_optimizer.reads_order or trains_tower_alone)
         optim = config.optim.with_values({"learning_rate": config.learning_rate})
@@ -196,8 +193,7 @@ class Learner(LearnerWeights):
                     self.optimizer.backward(self.optimizer.forward(end).logp, last=number == count)
         while number < count:
             number += 1
-            dummy = dummy_pack(min(self.processor.stop_token_ids), self.processor.family.position_axes)
-            result = self.optimizer.forward(dummy)
+            result = self.optimizer.forward(forward_pass.dummy())
             self.optimizer.backward((result.logp + result.entropy).sum() * 0.0, last=number == count)
         live = self.ranks.sum({"live": statistics.take_live()}, "live tokens")
         return self.optimizer.apply(int(live["live"]))
@@ -249,7 +245,7 @@ class Learner(LearnerWeights):
         with self.ranks.fail_together("a pass without gradients"):
             packs = module.masks.plan(items, self.config.optim.max_tokens_per_pack)
             with ForwardPass(module, packs, self.processor.media_token_ids, work) as forward_pass:
-                return read(module, forward_pass.packs())
+                return read(module, forward_pass.even_packs())
 
     def _by_prompt(
         self,
@@ -290,11 +286,3 @@ class Learner(LearnerWeights):
 
 def _token_count(rows: Iterable[Sequence[Item]]) -> int:
     return sum(len(item.token_ids) for row in rows for item in row)
-
-
-def _optimizer_class(config: GRPOConfig, ranks: Ranks) -> type[BaseOptimizer]:
-    if config.optim.offload_optimizer or (ranks.world > 1 and config.optim.zero_stage > 0):
-        from mm_grpo.learner.zero import ZeroOptimizer
-
-        return ZeroOptimizer
-    return Optimizer

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.learner import lora
-from mm_grpo.learner.transformers_patches import save_pretrained
+from mm_grpo.learner.shards import is_sharded
+from mm_grpo.learner.transformers_patches import save_in_parts, save_pretrained
 from mm_grpo.processors.base import Processor
 
 
@@ -44,24 +45,43 @@ class LearnerWeights:
         Adapters of layers of `use_factors` come as factors, the others are merged. Without `frozen`, weights are left
         out if all adapters are factors, because then nothing else learns.
         """
-        if frozen or not self.factored or self.factored != set(self.adapted_layers):
+        if (frozen and not self.base_stays) or not self._all_factored:
             yield from lora.merged_tensors(self.model, self.factored)
         yield from lora.sent_factors(self.model, self.factored)
 
-    def save(self, path: str | Path) -> None:
-        """Write weights (adapters merged), config, processor and chat template: a folder that loads without us."""
-        adapted = lora.has_adapters(self.model)
-        merged = {"state_dict": dict(lora.merged_tensors(self.model))} if adapted else {}
-        save_pretrained(self.model, path, **merged)
-        self.processor.save(path)
+    def save(self, path: str | Path | None) -> None:
+        """Write weights (adapters merged), config, processor and chat template: a folder that loads without us.
 
-    def save_adapter(self, path: str | Path) -> None:
-        """Write the adapters alone, for peft. `model.lora` must be set."""
+        Collective if the weights are sharded; a process without a `path` writes nothing.
+        """
+        adapted = lora.has_adapters(self.model)
+        if is_sharded(self.model):
+            save_in_parts(self.model, path, lora.merged_tensors(self.model))
+        elif path is not None:
+            merged = {"state_dict": dict(lora.merged_tensors(self.model))} if adapted else {}
+            save_pretrained(self.model, path, **merged)
+        if path is not None:
+            self.processor.save(path)
+
+    def save_adapter(self, path: str | Path | None) -> None:
+        """Write the adapters alone, for peft, as `save` does. `model.lora` must be set."""
         lora.save_adapter(self.model, path, self.config.model.path)
 
     def merge_lost(self) -> float | None:
         """Return the share of the adapters' movement that merging loses (see `lora.merge_lost`)."""
-        return lora.merge_lost(self.model)
+        return None if self.base_stays else lora.merge_lost(self.model)
+
+    @property
+    def base_stays(self) -> bool:
+        """Return True if the base is never gathered for an engine: it is sharded, and all adapters go as factors.
+
+        The engine then reads the base from `model.path` by itself, and the check at the start compares scores.
+        """
+        return self._all_factored and is_sharded(self.model)
+
+    @property
+    def _all_factored(self) -> bool:
+        return bool(self.factored) and self.factored == set(self.adapted_layers)
 
 
 def frozen_base_of(model: Any) -> AbstractContextManager[None]:

@@ -131,7 +131,7 @@ def sent_factors(model: nn.Module, factored: Container[str]) -> Iterator[tuple[s
     """Yield the factors of the layers `factored` as an engine runs them: in the base's dtype, the scale in lora_B."""
     for name, layer in _layers(model):
         if name in factored:
-            down, up = (getattr(layer, part)[ADAPTER].weight.detach() for part in ("lora_A", "lora_B"))
+            down, up = (dense(getattr(layer, part)[ADAPTER].weight) for part in ("lora_A", "lora_B"))
             dtype = dtype_of(layer.base_layer.weight)
             yield f"base_model.model.{name}.lora_A.weight", down.to(dtype)
             yield f"base_model.model.{name}.lora_B.weight", (up * layer.scaling[ADAPTER]).to(dtype)
@@ -176,21 +176,26 @@ def adapter_factors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the factors in fp32, by their names in peft's adapter_model.safetensors."""
     for name, layer in _layers(model):
         for part in ("lora_A", "lora_B"):
-            weight: Tensor = getattr(layer, part)[ADAPTER].weight
-            yield f"base_model.model.{name}.{part}.weight", weight.detach().float()
+            weight = dense(getattr(layer, part)[ADAPTER].weight)
+            yield f"base_model.model.{name}.{part}.weight", weight.float()
 
 
-def save_adapter(model: nn.Module, path: str | Path, base: str) -> None:
-    """Write the factors, in fp32, as peft does, with the folder or name of their `base` model beside them."""
-    Path(path).mkdir(parents=True, exist_ok=True)
+def save_adapter(model: nn.Module, path: str | Path | None, base: str) -> None:
+    """Write the factors, in fp32, as peft does, with the folder or name of their `base` model beside them.
+
+    Collective if the model is sharded; a process without a `path` writes nothing.
+    """
     factors = {name: factor.cpu().contiguous() for name, factor in adapter_factors(model)}
+    lost = merge_lost(model)
+    if path is None:
+        return
+    Path(path).mkdir(parents=True, exist_ok=True)
     save_file(factors, Path(path) / "adapter_model.safetensors", metadata={"format": "pt"})
     peft_configs: Any = model.peft_config
     adapter_config = copy.copy(peft_configs[ADAPTER])
     adapter_config.base_model_name_or_path, adapter_config.inference_mode = base, True
     adapter_config.save_pretrained(str(path))
     copy_mode(path, "adapter_config.json")
-    lost = merge_lost(model)
     if lost is not None and lost > MERGE_LOST_WARNING:
         logger.warning(
             "the saved model holds its weights in %s, which loses %.0f %% of what its adapters learned; the adapter "
@@ -207,7 +212,7 @@ def _merged(layer: Any, base: Tensor) -> Tensor:
 
 def _delta(layer: Any) -> Tensor:
     """Return scale * B @ A in fp32 [out, in]."""
-    down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+    down, up = dense(layer.lora_A[ADAPTER].weight), dense(layer.lora_B[ADAPTER].weight)
     delta: Tensor = up.float() @ down.float() * layer.scaling[ADAPTER]
     return delta
 

@@ -21,7 +21,7 @@ from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.logprobs import PackResult
 from mm_grpo.learner.loss import LossInputs, PackTokens
-from mm_grpo.learner.pack import Item, Pack
+from mm_grpo.learner.pack import DUMMY, Item, Pack
 from mm_grpo.types import Completion, Group, Prompt
 
 ByCompletion = dict[int, Tensor]
@@ -161,10 +161,11 @@ def has_dense_objective(algorithm: AlgorithmConfig) -> bool:
 
 
 def split_by_completion(values: Tensor, completion_index: Sequence[int]) -> ByCompletion:
-    """Cut values [M] at each change of the completion; a completion's tokens stand together in a pack."""
+    """Cut values [M] at each change of the completion, whose tokens stand together in a pack; leave out dummies'."""
     cuts = [i for i in range(1, len(completion_index)) if completion_index[i] != completion_index[i - 1]]
     pieces = values.tensor_split(cuts)
-    return {completion_index[start]: piece for start, piece in zip([0, *cuts], pieces, strict=True)}
+    pairs = [(completion_index[start], piece) for start, piece in zip([0, *cuts], pieces, strict=True)]
+    return {index: piece for index, piece in pairs if index != DUMMY}
 
 
 def to_pack_order(values: Mapping[int, Tensor], completion_index: Sequence[int], default: Tensor) -> Tensor:

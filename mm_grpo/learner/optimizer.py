@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mm_grpo.config import OptimConfig
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner.shards import local_part, start_of
 from mm_grpo.types import UpdateRecord
 
 SAMPLE_SIZE = 65536
@@ -43,6 +44,8 @@ class Fragment:
     name: str
     start: int
     tensors: Mapping[str, Tensor]
+    repeated: bool = False
+    """True if every process holds the same part; the first one writes it."""
 
 
 class BaseOptimizer(ABC):
@@ -167,10 +170,10 @@ class Optimizer(BaseOptimizer):
     def __init__(self, module: nn.Module, config: OptimConfig, total_updates: int, ranks: Ranks) -> None:
         super().__init__(module, config, total_updates, ranks)
         self.forward = module
-        self.params = list(self.named.values())
+        self.params = [local_part(p) for p in self.named.values()]
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.params]
         self.adamw = adamw(self.masters, config)
-        for master, param in zip(self.masters, self.params, strict=True):
+        for master, param in zip(self.masters, self.named.values(), strict=True):
             old_hook = getattr(param, HOOK, None)
             # an earlier optimizer of the same model would take the gradients
             if old_hook is not None:
@@ -190,22 +193,31 @@ class Optimizer(BaseOptimizer):
         return super().skip()
 
     def fragments(self) -> Iterator[Fragment]:
-        for name, master in zip(self.named, self.masters, strict=True):
+        for (name, param), master in zip(self.named.items(), self.masters, strict=True):
             state = self._moments(master)
             tensors = {"master": master, **{key: state[key] for key in MOMENTS}}
-            yield Fragment(name, 0, {key: t.detach().view(-1) for key, t in tensors.items()})
+            flat = {key: t.detach().view(-1) for key, t in tensors.items()}
+            yield Fragment(name, start_of(param), flat, repeated=local_part(param) is param)
 
     def _clip_and_update(self) -> float:
-        for master, param in zip(self.masters, self.params, strict=True):
-            if master is not param and param.grad is not None:
-                accumulate_into_master(master, param)
-        norm = torch.nn.utils.get_total_norm([self._gradient(m) for m in self.masters])
+        self._take_gradients()
+        norm = self._norm()
         if norm.isfinite():
             if self.config.max_grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
             self.adamw.step()
         self._clear()
         return float(norm)
+
+    def _take_gradients(self) -> None:
+        """Move the gradients of parameters that are not their own masters to those."""
+        for master, param in zip(self.masters, self.named.values(), strict=True):
+            if master is not param:
+                accumulate_into_master(master, param)
+
+    def _norm(self) -> Tensor:
+        """Return the 2-norm over the gradients of all masters."""
+        return torch.nn.utils.get_total_norm([self._gradient(m) for m in self.masters])
 
     def _gradient(self, master: Tensor) -> Tensor:
         """Return a master's gradient; 0 if no pack reached it, so that processes can add theirs."""
@@ -214,8 +226,8 @@ class Optimizer(BaseOptimizer):
         return master.grad
 
     def _masters(self) -> Iterator[tuple[str, int, Tensor]]:
-        for name, master in zip(self.named, self.masters, strict=True):
-            yield name, 0, master.detach().flatten()
+        for (name, param), master in zip(self.named.items(), self.masters, strict=True):
+            yield name, start_of(param), master.detach().flatten()
 
     def _masters_to_parameters(self) -> None:
         self._clear()
@@ -269,5 +281,6 @@ def accumulate_into_master(master: Tensor, param: Tensor) -> None:
     """Add a parameter's gradient to its fp32 master's, and free it."""
     grad = param.grad
     if grad is not None:
+        grad = local_part(grad)
         master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
         param.grad = None

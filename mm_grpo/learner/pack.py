@@ -33,6 +33,8 @@ from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.types import Pictured, Prompt, Tail
 
 PADDING = -1
+DUMMY = -1
+"""Number of the completion of a pack that no process reads."""
 SEGMENTS_PER_GROUP = 1 << 20
 """Distance from one group of a row to the next in `Pack.segments`."""
 
@@ -287,7 +289,7 @@ def dummy_pack(token: int, position_axes: tuple[int, ...]) -> Pack:
         segments=torch.tensor([[0, 1]]),
         sources=torch.tensor([0]),
         targets=torch.tensor([token]),
-        completion_index=torch.tensor([0]),
+        completion_index=torch.tensor([DUMMY]),
         pictured=(),
     )
 

@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.shards import gathered
 from mm_grpo.processors.family import Family
 
 BLOCK = 64
@@ -99,10 +100,10 @@ def dtype_of(weight: Tensor) -> torch.dtype:
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return a parameter without its graph; a quantised one as a new tensor of the dtype it was loaded in."""
+    """Return a parameter without its graph, whole; a quantised one as a new tensor of the dtype it was loaded in."""
     state: Any = getattr(weight, "quant_state", None)
     if state is None:
-        return weight.detach()
+        return gathered(weight.detach())
     from bitsandbytes.functional import dequantize_4bit
 
     weights: Tensor = dequantize_4bit(weight.detach(), state)

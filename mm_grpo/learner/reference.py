@@ -1,19 +1,34 @@
-"""The reference policy of another path (`algorithm.reference_path`): with a better model of the same type, the KL term
-teaches how that model rates the policy's own samples (on-policy distillation).
+"""The reference policy of the KL term: the model at the start, or one of another path (`algorithm.reference_path`).
+
+With a better model of the same type, the term teaches how that model rates the policy's own samples (on-policy
+distillation).
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner.lora import has_adapters
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.processors.model_folder import read_config
 
 COMPARED_TOKENS = 2000
 """Count of token ids that two models are compared on."""
+
+
+def reference_model(config: GRPOConfig, policy: Any, processor: Processor) -> Any:
+    """Return the model of the KL's reference: None at beta 0, the policy itself if its base is frozen."""
+    if config.algorithm.beta == 0:
+        return None
+    if config.algorithm.reference_path is not None:
+        return load_reference_model(config, policy, processor)
+    if has_adapters(policy):
+        return policy  # it runs as its frozen base
+    return copy.deepcopy(policy).requires_grad_(False).eval()
 
 
 def load_reference_model(config: GRPOConfig, policy: Any, processor: Processor) -> Any:

@@ -25,6 +25,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from mm_grpo.learner.optimizer import BaseOptimizer
+from mm_grpo.learner.shards import gathered, local_part, start_of
 
 BLOCK = 16 << 20
 """Count of bytes that are copied and hashed at once."""
@@ -75,6 +76,8 @@ def state_file(optimizer: BaseOptimizer) -> StateFile:
     tensors: dict[str, Tensor] = {}
     starts: dict[str, int] = {}
     for fragment in optimizer.fragments():
+        if fragment.repeated and not optimizer.ranks.first:
+            continue
         starts[fragment.name] = fragment.start
         tensors |= {f"{kind}/{fragment.name}": tensor for kind, tensor in fragment.tensors.items()}
     return StateFile(tensors, {"starts": json.dumps(starts), "random": json.dumps(random_state())})
@@ -114,7 +117,8 @@ def load_state(
 def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> None:
     """Read fp32 weights from all `files` into `parameters`, by name, each rounded once to its own dtype.
 
-    No optimizer is needed. Raises KeyError naming what no file holds, ValueError for what is not finite.
+    Of a sharded parameter the rows of this process are read. No optimizer is needed. Raises KeyError naming what no
+    file holds, ValueError for what is not finite.
     """
     filled = dict.fromkeys(parameters, 0)
     with torch.no_grad():
@@ -124,14 +128,17 @@ def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> Non
                     part = file.get_tensor(f"master/{name}")
                     if not part.isfinite().all():
                         raise ValueError(f"{name} holds NaN or infinite numbers")
-                    if name in parameters:
-                        parameters[name].data.view(-1)[start : start + len(part)].copy_(part)
-                        filled[name] += len(part)
+                    if name not in parameters:
+                        continue
+                    first, target = start_of(parameters[name]), local_part(parameters[name]).data.view(-1)
+                    low, high = max(start, first), min(start + len(part), first + len(target))
+                    if low < high:
+                        target[low - first : high - first].copy_(part[low - start : high - start])
+                        filled[name] += high - low
     for name, count in filled.items():
-        if count != parameters[name].numel():
-            raise KeyError(
-                f"{name}: {count} of {parameters[name].numel()} elements are in {len(files)} files"
-            )
+        size = local_part(parameters[name]).numel()
+        if count != size:
+            raise KeyError(f"{name}: {count} of {size} elements are in {len(files)} files")
 
 
 def mark_of(path: Path) -> FileMark:
@@ -149,12 +156,15 @@ def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
 
 
 def frozen_digest(module: nn.Module) -> str:
-    """Return a digest of the parameters that are not trained, in the order of their names; "" if all are."""
+    """Return a digest of the parameters that are not trained, in the order of their names; "" if all are.
+
+    Collective if the model is sharded.
+    """
     frozen = sorted((n, p) for n, p in module.named_parameters() if not p.requires_grad)
     digest = xxhash.xxh3_128()
     for name, parameter in frozen:
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        for block in parameter.detach().reshape(-1).split(BLOCK // 4):
+        for block in gathered(parameter.detach()).reshape(-1).split(BLOCK // 4):
             digest.update(block.cpu().view(torch.uint8).numpy().data)
     return str(digest.hexdigest()) if frozen else ""
 

@@ -8,20 +8,26 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from mm_grpo.files import atomic_write
 from mm_grpo.terminal import quiet_libraries
 
 PREFIX_ATTENTION = "mm_grpo_prefix"
@@ -29,6 +35,8 @@ VARLEN_ATTENTION = "mm_grpo_varlen_flash"
 """With "flash" in it: that is how the towers choose between one call with the cuts and one call per image."""
 DELTA_NETS = ("Qwen3_5GatedDeltaNet",)
 """Classes of layers of gated delta rule that are built as linear_attention.py assumes."""
+LAYER = re.compile(r"layers\.\d+\.")
+"""The number of a layer in a parameter's name."""
 Rule = Callable[..., tuple[Tensor, Tensor]]
 """Query, key and value [b, S, H, d], `g`, `beta` [b, S, H] and `initial_state` to outputs and the state after them."""
 
@@ -153,6 +161,35 @@ def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
     with quiet_libraries(), patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
         model.save_pretrained(str(path), **options)
     copy_mode(path, "config.json")
+
+
+def save_in_parts(model: Any, path: str | Path | None, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write a model as `save_pretrained` does, a file for each text layer. `tensors` are its weights by name.
+
+    Without a `path` the tensors are only taken, because their making is collective.
+    Why: transformers takes all weights at once, and a sharded model is gathered one layer at a time.
+    Needless when: transformers saves from an iterator.
+    """
+    names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}  # tied ones once
+    folder, weight_map, size, parts = Path(path or ""), dict[str, int](), 0, 0
+    try:
+        for _, pairs in groupby(tensors, lambda pair: LAYER.findall(pair[0])) if path is not None else ():
+            part = {name: tensor for name, tensor in pairs if name in names}
+            save_pretrained(model, folder, state_dict=part)
+            parts += 1
+            with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
+                weight_map |= dict.fromkeys(file.keys(), parts)
+            size += sum(t.numel() * t.element_size() for t in part.values())
+            (folder / SAFE_WEIGHTS_NAME).rename(folder / f"part-{parts}.safetensors")
+    finally:  # after an error here the other processes still wait for this one's part
+        for _ in tensors:
+            pass
+    files = {n: f"model-{n:05d}-of-{parts:05d}.safetensors" for n in range(1, parts + 1)}
+    for number, name in files.items():
+        (folder / f"part-{number}.safetensors").rename(folder / name)
+    if path is not None:
+        index = {"metadata": {"total_size": size}, "weight_map": {n: files[i] for n, i in weight_map.items()}}
+        atomic_write(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2))
 
 
 def copy_mode(path: str | Path, of: str) -> None:

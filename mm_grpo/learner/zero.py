@@ -3,8 +3,9 @@
 Accumulation is ours. DeepSpeed's own stays at 1, which alone would make each backward an update's last, and drop the
 gradients before it; so the boundary is set by hand before every backward, and counted (`UpdateRecord.boundaries`).
 
-Stage 0 is not here: DeepSpeed's refuses fp32 sums of bf16 gradients, and `Optimizer` has them. Nor is
-stage 3, which shards the weights themselves: a rollout engine in this process needs them whole.
+Stage 0 is not here: DeepSpeed's refuses fp32 sums of bf16 gradients, and `Optimizer` has them. Nor is stage 3
+(sharding.py): DeepSpeed's compares the order of modules over processes, and waits for ever at a pack of text beside one
+with images.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ FIELDS: Mapping[str, str] = {
 
 _SAMPLING = "truncated sampling and penalties are for evaluation; write rollout.eval.{}"
 _LORA = "write model.lora: {rank: 16, alpha: 32, target_modules: [...]} (null trains every weight)"
-_ZERO = "write optim.zero_stage (0, 1 or 2) and optim.offload_optimizer; there is no FSDP, and no config of DeepSpeed"
+_ZERO = "write optim.zero_stage (3 is FSDP) and optim.offload_optimizer; there is no config of DeepSpeed"
 _QUANTIZED = "write model.quantization: nf4, beside model.lora: {rank: 16} (4 bits; there is no other kind)"
 _PROCESSES = (
     "no setting depends on the number of processes; leave it out (mm-grpo train CONFIG --processes N)"
@@ -266,11 +266,6 @@ def by_end(path: str, table: Mapping[str, Value], default: Value) -> Value:
     return next((table[end] for end in ends if end in table), default)
 
 
-NO_ZERO_3 = (
-    "stage 3 shares out the weights themselves, which an engine in the trainer's processes needs whole at every step;"
-    " set optim.offload_optimizer=true, optim.gradient_checkpointing=true or a lower optim.max_tokens_per_pack"
-)
-
 REWARDS: Mapping[str, str] = {
     **dict.fromkeys(("accuracy", "accuracy_reward", "reasoning_accuracy_reward"), "math"),
     **dict.fromkeys(("format", "think_format_reward"), "format"),
@@ -280,7 +275,6 @@ REWARDS: Mapping[str, str] = {
 """Rewards of other trainers, and ours of the same purpose."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "optim.zero_stage": {"3": NO_ZERO_3},
     "model.attn": dict.fromkeys(
         ("flash_attention_2", "flash_attention_3", "flash_attn", "kernels-community/flash-attn2"),
         "write auto, which is flex_attention on a GPU in bfloat16: completions share their prompt, and a flash kernel"

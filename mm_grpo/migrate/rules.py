@@ -318,6 +318,16 @@ def _lora(result: Conversion, value: Any) -> Converted:
     return {"model.lora": {"rank": rank, "alpha": alpha, **targets}}
 
 
+def _stage(result: Conversion, value: Any) -> Converted:
+    match = re.search(r"zero_?([0-3])(_offload)?", str(value))
+    if match is None:
+        return None
+    if match[1] == "3":
+        result.notes.append("optim.zero_stage: 3 needs rollout.engine: vllm_server, and nothing is offloaded")
+    offload = {"optim.offload_optimizer": True} if match[2] and match[1] in "12" else {}
+    return {"optim.zero_stage": int(match[1]), **offload}
+
+
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
@@ -346,6 +356,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("num_train_epochs total_epochs total_episodes max_epochs", _epochs),
         ("warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio", _warmup),
         ("report_to trainer.logger", _trackers),
+        ("deepspeed", _stage),
         ("use_vllm", _vllm),
         ("vllm_importance_sampling_mode", _correction),
         ("rollout.name", _engine),

@@ -23,6 +23,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import GuardStop
 from mm_grpo.health.checks import LogprobGap, is_due, limit_for, logp_gap
 from mm_grpo.learner.learner import Learner
+from mm_grpo.learner.shards import is_sharded
 from mm_grpo.parity.fixed_completions import FixedCompletions, ScoreHistory, Scores
 from mm_grpo.parity.gaps import gap_of, on_each
 from mm_grpo.rollout.engine import Replica, Request, RolloutEngine, Sampling, require_answers
@@ -149,22 +150,30 @@ class VerifiedSync:
         Return None if there are no groups, or if the coming update is not checked.
         """
         due = is_due(self.version + 1)
-        if not groups or (self._shared and not due):
+        if self._shared and not due:
             return None
-        with_media = [g for g in groups if g.prompt.engine_prompt.media] or groups
-        # what is learned from most moves most
-        group = with_media[0] if self._shared else max(with_media, key=lambda g: max(map(abs, g.advantages)))
-        # two prompts, because an engine may give one prompt's answers to another
-        other_prompts = [g.prompt for g in groups if g.prompt is not group.prompt]
+        choice = self._choose(groups) if groups else None
+        if is_sharded(self.learner.model):  # all processes score it together
+            choice = self.learner.ranks.broadcast(choice, "the canary")
+        if choice is None:
+            return None
+        group, prompts = choice
         longest = max((c.token_ids for c in group.completions), key=len)
         filling = () if self._shared or self._fixed is None else self._fixed.token_ids[0]
         ids = (*longest, *filling)[: min(CANARY_TOKENS, max(len(longest), self._max_length))]
         completions = group.completions[:CANARY_COMPLETIONS] if self._stale else ()
         token_ids = [ids, *(c.token_ids for c in completions)]
         logprobs = self._score(group.prompt, token_ids) if due or self._stale else []
-        return Canary(
-            group.prompt, [group.prompt, *other_prompts[:1]], token_ids, logprobs, as_sent=not self._shared
-        )
+        return Canary(group.prompt, prompts, token_ids, logprobs, as_sent=not self._shared)
+
+    def _choose(self, groups: Sequence[Group]) -> tuple[Group, list[Prompt]]:
+        """Return the group of the canary, and its prompt with another one if the step has one."""
+        with_media = [g for g in groups if g.prompt.engine_prompt.media] or groups
+        # what is learned from most moves most
+        group = with_media[0] if self._shared else max(with_media, key=lambda g: max(map(abs, g.advantages)))
+        # two prompts, because an engine may give one prompt's answers to another
+        other_prompts = [g.prompt for g in groups if g.prompt is not group.prompt]
+        return group, [group.prompt, *other_prompts[:1]]
 
     def update(self, version: int, canary: Canary | None, noise: float = 0.0) -> SyncReport:
         """`send` the weights and check what each server of the engine makes of them, by three judgements.

@@ -17,6 +17,7 @@ from rich.console import Console
 from mm_grpo.build import Parts, build_parts, plan_run
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
+from mm_grpo.distributed.ranks import Ranks, start
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import DataError, GuardStop
 from mm_grpo.health.checks import duplicate_completions
@@ -63,28 +64,30 @@ class DoctorReport:
 
 
 def examine(config: GRPOConfig, count: int) -> DoctorReport:
-    """Compare engine and learner of `config` on its first `count` prompts.
+    """Compare engine and learner of `config` on its first `count` prompts. Collective.
 
     Raises UserError for a fault of the user's; every other fault is in the report's `failures`.
     """
     report = DoctorReport(config.rollout.engine, config.model.path)
+    ranks = start(config.model.device, config.run.process_timeout)
     try:
-        _examine(config, count, report)
+        with ranks.fail_together("doctor"):
+            _examine(config, count, report, ranks)
     except GuardStop as stop:
         report.failures.append(str(stop))
     return report
 
 
-def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
+def _examine(config: GRPOConfig, count: int, report: DoctorReport, ranks: Ranks) -> None:
     config.check()
     rollout = config.rollout
     rows = load_train(config)
     plan, toolbox = plan_run(config, rows, at_least_an_epoch=True), toolbox_of(config, None, None)
-    refuse_too_large(config)
+    refuse_too_large(config, processes=ranks.world)
     # with this schedule and loss every step updates; the model stays the same
     optim = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.updates_per_step": 1}
     updating = config.with_values({**optim, "algorithm": {"beta": config.algorithm.beta}})
-    parts = build_parts(updating, 100, [rows], toolbox=toolbox)
+    parts = build_parts(updating, 100, [rows], ranks=ranks, toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)
     report.limit = limit
@@ -111,6 +114,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport) -> None:
     report.failures += [m for p in report.before for m in past_limit(p, limit)]
     report.failures += filter(None, (duplicate_completions([group]) for group in groups))
 
+    parts.engine.sleep()
     report.update = update = _update(parts, groups, config.learning_rate, limit)
     if not update.logp_moved >= CLEAR_MOVE_FACTOR * limit:
         report.failures.append(
@@ -151,9 +155,10 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
         rate <= LAST_RATE or update.learner_steps == 0
     ):
         optimizer.config = optimizer.config.with_values({"learning_rate": rate})
-        parts.learner.update(groups)
+        ranks = parts.learner.ranks
+        parts.learner.update([g for g in groups if g.slot % ranks.world == ranks.rank])
         update.learner_steps, update.learning_rate = update.learner_steps + 1, rate
-        update.logp_moved = gap_of(before, score()).mean
+        update.logp_moved = ranks.broadcast(gap_of(before, score()).mean, "doctor")
         rate *= RATE_FACTOR
     return update
 

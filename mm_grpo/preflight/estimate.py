@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ from mm_grpo.preflight.memory import (
     Lengths,
     ModelSizes,
     Phases,
+    Servers,
+    in_gb,
     largest_of,
     memory_of_run,
+    moved_bytes,
 )
 from mm_grpo.processors.base import processor_class
 from mm_grpo.processors.model_folder import quoted
@@ -41,6 +45,7 @@ from mm_grpo.terminal import print_line
 
 CARDS = (24.0, 48.0, 80.0)  # sizes of GPUs [GB] that are always shown
 MIN_PACK_TOKENS = 512  # fewest tokens of a pack that are tried
+Knobs = Iterator[dict[str, Any]]
 
 
 def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
@@ -93,9 +98,9 @@ def sizes_of(config: GRPOConfig) -> tuple[ModelSizes, Largest]:
     return _SIZES[key]
 
 
-def phases(config: GRPOConfig, card: int, *, processes: int) -> Phases:
-    """Estimate the memory of one process of a run on a GPU of `card` bytes."""
-    return memory_of_run(*sizes_of(config), config, card, processes=processes)
+def phases(config: GRPOConfig, card: int, *, processes: int, servers: Servers | None = None) -> Phases:
+    """Estimate the memory of one process of a run, and of a server, on a GPU of `card` bytes."""
+    return memory_of_run(*sizes_of(config), config, card, processes=processes, servers=servers)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ class Remedy:
     peak: int  # bytes of the larger phase with these settings
 
 
-def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | None:
+def find_remedy(
+    config: GRPOConfig, card: int, *, processes: int, servers: Servers | None = None
+) -> Remedy | None:
     """Return the cheapest settings with which a run fits a GPU of `card` bytes; None if none do.
 
     Settings are added, cheapest first, until the run fits; then unneeded ones are removed, dearest first.
@@ -114,14 +121,14 @@ def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | No
 
     def estimate(knobs: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], Phases]:
         settings = {name: value for knob in knobs for name, value in knob.items()}
-        return settings, phases(config.with_values(settings), card, processes=processes)
+        return settings, phases(config.with_values(settings), card, processes=processes, servers=servers)
 
     def fits(knobs: Sequence[dict[str, Any]]) -> bool:
         memory = estimate(knobs)[1]
         return not memory.fault and memory.peak <= card
 
     chosen: list[dict[str, Any]] = []
-    remaining = _knobs(config, card, processes)
+    remaining = _knobs(config, card, processes, servers)
     while not fits(chosen):
         if (knob := next(remaining, None)) is None:
             return None
@@ -131,51 +138,62 @@ def find_remedy(config: GRPOConfig, card: int, *, processes: int) -> Remedy | No
         if fits(fewer):
             chosen = fewer
     settings, memory = estimate(chosen)
-    overrides = (f"{name}={yaml_repr(value)}".replace("'", "") for name, value in settings.items())
+    changed = {name: value for name, value in settings.items() if value != attrgetter(name)(config)}
+    overrides = (f"{name}={yaml_repr(value)}".replace("'", "") for name, value in changed.items())
     return Remedy(tuple(overrides), memory.peak)
 
 
-def _knobs(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
+def _knobs(config: GRPOConfig, card: int, processes: int, servers: Servers | None) -> Knobs:
     """Yield settings to try, cheapest first: they cost seconds of a step, then more time, then quality."""
-    (_, largest), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
-    lengths = Lengths.of(config, largest, processes)
-    colocated = ENGINE_FACTS[config.rollout.engine].colocated
-    if colocated:
+    (sizes, largest), optim, vllm = sizes_of(config), config.optim, config.rollout.vllm
+    lengths, engine = Lengths.of(config, largest, processes), ENGINE_FACTS[config.rollout.engine]
+    sharded = min(max(optim.zero_stage, 1), 2)
+    if engine.colocated or (servers and servers.share_gpus):
         if vllm.sleep_level == 0:
             yield {"rollout.vllm.sleep_level": 2}
-        yield from _share(config, card, processes)
+        yield from _share(config, card, processes, servers)
     if optim.gradient_checkpointing is False:
         yield {"optim.gradient_checkpointing": True}
     tokens = lengths.pack // 2
     while tokens >= max(MIN_PACK_TOKENS, lengths.sequence):
         yield {"optim.max_tokens_per_pack": tokens}
         tokens //= 2
+    if engine.remote and processes > 1 and config.model.quantization is None:
+        yield {"optim.zero_stage": 3, "optim.offload_optimizer": False}
     if not optim.offload_optimizer:
-        yield {"optim.offload_optimizer": True}
-    lora = {} if config.model.lora is not None else {"model.lora": {"rank": 16}}
+        yield {"optim.zero_stage": sharded, "optim.offload_optimizer": True}
+    # the default names are not in a mixture of experts
+    targets = {"target_modules": "all-linear"} if sizes.experts else {}
+    lora = {} if config.model.lora is not None else {"model.lora": {"rank": 16, **targets}}
     if lora and not config.model.freeze_vision:
         yield {"model.freeze_vision": True}
     if lora:
         yield lora
     four_bits = {**lora, "model.quantization": "nf4"} if config.model.quantization is None else {}
-    yield four_bits
-    if colocated and not vllm.in_four_bits:  # vLLM then runs the learner's weights
+    yield {**four_bits, "optim.zero_stage": sharded}
+    if engine.colocated and not vllm.in_four_bits:  # vLLM then runs the learner's weights
         four_bits = {**four_bits, "rollout.vllm.engine_kwargs": {**vllm.engine_kwargs, "quantization": "nf4"}}
-        yield four_bits | next(_share(config.with_values(four_bits), card, processes), {})
+        yield four_bits | next(_share(config.with_values(four_bits), card, processes, None), {})
 
 
-def _share(config: GRPOConfig, card: int, processes: int) -> Iterator[dict[str, Any]]:
+def _share(config: GRPOConfig, card: int, processes: int, servers: Servers | None) -> Knobs:
     """Yield the GPU share with room for vLLM's weights and all completions of a prompt, if it is legal and new."""
     sizes, largest = sizes_of(config)
     length = Lengths.of(config, largest, processes).sequence
     sequences = sizes.cache_token * length * config.rollout.num_generations
-    share = -(-100 * (sizes.sent(config) + FORWARD + sequences) // card) / 100
+    held = (sizes.sent(config) + sequences) // (servers.tensor_parallel if servers else 1)
+    share = -(-100 * (held + FORWARD) // card) / 100
     if share <= 1 and share != config.rollout.vllm.gpu_memory_utilization:
         yield {"rollout.vllm.gpu_memory_utilization": share}
 
 
 def show(
-    config: GRPOConfig, cards: Sequence[float], *, processes: int, console: Console | None = None
+    config: GRPOConfig,
+    cards: Sequence[float],
+    *,
+    processes: int,
+    servers: Servers,
+    console: Console | None = None,
 ) -> None:
     """Print a table for each GPU size of `cards` [GB], and the settings that fit on these sizes and on CARDS."""
     console = console or Console(highlight=False)
@@ -189,13 +207,20 @@ def show(
     count += f" and {videos} video(s)" if videos else ""
     with_or_without = "without" if config.optim.gradient_checkpointing is False else "with"
     print_line(
-        f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit; "
-        f"{processes} process(es), packs of at most {lengths.pack:,} tokens {with_or_without} gradient "
-        f"checkpointing\nan image has at most {largest.pixels:,} pixels and {largest.tokens:,} tokens{video}; {count} "
-        f"to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
+        f"{config.model.path}: {sizes.weights:,} weights, {sizes.trained:,} of them trained, {8 * sizes.numbers}-bit, "
+        f"{sizes.active:,} active for a token; {processes} process(es), packs of at most {lengths.pack:,} tokens "
+        f"{with_or_without} gradient checkpointing\nan image has at most {largest.pixels:,} pixels and "
+        f"{largest.tokens:,} tokens{video}; {count} to a prompt, prompts of {lengths.prompt:,} tokens ({basis})",
         console,
     )
-    estimates = [phases(config, round(card * GB), processes=processes) for card in cards]
+    moved = moved_bytes(sizes, config, lengths, processes, servers)
+    passes = (4 if config.model.lora else 6) + 2 * (config.optim.gradient_checkpointing is not False)
+    print_line(
+        f"{lengths.packs} pack(s) a step in each process, of {passes * sizes.active * lengths.pack:.1e} FLOPs without "
+        f"attention and tower; moved a step: {', '.join(f'{in_gb(size)} {name}' for name, size in moved.items())}",
+        console,
+    )
+    estimates = [phases(config, round(card * GB), processes=processes, servers=servers) for card in cards]
     for index, memory in enumerate(estimates):
         if memory in estimates[:index]:  # printed already, in the table of an equal estimate
             continue
@@ -203,14 +228,13 @@ def show(
         console.print(_table(memory, " or ".join(dict.fromkeys(equal))))
         sequences = f"{memory.cache // lengths.sequence:,} sequences of {lengths.sequence:,}"
         note = memory.fault
-        if not note and engine.remote:
-            note = "vLLM servers have GPUs of their own, which are not counted"
-        elif not note and engine.colocated:
+        if not note and not engine.embedded:
             note = f"vLLM's cache: {memory.cache:,} tokens, {sequences}"
         if note:
             print_line(note, console)
     for card in sorted({*cards, *CARDS}):
-        print_line(fit_sentence(find_remedy(config, round(card * GB), processes=processes), card), console)
+        remedy = find_remedy(config, round(card * GB), processes=processes, servers=servers)
+        print_line(fit_sentence(remedy, card), console)
 
 
 def fit_sentence(remedy: Remedy | None, card: float) -> str:
@@ -228,13 +252,16 @@ def _table(memory: Phases, cards: str) -> Table:
     table = Table("", title=f"GB of one process on a GPU of {cards} GB")
     table.add_column("while it learns", justify="right")
     table.add_column("while it samples", justify="right")
-    for name in dict.fromkeys([*memory.learner, *memory.rollout]):
-        sizes = memory.learner.get(name, 0), memory.rollout.get(name, 0)
+    parts = [memory.learner, memory.rollout]
+    if memory.server:
+        table.add_column("a server", justify="right")
+        parts.append(memory.server)
+    for name in dict.fromkeys(name for part in parts for name in part):
+        sizes = [part.get(name, 0) for part in parts]
         if any(sizes):
             table.add_row(name, *(f"{size / GB:.2f}" if size else "-" for size in sizes))
     table.add_section()
-    sums = sum(memory.learner.values()), sum(memory.rollout.values())
-    table.add_row("sum", *(f"{size / GB:.2f}" for size in sums))
+    table.add_row("sum", *(f"{sum(part.values()) / GB:.2f}" for part in parts))
     return table
 
 

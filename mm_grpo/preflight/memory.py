@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ CONTEXT = GB // 2  # bytes of CUDA's context
 
 EMBEDDED_CACHE = "cache of the embedded engine"
 """Key of the largest possible cache; a run's rows may be shorter."""
+
+TOWER, LAYER = r".*\bvi(sual|sion)", r"(?!.*\bvi(sual|sion)).*\.layers\.{}\."
+"""Patterns of the names of a vision tower's weights, and of a text layer's by its number."""
 
 Bytes = dict[str, int]
 """Use of memory, in words -> bytes."""
@@ -78,7 +82,7 @@ class ModelSizes:
     layers: int
     hidden: int
     heads: int  # width of all heads
-    inner: int
+    inner: int  # width of the MLP; of experts, that of all MLPs with as many activations of a token
     vocabulary: int
     head_is_trained: bool = True
     reference: int = 0  # weights of a reference policy that is a model of its own
@@ -89,6 +93,11 @@ class ModelSizes:
     trained_numbers: int = 0  # bytes of a trained weight, 4 for adapters; 0 is `numbers`
     adapters: int = 0  # weights of adapters, which an engine does not hold
     quantised: int = 0  # weights in four bits, counted in `weights` too
+    experts: int = 0  # weights of all experts
+    active: int = 0  # weights of the language model that run for a token, its experts among them
+    layer: int = 0  # weights of the largest text layer
+    tower: int = 0  # weights of the vision tower
+    trained_tower: int = 0  # the trained ones of them
 
     @classmethod
     def of(cls, model: Any, reference: Any = None) -> ModelSizes:
@@ -97,14 +106,24 @@ class ModelSizes:
         params, head = list(model.parameters()), model.get_output_embeddings().weight
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         linear = list(getattr(text, "layer_types", None) or ()).count("linear_attention")
+        named, embedding = list(model.named_parameters()), model.get_input_embeddings().weight
+
+        def count(pattern: str, among: Iterable[tuple[str, Any]] = named) -> int:
+            return sum(numbers_of(p) for n, p in among if re.match(pattern, n))
+
+        experts, tower = count(r".*\.experts\."), count(TOWER)
+        # an embedding is looked up
+        active = count("") - tower - (0 if embedding is head else embedding.numel())
+        if experts:
+            active -= experts - experts * text.num_experts_per_tok // text.num_experts
         return cls(
-            weights=sum(map(numbers_of, params)),
+            weights=count(""),
             trained=sum(p.numel() for p in params if p.requires_grad),
             numbers=head.element_size(),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             heads=text.num_attention_heads * width,
-            inner=text.intermediate_size,
+            inner=inner_width(text),
             vocabulary=len(head),
             head_is_trained=head.requires_grad,
             reference=0 if reference is None else sum(p.numel() for p in reference.parameters()),
@@ -113,8 +132,13 @@ class ModelSizes:
             keys=(getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * width,
             vision=VisionSizes.of(model),
             trained_numbers=max((p.element_size() for p in params if p.requires_grad), default=0),
-            adapters=sum(p.numel() for n, p in model.named_parameters() if ".lora_" in n),
+            adapters=count(r".*\.lora_"),
             quantised=sum(numbers_of(p) for p in params if hasattr(p, "quant_state")),
+            experts=experts,
+            active=active,
+            layer=max(count(LAYER.format(number)) for number in range(text.num_hidden_layers)),
+            tower=tower,
+            trained_tower=count(TOWER, ((n, p) for n, p in named if p.requires_grad)),
         )
 
     @property
@@ -141,18 +165,29 @@ def learner_memory(
 ) -> Bytes:
     """Estimate the learner's memory in one of `processes` for packs of `tokens` tokens and `pixels` of images.
 
-    `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage.
+    `zero_stage` 0 is the whole state in each process, which one process without offload has at any stage. At stage 3
+    the tower alone is whole, and a layer is gathered while the one before it runs.
     """
     b, n, full = model.numbers, model.trained, model.layers - model.linear_layers
+    frozen, reference = model.weights - n - model.quantised, model.reference
     trained_bytes = model.trained_numbers or b
-    shards = processes if zero_stage else 1
+    shards, gathered = processes if zero_stage in (1, 2) else 1, 0
+    if zero_stage == 3:
+        towers = model.trained_tower, model.tower - model.trained_tower, model.tower if reference else 0
+        pairs = zip((n, frozen, reference), towers, strict=True)
+        n, frozen, reference = (whole + (count - whole) // processes for count, whole in pairs)
+        # two layers and the head, and the gradients of a layer before and after their conversion to fp32
+        gathered = b * (2 * model.layer + model.vocabulary * model.hidden)
+        gathered += 0 if model.adapters else (b + 4) * model.layer
     # fp32 sums, which stage 2 shards; stage 1 in bfloat16 also holds gradients that are not added yet
     gradients = 4 * n // (shards if zero_stage == 2 else 1)
     if zero_stage == 1 and trained_bytes == 2:
         gradients += 2 * n
     if zero_stage == 2:  # and its bucket, two if communication overlaps
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = 4 * n if trained_bytes == 2 or zero_stage else 0  # in fp32; DeepSpeed always keeps them
+    masters = (
+        4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
+    )  # in fp32; DeepSpeed always keeps them
     without_heads = _token_of_layer(b, model.hidden, 0, model.inner)
     layer = tokens * (without_heads + 5 * b * model.heads)
     linear = tokens * (without_heads + model.linear_token)
@@ -162,10 +197,9 @@ def learner_memory(
         activations = model.layers * tokens * b * model.hidden + largest
     head = model.vocabulary * b * model.hidden if model.head_is_trained else 0
     return {
-        "weights": b * (model.weights - n - model.quantised)
-        + round(NF4_BYTES * model.quantised)
-        + trained_bytes * n,
-        "reference": b * model.reference,
+        "weights": b * frozen + round(NF4_BYTES * model.quantised) + trained_bytes * n,
+        "gathered layers": gathered,
+        "reference": b * reference,
         "gradients": gradients,
         "optimizer": 0 if offload else (8 * n + masters) // shards,  # with AdamW's two means
         "activations": activations,
@@ -206,6 +240,8 @@ class Lengths:
     """Prompts of a pack."""
     pixels: int
     """Pixels of the media of a prompt."""
+    packs: int
+    """Packs of a step."""
 
     @classmethod
     def of(cls, config: GRPOConfig, largest: Largest, processes: int) -> Lengths:
@@ -216,9 +252,20 @@ class Lengths:
         guess = media_tokens + TEXT if largest.tokens else PROMPT
         prompt = config.data.max_prompt_length or guess
         group = prompt + rollout.num_generations * rollout.max_completion_length
-        prompts = -(-rollout.prompts_per_step // (config.optim.updates_per_step * processes))
+        updates = config.optim.updates_per_step
+        prompts = -(-rollout.prompts_per_step // (updates * processes))
         pack = min(config.optim.max_tokens_per_pack, prompts * group)
-        return cls(prompt, prompt + rollout.max_completion_length, pack, -(-pack // group), pixels)
+        packs = updates * config.algorithm.num_iterations * -(-prompts * group // pack)
+        return cls(prompt, prompt + rollout.max_completion_length, pack, -(-pack // group), pixels, packs)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """vLLM servers on GPUs of the learner's kind, each on `tensor_parallel` of them."""
+
+    tensor_parallel: int = 1
+    share_gpus: bool = False
+    """True if they lie on the learner's GPUs, and sleep while it works."""
 
 
 @dataclass(frozen=True)
@@ -229,11 +276,12 @@ class Phases:
     rollout: Bytes
     cache: int  # tokens of the engine's cache
     fault: str = ""  # why vLLM would not start
+    server: Bytes = field(default_factory=dict)  # of a server's GPU
 
     @property
     def peak(self) -> int:
-        """Bytes of the larger phase."""
-        return max(sum(self.learner.values()), sum(self.rollout.values()))
+        """Bytes of the largest phase."""
+        return max(sum(part.values()) for part in (self.learner, self.rollout, self.server))
 
     def sentence(self, available: int) -> str:
         """Describe both phases in one sentence; `available` is the device's memory."""
@@ -252,10 +300,11 @@ def memory_of_run(
     device: int,
     *,
     processes: int,
+    servers: Servers | None = None,
     checkpointing: bool | None = None,
     gpu: bool = True,
 ) -> Phases:
-    """Estimate the memory of one process of a run on a device of `device` bytes.
+    """Estimate the memory of one process of a run, and of a server, on a device of `device` bytes.
 
     `checkpointing` None means `optim.gradient_checkpointing`, and True if that is not set either.
     """
@@ -277,25 +326,32 @@ def memory_of_run(
         completion_tokens = prompts * rollout.num_generations * rollout.max_completion_length
         learner["twin views' states"] = completion_tokens * sizes.numbers * sizes.hidden
     sampling = {name: learner[name] for name in ("weights", "reference", "optimizer", "CUDA's context")}
-    cache, fault = 0, ""
+    cache, fault, server = 0, "", Bytes()
     engine = ENGINE_FACTS[rollout.engine]
-    if engine.colocated and gpu:
+    if engine.colocated:
+        servers = Servers(share_gpus=True)
+    if gpu and not engine.embedded and servers is not None:
         share = round(device * rollout.vllm.gpu_memory_utilization)
-        is_base_shared = shares_base(sizes, config)
+        is_base_shared = engine.colocated and shares_base(sizes, config)
         if is_base_shared:
             for phase in (learner, sampling):
                 phase["weights"] -= sizes.numbers * (sizes.weights - sizes.trained - sizes.quantised)
-        sleeps, weights = rollout.vllm.sleep_level > 0, sizes.sent(config)
+        sleeps, weights = rollout.vllm.sleep_level > 0, sizes.sent(config) // servers.tensor_parallel
         eager = rollout.vllm.in_four_bits or rollout.vllm.engine_kwargs.get("enforce_eager", False)
         graphs = 0 if eager else GRAPHS
-        learner["vLLM"] = (weights if is_base_shared else 0) if sleeps else share
-        learner["vLLM's CUDA graphs"] = graphs
         # logits of the canary in fp32, and their softmax
         scores = 2 * 4 * sizes.vocabulary * min(MAX_SCORED, lengths.sequence)
-        sampling |= {"vLLM": share, "vLLM's CUDA graphs": graphs, "vLLM's scores of a prompt": scores}
-        cache = max(0, share - weights - FORWARD) // sizes.cache_token
+        idle = {"vLLM's CUDA graphs": graphs, "vLLM's CUDA context": CONTEXT if engine.remote else 0}
+        awake = {"vLLM": share, **idle, "vLLM's scores of a prompt": scores}
+        if servers.share_gpus:
+            learner |= {"vLLM": (weights if is_base_shared else 0) if sleeps else share, **idle}
+            sampling |= awake
+        else:
+            server = awake
+        cache_token = sizes.cache_token // servers.tensor_parallel
+        cache = max(0, share - weights - FORWARD) // cache_token
         if cache < lengths.sequence:
-            required = in_gb(weights + FORWARD + sizes.cache_token * lengths.sequence)
+            required = in_gb(weights + FORWARD + cache_token * lengths.sequence)
             fault = (
                 f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({required})"
             )
@@ -306,7 +362,29 @@ def memory_of_run(
         cache = prompts * lengths.prompt + rows * rollout.max_completion_length
         sampling[EMBEDDED_CACHE] = cache * sizes.cache_token
         sampling["forwards of the embedded engine"] = _embedded(sizes, lengths, prompts, rows)
-    return Phases(learner, sampling, cache, fault)
+    return Phases(learner, sampling, cache, fault, server)
+
+
+def moved_bytes(
+    sizes: ModelSizes, config: GRPOConfig, lengths: Lengths, processes: int, servers: Servers | None
+) -> Bytes:
+    """Estimate the bytes of a step of full packs that reach a process from the others, and an engine."""
+    n, stage, engine = sizes.trained, config.optim.zero_stage, ENGINE_FACTS[config.rollout.engine]
+    updates = config.optim.updates_per_step * config.algorithm.num_iterations
+    whole = n if stage == 0 else sizes.trained_tower if stage == 3 else 0
+    gathered = (sizes.trained_numbers or sizes.numbers) * (n - whole) * updates
+    if stage == 3:
+        # forward, backward, and passes for old log-probs and a reference
+        passes = 2 + (updates > 1) + (config.algorithm.beta > 0)
+        gathered = sizes.numbers * (sizes.weights - sizes.tower) * passes * lengths.packs
+    gradients = 4 * (n - whole) * (lengths.packs if stage > 1 else updates) + 2 * 4 * whole * updates
+    held = shares_base(sizes, config) if engine.colocated else servers is None or not servers.share_gpus
+    held = held or config.rollout.vllm.sleep_level < 2
+    return {
+        "gathered weights": gathered * (processes - 1) // processes,
+        "gradients": gradients * (processes - 1) // processes,
+        "sync": 0 if engine.embedded else sizes.numbers * n if held else sizes.sent(config),
+    }
 
 
 def _embedded(sizes: ModelSizes, lengths: Lengths, prompts: int, rows: int) -> int:
@@ -370,6 +448,15 @@ def _token_of_layer(b: int, hidden: int, heads: int, inner: int) -> int:
     norms = 2 * (4 + 2 * b) * hidden  # two RMS norms: fp32 input, normed twice
     attention = 5 * b * heads  # queries, keys, values; the output twice
     return norms + attention + 4 * b * inner  # gate, up, its activation, their product
+
+
+def inner_width(text: Any) -> int:
+    """Return the width of the MLP, or of an MLP that keeps as much of a token as its experts do together."""
+    if (width := getattr(text, "moe_intermediate_size", None)) is None:
+        return int(text.intermediate_size)
+    # for each expert a token's state is copied, and then put out: as much as half of its width in an MLP
+    routed = text.num_experts_per_tok * (width + text.hidden_size // 2)
+    return int(routed + (getattr(text, "shared_expert_intermediate_size", None) or 0))
 
 
 def _linear_token(text: Any, b: int) -> int:

@@ -1,9 +1,9 @@
 """`--smoke`: turn a config that needs a GPU and a download into one that runs on any CPU in seconds.
 
 The model becomes a tiny random one of the same family (testing/tiny_models.py), rows come from `fixture/` next to
-the config, and the run makes two small steps with the embedded engine, unless an engine was set by hand or by a
-layer. Everything else stays: the row mapping, the rewards, the loss, adapters. A smoke run shows that a config works
-from end to end; its scores and token counts mean nothing.
+the config, and the run makes two small steps with the embedded engine, unless another one in this process was set by
+hand or by a layer. Everything else stays: the row mapping, the rewards, the loss, adapters. A smoke run shows that a
+config works from end to end; its scores and token counts mean nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.config.values import GuardName, is_source
 from mm_grpo.data.base import Rows
 from mm_grpo.data.sources import load_eval, load_train
@@ -55,8 +56,11 @@ def smoke_config(
 
     tokens = min(TOKENS, rollout["max_completion_length"])
     rollout.update(prompts_per_step=PROMPTS, num_generations=GENERATIONS)
-    if "rollout.engine" not in fixed:
+    if (
+        "rollout.engine" not in fixed or ENGINE_FACTS[config.rollout.engine].remote
+    ):  # servers hold the real model
         rollout["engine"] = "transformers"
+    optim["zero_stage"] = min(2, optim["zero_stage"])  # of one process
     rollout["vllm"]["max_model_len"] = None  # it counts the tokens of the real tokenizer
     rollout["max_completion_length"] = tokens
     rollout["eval"]["max_completion_length"] = None

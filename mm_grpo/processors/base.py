@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 Layout = Literal["shared_prefix", "unshared"]
 """Layout of completions for the learner: after one shared prompt, or each after a prompt of its own."""
 _FAMILIES = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"), "qwen_vl"),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe"), "qwen_vl"
+    ),
     "internvl": "internvl",
     **dict.fromkeys(("smolvlm", "idefics3"), "smolvlm"),
     "llava_onevision": "llava_onevision",

@@ -71,7 +71,7 @@ class QwenVLFamily(Family):
         return len(vision["image_grid_thw"]) if vision else 0
 
 
-@register("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+@register("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe", "qwen3_5_moe")
 class QwenVLProcessor(HFProcessor):
     """The processor of one Qwen-VL model, read from its folder.
 

@@ -26,6 +26,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_write, remove
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.optimizer import trainable
+from mm_grpo.learner.shards import is_sharded, local_part
 from mm_grpo.learner.state import StateFile, frozen_digest, load_state, load_weights, mark_of, state_file
 from mm_grpo.run.manifest import (
     FORMAT,
@@ -121,7 +122,7 @@ class Checkpoints:
     def weights_of(self, step: int) -> Iterator[None]:
         """Give this process the weights of a checkpoint in the block, and its own ones back after it."""
         trained = trainable(self.learner.module)
-        backup = {name: parameter.detach().to("cpu", copy=True) for name, parameter in trained.items()}
+        backup = {name: local_part(p).detach().to("cpu", copy=True) for name, p in trained.items()}
         try:
             checkpoint = read_checkpoint(self.folder / f"step-{step:06d}")
             load_weights(
@@ -130,7 +131,7 @@ class Checkpoints:
             yield
         finally:
             for name, weights in backup.items():
-                trained[name].data.copy_(weights)
+                local_part(trained[name]).data.copy_(weights)
 
     # reading ---------------------------------------------------------------------------------
 
@@ -161,7 +162,8 @@ class Checkpoints:
     def _identity(self) -> dict[str, Any]:
         """Config, trained tensors and frozen weights of the run. Collective: the first process hashes for all."""
         parameters = {n: list(p.shape) for n, p in trainable(self.learner.module).items()}
-        frozen = frozen_digest(self.learner.model) if self.ranks.first else ""
+        hashes = self.ranks.first or is_sharded(self.learner.model)
+        frozen = frozen_digest(self.learner.model) if hashes else ""
         return {
             "config": deciding_fields(self.config),
             "parameters": parameters,

@@ -62,6 +62,31 @@ def test_the_memory_that_a_layer_states_is_that_of_the_estimate(layer: str, size
     assert ("offload.yaml" in text) == (size == 24 or (size, gpus) == (48, 1))
 
 
+LORA_32B = ModelSizes(
+    33_586_936_064, 134_217_728, 2, 64, 5120, 5120, 27648, 152064, head_is_trained=False, trained_numbers=4,
+    adapters=134_217_728, layer=489_702_400, tower=688_841_984,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("layer", "gpus"), [("gpu80x8_32b_lora", 4), ("gpu80x8_32b_zero3", 8)])
+def test_the_memory_that_a_layer_of_a_32b_states(layer: str, gpus: int) -> None:
+    text = " ".join(line.lstrip("# ") for line in find_layers()[layer].read_text().splitlines())
+    config = load_config("geometry3k", [layer])
+    quantised = (
+        64 * (2 * 5120 * 5120 + 2 * 5120 * 1024 + 3 * 5120 * 27648) if config.model.quantization else 0
+    )
+    held = learner_memory(
+        replace(LORA_32B, quantised=quantised), tokens=config.optim.max_tokens_per_pack, checkpointing=True,
+        processes=gpus, zero_stage=config.optim.zero_stage,
+    )  # fmt: skip
+    for name in ("weights", "optimizer", "gradients"):
+        assert f"{held[name] / 1e9:.{1 if held[name] > 2e8 else 2}f} {name}" in text
+    assert f" = {sum(held.values()) / 1e9:.1f} GB" in text and "66.9 GB of weights" in text
+    share = config.rollout.vllm.gpu_memory_utilization * 80
+    assert f" = {share:g} GB" in text and share > 66.9 / 2 + 1
+    assert config.model.lora == load_config("geometry3k", ["lora"]).model.lora
+
+
 def test_a_layer_in_the_run_folder_is_refused(config_path: Path, tmp_path: Path, command: Any) -> None:
     layer = tmp_path / "run" / "mine.yaml"
     layer.parent.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mm_grpo.build import processor_of
 from mm_grpo.cli import serve, train
@@ -40,6 +41,21 @@ def test_servers_are_started_with_the_settings_of_vllm(config_path: Path, models
     assert (one.engine.gpu_memory_utilization, one.transfer) == (0.5, "gloo")
 
 
+@pytest.mark.parametrize(
+    ("shares", "gpus", "share", "transfer"),
+    [(False, ("4", "5"), 0.9, "nccl"), (True, ("a", "b"), 0.3, "file")],
+)
+def test_a_server_shares_the_trainers_gpus_or_follows_them(
+    shares: bool, gpus: Any, share: float, transfer: str, config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mm_grpo.learner.model.resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a,b,2,3,4,5")
+    loaded = load_config(str(config_path), [f"rollout.server.share_gpus={shares}"])
+    (one,) = serve.server_settings(loaded, 1, tensor_parallel=2, processes=4)
+    assert (one.gpus, one.engine.gpu_memory_utilization) == (gpus, share)
+    assert (one.share_gpus, one.transfer) == (shares, transfer)
+
+
 def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,GPU-a,5,6,7"}
     assert serve.gpus_of(2, 2, 4, eight) == [("GPU-a", "5"), ("6", "7")]
@@ -58,6 +74,7 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
         ("train --serve 1 rollout.engine=vllm", None, "--serve 1: rollout.engine = 'vllm'"),
         ("train --serve 1", "2", "--serve 1: each process of a launcher"),
         ("serve --tensor-parallel 2", None, "--tensor-parallel 2"),
+        ("train --tensor-parallel 2", None, "--tensor-parallel 2: GPUs of each server of --serve"),
     ],
 )
 def test_impossible_servers_are_refused_in_one_message(
@@ -95,7 +112,7 @@ def test_a_run_gets_the_urls_of_its_servers_and_they_end_with_it(
         return [sys.executable, "-S", str(FAKE), str(settings.socket), str(tmp_path / "pids")]
 
     monkeypatch.setattr(launch, "server_command", fake)
-    with serve.servers_for_run(load_config(str(config_path), []), 2, 1) as fields:
+    with serve.servers_for_run(load_config(str(config_path), []), 2, 1, 1) as fields:
         urls = fields["rollout.server.urls"]
         assert len(set(urls)) == 2 and all(url.startswith("unix:///") for url in urls)
         changed = load_config(str(config_path), []).with_values(fields)
@@ -131,9 +148,10 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
     asked: list[Any] = []
 
     @contextmanager
-    def beside(config: Any, count: int, processes: int) -> Iterator[dict[str, Any]]:
+    def beside(config: Any, *counts: int) -> Iterator[dict[str, Any]]:
         try:
-            yield {"rollout.engine": "vllm_server", "rollout.server.urls": [f"unix:///{count}/{processes}"]}
+            urls = ["unix:///{}/{}/{}".format(*counts)]
+            yield {"rollout.engine": "vllm_server", "rollout.server.urls": urls}
         finally:
             asked.append("ended")
 
@@ -142,8 +160,8 @@ def test_a_run_is_trained_over_the_servers_that_train_starts(
     monkeypatch.setattr(train, "_train", lambda config, overrides, loaded, *_: asked.append(loaded.rollout))
     monkeypatch.setattr(train, "launch", lambda count, program: asked.append(program) or 0)
     for options in ((), ("--processes", 2)):
-        assert command("train", config_path, "--serve", 2, *options).code == 0
+        assert command("train", config_path, "--serve", 2, "--tensor-parallel", 3, *options).code == 0
     rollout, _, program, _ = asked
-    assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/1"])
-    assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/2"]']
+    assert (rollout.engine, rollout.server.urls) == ("vllm_server", ["unix:///2/3/1"])
+    assert program[-2:] == ['rollout.engine="vllm_server"', 'rollout.server.urls=["unix:///2/3/2"]']
     assert asked[1::2] == ["ended"] * 2

@@ -25,6 +25,11 @@ def algorithm(**values: Any) -> dict[str, Any]:
     return {"algorithm": values}
 
 
+def shared(transfer: str = "auto", **rollout: Any) -> dict[str, Any]:
+    server = {"share_gpus": True, "transfer": transfer}
+    return {"rollout": {"engine": "vllm_server", "server": server, **rollout}}
+
+
 @pytest.mark.parametrize(
     ("field", "sections", "other"),
     [
@@ -49,6 +54,9 @@ def algorithm(**values: Any) -> dict[str, Any]:
          "model": {"lora": {}, "quantization": "nf4"}}, "learner's process"),
         ("algorithm.perception_coef", {"algorithm": {"perception_coef": 0.1}, "rollout": {"environment": "zoom"}},
          "rollout.environment"),
+        ("rollout.max_staleness", shared(max_staleness=1), "rollout.server.share_gpus"),
+        ("rollout.server.transfer", shared(transfer="nccl"), "rollout.server.share_gpus"),
+        ("rollout.vllm.sleep_level", shared(vllm={"sleep_level": 0}), "rollout.server.share_gpus"),
         ("data.min_pixels", {"data": {"min_pixels": 4, "max_pixels": 3}}, "data.max_pixels"),
         ("optim.updates_per_step", {"rollout": {"prompts_per_step": 4}, "optim": {"updates_per_step": 5}},
          "rollout.prompts_per_step"),

@@ -49,7 +49,7 @@ def refused(path: str, value: Any) -> str:
         ("data.train", [{"path": "a", "system_prompt": "b.md"}], "the name of a file"),
         ("rollout", None, "must be a section; its keys are rollout.engine"),
         ("algorithm.advantage_estimator", "GAE", "mm_grpo has none"),
-        ("optim.zero_stage", 3, "stage 3 shares out the weights"),
+        ("optim.zero_stage", 4, "0, 1, 2 or 3"),
         ("data.gold_template", "answer", "{gold}"),
         ("data.train", {"split": "train"}, "the key task"),
         ("data.train", [{"path": "a", "split": "x"}, "b"], "folder:split"),

@@ -173,6 +173,9 @@ FILTER = "algorithm.filter_groups"
          ["a.jsonl", "o/n:sub:train", "o/n"]),
         ({"rlhf_type": "grpo", "dataset": "folder/a@b"}, "data.train", "folder/a@b"),
         ({"data.train_files": "owner/set@b"}, "data.train", "owner/set:b"),
+        ({"rlhf_type": "grpo", "deepspeed": "zero3"}, "optim.zero_stage", 3),
+        ({"deepspeed": "zero2_offload"}, "optim.offload_optimizer", True),
+        ({"deepspeed": "configs/ds_zero3.json"}, "optim.zero_stage", 3),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, f"algorithm.{MODE}", "auto"),
     ],
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Run as a script in several processes: checkpoints written by some number of processes, read by another.
 
 `resumes.py MODEL FOLDER` makes one step, writes FOLDER/checkpoints/step-000001, and makes a second one. Then
-learners of other ZeRO stages resume from it, and from FOLDER/alone, and make the second step too. The
-weights after it go to FOLDER/NAME-RANK.pt.
+learners of other ZeRO stages resume from it, and from FOLDER/alone, and make the second step too; and from checkpoints
+of stages 0 and 3. The weights after it go to FOLDER/NAME-RANK.pt.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
     "optimizer-shared": case({"zero_stage": 1}),
     "gradients-shared": case({"zero_stage": 2}),
     "offloaded": case({"zero_stage": 2, "offload_optimizer": True}),
+    "weights-shared": case({"zero_stage": 3}),
 }
 
 
@@ -64,6 +65,11 @@ def main(path: str, folder: str) -> None:
     for name, each in CASES.items():
         results[f"from-two-{name}"] = second_step(Path(path), Path(folder), ranks, each)
         results[f"from-one-{name}"] = second_step(Path(path), Path(folder) / "alone", ranks, each)
+    for name in ("replicated", "weights-shared"):  # both hold some weights whole in each process
+        (work := Path(folder) / name).mkdir(exist_ok=True)
+        results[f"straight-{name}"] = two_steps(Path(path), work, ranks, CASES[name])
+        for other in (name, "gradients-shared"):
+            results[f"{other}-from-{name}"] = second_step(Path(path), work, ranks, CASES[other])
     torch.save(results, Path(folder) / f"results-{ranks.rank}.pt")
 
 

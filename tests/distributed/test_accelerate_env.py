@@ -32,6 +32,7 @@ def accept(env: dict[str, str], dtype: Any = torch.float32, device: str = "cpu",
     ("name", "value", "options"),
     [
         ("USE_FSDP", "true", {"USE_FSDP": "false"}),
+        ("USE_FSDP", "true", {"zero_stage": 3}),
         ("MIXED_PRECISION", "bf16", {"dtype": torch.bfloat16}),
         ("GRADIENT_ACCUMULATION_STEPS", "4", {"GRADIENT_ACCUMULATION_STEPS": "1"}),
         ("USE_CPU", "True", {"USE_CPU": "False"}),

@@ -27,6 +27,7 @@ from mm_grpo.learner import optimizer, zero
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.lora import add_adapters
 from mm_grpo.learner.model import load_model
+from mm_grpo.learner.shards import gathered
 from mm_grpo.processors.base import Processor, load_processor
 from mm_grpo.types import Completion, Group, Turn
 
@@ -175,7 +176,7 @@ def run(path: Path, case: Mapping[str, Any], ranks: Ranks) -> dict[str, Any]:
 
 
 def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: p.detach().float().clone() for n, p in learner.model.named_parameters()}
+    return {n: gathered(p.detach()).float().clone() for n, p in learner.model.named_parameters()}
 
 
 def close(learner: Learner) -> None:

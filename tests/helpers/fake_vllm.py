@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, cast
+from urllib.parse import parse_qs
 
 import torch
 from PIL import Image
@@ -29,7 +30,15 @@ from mm_grpo.rollout.engine import Request, Sampling, requests_for
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
-from mm_grpo.rollout.served.protocol import ADAPTER_LAYERS, ENDPOINTS, GENERATE, INFO, RPC, ServerLimits
+from mm_grpo.rollout.served.protocol import (
+    ADAPTER_LAYERS,
+    ENDPOINTS,
+    GENERATE,
+    INFO,
+    RPC,
+    SLEEP,
+    ServerLimits,
+)
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.weights import digest
@@ -119,7 +128,8 @@ class FakeWorker:
     def __init__(self, rank: int, world: int) -> None:
         self.model, self.model_config, self.vllm_config = FakeModel(), None, None
         self.parallel_config = SimpleNamespace(data_parallel_index=0, world_size=world, rank=rank)
-        self.device, self.account = torch.device("cpu"), Account(logprobs_mode="processed_logprobs")
+        self.device = torch.device("cpu")
+        self.account = Account(logprobs_mode="processed_logprobs", sleep_mode=True)
         self.active = False
 
     def _initialize(self) -> None:
@@ -173,7 +183,7 @@ class FakeVLLM:
         self.missing: tuple[str, ...] = ()
         self.lora: tuple[set[str], int] | None = None  # layers that take adapters, and of which rank at most
         self.max_model_len, self.key, self.expanded = 1000, "", EXPANDED
-        self.refuse = ""
+        self.refuse, self.old = "", False
         self.faults: dict[str, Change] = {}  # in place of an endpoint, or before it where it gives None
         self.odd: dict[str, Change] = {}  # what becomes of an answer, by path
         self.lock = threading.Lock()
@@ -241,7 +251,7 @@ class FakeVLLM:
         """New workers, with no weights, in no group."""
         self.workers = [worker(self.kind, rank, self.count) for rank in range(self.count)]
         self.versions: list[str] = []
-        self.paused = False
+        self.paused, self.asleep = False, set[str]()
 
     # one request -----------------------------------------------------------------------------
 
@@ -253,7 +263,7 @@ class FakeVLLM:
             return self.reply(call, 401, {"error": "this server wants a key"})
         sampling = path == GENERATE
         with self.lock:
-            self.calls.append(path)
+            self.calls.append(f"{path}?{query}" if path in SLEEP and query else path)
             self.last = (call.command, call.path, call.headers.get("authorization"), body)
             self.working += [call.connection] * sampling
             self.most = max(self.most, len(self.working))
@@ -293,15 +303,20 @@ class FakeVLLM:
     def control(self, path: str, body: Any, query: str) -> Any:
         fixed = {
             "/health": None,
-            "/openapi.json": {"paths": {path: {} for path in {*ENDPOINTS} - set(self.missing)}},
+            "/openapi.json": {"paths": {key: {} for key in {*ENDPOINTS, *SLEEP} - {*self.missing}}},
             "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.max_model_len}]},
             "/get_world_size": {"world_size": self.count},
             INFO: {"weight_version": self.name},
+            "/is_sleeping": {"is_sleeping": self.paused or bool(self.asleep)},
         }
         if path in fixed:
             return fixed[path]
         if path == RPC:
             return {"results": self.called(body)}
+        if path in ("/sleep", "/wake_up"):
+            return self.sleep_or_wake(path, parse_qs(query))
+        memory = "kv_cache" if path == "/resume" else "weights" if "weight" in path else ""
+        assert memory not in self.asleep, f"CUDA error: illegal memory access in {path}"
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
         elif path == "/init_weight_transfer_engine":
@@ -323,6 +338,18 @@ class FakeVLLM:
         else:
             raise Status(404, f"there is no {path}")
         return None
+
+    def sleep_or_wake(self, path: str, query: Mapping[str, list[str]]) -> Any:
+        """As the engine of vLLM 0.32; the `old` one schedules from any wake on, and answers nothing."""
+        if path == "/sleep":
+            self.paused = True
+            for each in self.workers if query["level"] == ["2"] and not self.asleep else ():
+                each.model.weights, each.model.adapter = {}, {}
+            self.asleep = {"weights", "kv_cache"}
+        elif (tags := {*query.get("tags", self.asleep)}) <= self.asleep:
+            self.asleep -= tags
+        self.paused &= path == "/sleep" or (bool(self.asleep) and not self.old)
+        return None if self.old else {"status": "sleeping" if self.asleep else "awake"}
 
     def called(self, body: Any) -> list[Any]:
         """The answers of all workers to a method of their extension."""
@@ -373,7 +400,7 @@ class FakeVLLM:
             time.sleep(0.002)
             if call.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                 raise ConnectionError
-        assert body["model"] == "tiny" or (body["model"] == "policy" and self.lora)
+        assert not self.asleep and (body["model"] == "tiny" or (body["model"] == "policy" and self.lora))
         pictures = [_pixels(part["url"]) for part in body.get("content_parts", ())]
         ids = [t for i in body["token_ids"] for t in ([i] * (self.expanded if i == IMAGE else 1))]
         return self.completed(ids, pictures, params, held)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 45_150, "tests": 42_300}
+BUDGETS = {"mm_grpo": 46_150, "tests": 43_300}
 """Lines of Python at most."""
-SLACK = 400
+SLACK = 1_400
 """Lines that a budget may stand above what there is."""
 
 

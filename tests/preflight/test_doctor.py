@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from helpers import processes
 from helpers.fake_engines import FakeRemoteEngine, use_engine
 
 from mm_grpo import GRPOConfig, build
@@ -38,8 +39,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return partial(use_engine, monkeypatch)
 
 
-def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:
+def test_the_report_of_a_sound_pair(config_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine()
+    asleep: list[int] = []
+    monkeypatch.setattr(FakeRemoteEngine, "sleep", lambda self: asleep.append(self.version))
     config = GRPOConfig.from_yaml(config_path)
     report = examine(config, 3)
     assert report.failures == [] and report.ok and report.ids_equal is True
@@ -58,6 +61,7 @@ def test_the_report_of_a_sound_pair(config_path: Path, engine: Any) -> None:
     done = report.update
     assert done is not None and done.logp_moved >= 3e-3 and done.learning_rate >= 1e-6
     assert done.tensors > 60 and done.bytes > 4 * 60_000
+    assert asleep == [0]  # while the learner updates
     assert config.optim.warmup_steps == 2  # the config itself is left alone
 
 
@@ -70,6 +74,16 @@ def test_the_table_and_the_exit_code(command: Any, config_path: Path) -> None:
     ):  # fmt: skip
         assert words in out, words
     assert not (config_path.parent / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_processes_make_one_update_and_one_report(config_path: Path, tmp_path: Path) -> None:
+    arguments = ("doctor", config_path, "--prompts", 3)
+    codes = processes.launch(("-m", "mm_grpo.cli"), 2, arguments, tmp_path / "output", deadline=120)
+    first, second = ((tmp_path / "output" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [0, 0], first + second
+    assert first.count("4 of 4 completions distinct") == 3 and first.endswith("\nok\n")
+    assert "weight update" not in second
 
 
 @pytest.mark.parametrize(

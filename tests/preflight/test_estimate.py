@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 from dataclasses import replace
@@ -13,16 +14,27 @@ import torch
 from helpers.steps import config_for, make_groups
 from rich.console import Console
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import load_model
 from mm_grpo.learner.quantization import NF4_BYTES
 from mm_grpo.preflight.estimate import find_remedy, phases, show, sizes_of
-from mm_grpo.preflight.memory import GB, Largest, Lengths, ModelSizes, learner_memory, memory_of_run
+from mm_grpo.preflight.memory import (
+    GB,
+    Largest,
+    Lengths,
+    ModelSizes,
+    Servers,
+    learner_memory,
+    memory_of_run,
+    moved_bytes,
+)
 from mm_grpo.processors.base import load_processor
 from mm_grpo.rollout.transformers_engine import MAX_ROWS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+MEMORY = runpy.run_path(str(DOCS / "make_memory.py"))
 LORA = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
 
 
@@ -124,7 +136,7 @@ def test_videos_of_a_prompt_by_hand(bare: Path, models: dict[str, Path]) -> None
     limited = config_for(models["qwen2_5_vl"], data=data)  # at most 224 x 224 pixels
     assert sizes_of(limited)[1] == Largest(64 * 784, 64, 250)
     console = Console(width=200, record=True)
-    show(config, [24.0], processes=1, console=console)
+    show(config, [24.0], processes=1, servers=Servers(), console=console)
     assert "a video 250 tokens; 1 image(s) and 2 video(s) to a prompt" in console.export_text()
 
 
@@ -203,9 +215,95 @@ def test_the_remedy_is_the_cheapest_settings(bare: Path) -> None:
     assert find_remedy(config, GB, processes=1) is None  # vLLM needs more than that alone
 
 
+PUBLISHED = {  # weights in their safetensors files; what a token runs of them, by their names
+    "3B": (3_754_622_976, 3.1e9), "7B": (8_292_166_656, 7.1e9), "32B": (33_452_718_336, 32e9),
+    "30B-A3B": (31_070_754_032, 3e9), "35B-A3B": (35_107_181_936, 3e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_models_of_the_docs_have_the_published_counts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MEMORY["MODELS"][name]))
+    sizes, _ = sizes_of(GRPOConfig.from_dict({"model": {"path": str(tmp_path)}}))
+    weights, active = PUBLISHED[name]
+    assert sizes.weights == weights and sizes.active == pytest.approx(active, rel=0.02)
+    if name == "30B-A3B":
+        layer = 3 * 128 * 2048 * 768 + 128 * 2048 + 2 * 2048 * (4096 + 512) + 2 * 2048 + 2 * 128
+        assert (sizes.layer, sizes.experts) == (layer, 48 * 3 * 128 * 2048 * 768)
+        assert sizes.active == 48 * (layer - 3 * 120 * 2048 * 768) + 151_936 * 2048 + 2048
+        full = sizes_of(GRPOConfig.from_dict({"model": {"path": str(tmp_path), "lora": MEMORY["LORA"]}}))[0]
+        # q, k, v and o alone are linear layers
+        assert full.trained == full.adapters == 48 * 16 * 2 * (2048 + 4096 + 2048 + 512)
+
+
+def test_servers_beside_and_on_the_learners_gpus_by_hand(bare: Path) -> None:
+    vllm = {"gpu_memory_utilization": 0.5}
+    config = config_for(bare, rollout={"engine": "vllm_server", "vllm": vllm}, optim={"zero_stage": 3})
+    sizes, _ = sizes_of(config)
+    alone = phases(config, 10 * GB, processes=2)
+    beside = phases(config, 10 * GB, processes=2, servers=Servers(tensor_parallel=2))
+    shared = phases(config, 10 * GB, processes=2, servers=Servers(tensor_parallel=2, share_gpus=True))
+    assert alone.server == {} and (beside.learner, beside.rollout) == (alone.learner, alone.rollout)
+    assert (
+        sum(beside.server.values()) == beside.peak == 5 * GB + 2 * GB + GB // 2 + 8 * 1024 * sizes.vocabulary
+    )
+    assert shared.server == {} and shared.learner == {
+        **alone.learner, "vLLM": 0, "vLLM's CUDA graphs": 2 * GB, "vLLM's CUDA context": GB // 2
+    }  # fmt: skip
+    assert shared.rollout == {**alone.rollout, **beside.server, "CUDA's context": GB // 2}
+    assert beside.cache == shared.cache == (5 * GB - sizes.weights - GB) // (384 // 2)
+    inside = config.with_values({"rollout.engine": "vllm", "optim.zero_stage": 2})
+    assert phases(inside, 10 * GB, processes=2, servers=Servers()) == phases(inside, 10 * GB, processes=2)
+    assert "gathered layers" in shared.learner and "gathered layers" not in shared.rollout
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "expected"),
+    [  # of the trained weights n, all w, those of the tower t; each process has two packs, of a prompt each
+        ({}, {"zero_stage": 0}, lambda n, w, t: (0, 8 * n, 2 * n)),
+        ({}, {"zero_stage": 1}, lambda n, w, t: (2 * n, 4 * n, 2 * n)),
+        ({}, {"zero_stage": 2}, lambda n, w, t: (2 * n, 8 * n, 2 * n)),
+        ({}, {"zero_stage": 3}, lambda n, w, t: (8 * (w - t), 8 * (n - t) + 8 * t, 2 * n)),
+        ({"freeze_vision": True}, {"zero_stage": 3}, lambda n, w, t: (8 * (w - t), 8 * n, 2 * n)),
+        ({"lora": LORA}, {"zero_stage": 2, "updates_per_step": 2}, lambda n, w, t: (8 * n, 8 * n, 2 * n)),
+        (
+            {"lora": LORA},
+            {"zero_stage": 3, "updates_per_step": 2},
+            lambda n, w, t: (12 * (w - t), 8 * n, 2 * n),
+        ),
+    ],
+)
+def test_what_a_step_moves_by_hand(model: Any, changes: Any, expected: Any, bare: Path) -> None:
+    optim = {"max_tokens_per_pack": 1600, **changes}
+    config = config_for(bare, model=model, rollout={"engine": "vllm_server"}, optim=optim)
+    sizes, largest = sizes_of(config)
+    lengths = Lengths.of(config, largest, 2)
+    assert lengths.packs == 2
+    moved = moved_bytes(sizes, config, lengths, 2, Servers())
+    gathered, gradients, sync = expected(sizes.trained, sizes.weights, sizes.tower)
+    assert tuple(moved.values()) == (gathered // 2, gradients // 2, sync)
+    # weights that a sleeping server drops are sent again, also those that are frozen
+    shared = moved_bytes(sizes, config, lengths, 2, Servers(share_gpus=True))
+    assert shared["sync"] == sizes.sent(config) == 2 * (sizes.weights - sizes.adapters)
+
+
+def test_stage_3_is_a_remedy_where_servers_sample(bare: Path) -> None:
+    config = config_for(bare, model={"freeze_vision": True}, rollout={"engine": "vllm_server"})
+    needs = {
+        stage: phases(config.with_values({"optim.zero_stage": stage}), GB, processes=64) for stage in (2, 3)
+    }
+    assert needs[3].peak < needs[2].peak
+    remedy = find_remedy(config, needs[3].peak, processes=64)
+    assert remedy is not None and "optim.zero_stage=3" in remedy.settings
+    assert "offload" not in str(remedy.settings)
+    inside = config.with_values({"rollout.engine": "transformers"})
+    settings = getattr(find_remedy(inside, needs[3].peak, processes=64), "settings", ())
+    assert "zero_stage" not in str(settings)
+
+
 def test_the_command_needs_no_weights(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=200)
-    show(config_for(bare, model={"lora": LORA}), [80], processes=2, console=console)
+    show(config_for(bare, model={"lora": LORA}), [80], processes=2, servers=Servers(), console=console)
     out = capsys.readouterr().out
     assert "of them trained" in out and "2 process(es)" in out and "fits on 24 GB (" in out
     assert [p.name for p in bare.iterdir()] == ["config.json"]
@@ -219,5 +317,5 @@ def test_a_model_without_image_limits_is_one_message(models: dict[str, Path], tm
 
 @pytest.mark.long
 def test_the_page_on_memory_holds_the_figures_of_today() -> None:
-    made, text = runpy.run_path(str(DOCS / "make_memory.py")), (DOCS / "choosing.md").read_text("utf-8")
-    assert made["page"](text) == text
+    text = (DOCS / "several-gpus.md").read_text("utf-8")
+    assert MEMORY["page"](text) == text

@@ -12,7 +12,7 @@ from helpers import tiny
 from helpers.steps import config_for, load
 
 from mm_grpo.preflight.estimate import build_on_meta
-from mm_grpo.preflight.memory import Largest, Lengths, ModelSizes, VisionSizes, learner_memory
+from mm_grpo.preflight.memory import Largest, Lengths, ModelSizes, VisionSizes, inner_width, learner_memory
 from mm_grpo.processors.base import load_processor
 
 # Qwen2.5-VL-3B in bfloat16, in round numbers
@@ -41,6 +41,25 @@ def test_eight_gpus_by_stage_by_hand() -> None:
     # an eighth of 15 GB, and two buckets of 200 million fp32 numbers
     assert (at(2)["gradients"], at(2)["optimizer"]) == (1_875_000_000 + 1_600_000_000, 5_625_000_000)
     assert (at(2, offload=True)["gradients"], at(2, offload=True)["optimizer"]) == (1_600_000_000, 0)
+
+
+def test_stage_3_by_hand() -> None:
+    """On eight GPUs: an eighth of all but the tower of 670 million, two layers of 77 million, the head."""
+    sizes = replace(LARGE, layer=77_000_000, tower=670_000_000)
+    options: dict[str, Any] = {"tokens": 1, "checkpointing": True, "zero_stage": 3, "processes": 8}
+    frozen_tower = replace(sizes, trained=3_080_000_000, reference=3_750_000_000)
+    found = learner_memory(frozen_tower, **options)
+    assert found["weights"] == 2 * (670_000_000 + 385_000_000) == found["reference"]
+    assert (found["gradients"], found["optimizer"]) == (4 * 385_000_000, 12 * 385_000_000)
+    head = 151_936 * 2048
+    assert found["gathered layers"] == 2 * (2 * 77_000_000 + head) + 6 * 77_000_000
+    whole = learner_memory(replace(sizes, trained_tower=670_000_000), **options)
+    assert whole["weights"] == found["weights"] and whole["optimizer"] == 12 * (670_000_000 + 385_000_000)
+    adapters = replace(sizes, weights=3_758_000_000, trained=8_000_000, adapters=8_000_000, trained_numbers=4)
+    found = learner_memory(adapters, **options)
+    assert found["weights"] == 2 * (670_000_000 + 385_000_000) + 4_000_000
+    assert (found["gradients"], found["optimizer"]) == (4_000_000, 8_000_000)  # fp32: their own masters
+    assert found["gathered layers"] == 2 * (2 * 77_000_000 + head)
 
 
 def test_fp32_adapters_and_a_reference_by_hand() -> None:
@@ -98,20 +117,26 @@ def kept_by_autograd(model: Any, run: Any) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_are_those_that_torch_saves(dtype: torch.dtype) -> None:
-    """What autograd keeps of transformers' Qwen2 layers: tensors of one storage count once, weights not at all."""
-    from transformers import Qwen2Config, Qwen2Model
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80, "shared_expert_intermediate_size": 48
+}  # fmt: skip
 
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, attn_implementation="sdpa",
+
+@pytest.mark.parametrize("experts", [{}, EXPERTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_those_that_torch_saves(dtype: torch.dtype, experts: dict[str, int]) -> None:
+    """What autograd keeps of transformers' layers: tensors of one storage count once, weights not at all."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.for_model(
+        "qwen2_moe" if experts else "qwen2", vocab_size=64, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, attn_implementation="sdpa", **experts,
     )  # fmt: skip
-    model, tokens = Qwen2Model(config).to(dtype), 512
+    model, tokens = AutoModel.from_config(config).to(dtype), 512
     measured = kept_by_autograd(
         model, lambda: model(torch.arange(tokens)[None] % 64, use_cache=False).last_hidden_state
     )
-    sizes = ModelSizes(1, 1, dtype.itemsize, 2, 64, 64, 160, 64)
+    sizes = ModelSizes(1, 1, dtype.itemsize, 2, 64, 64, inner_width(config), 64)
     want = learner_memory(sizes, tokens=tokens, checkpointing=False)["activations"]
     assert want == pytest.approx(measured, rel=0.1), (want, measured)
 

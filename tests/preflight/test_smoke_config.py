@@ -21,10 +21,15 @@ def test_a_mixture_stays_one_of_few_rows(tmp_path: Path) -> None:
             "model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"},
             "data": {"train": mixture, "eval": heldout, "chat_template_kwargs": template},
             "rewards": [{"name": "exact_match", "when": {"task": "count"}}],
+            "rollout": {"engine": "vllm_server"},
+            "optim": {"zero_stage": 3},
             "run": {"expected_curve": "curve.json"},
         }
     )
-    smoke = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), folder=tmp_path)
+    fixed = ["rollout.engine"]
+    smoke = smoke_config(config, tmp_path / "work", str(tmp_path / "run"), folder=tmp_path, fixed=fixed)
+    # servers hold the real model
+    assert (smoke.rollout.engine, smoke.optim.zero_stage) == ("transformers", 2)
     assert smoke.data.train == [
         {"path": COLOURS | {"size": 16}, "weight": 3, "task": "colour"},
         {"path": COUNTS | {"size": 16}, "task": "count"},

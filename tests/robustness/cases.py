@@ -68,6 +68,11 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("400 digits", f"{CHECK} run.max_steps={'9' * 400}", ("run.max_steps = 999",)),
     ("4400 digits", f"{CHECK} run.seed={'9' * 4400}", ("run.seed=999",)),
     ("a GPU without end", "estimate config.yaml --gpu inf", ("--gpu",)),
+    (
+        "servers of no run",
+        "estimate config.yaml --share-gpus",
+        ("--share-gpus", "rollout.engine=vllm_server"),
+    ),
     ("a seed of 400 digits", f"ask MODEL what --seed {'9' * 400}", ("--seed",)),
     ("half a character asked", f"ask MODEL {HALF}", ("question", "udced")),
     ("no process", f"{TRAIN} --processes 0", ("--processes",)),

@@ -249,7 +249,8 @@ class ThreadRanks:
 
 
 @pytest.mark.slow
-def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: ExitStack) -> None:
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_of_two_processes_the_first_sends_and_both_sample(level: int, make: Made, held: ExitStack) -> None:
     alone, fakes = make()
     expected = alone.generate(requests())
     barrier, shared = threading.Barrier(2), dict[str, Any]()
@@ -259,6 +260,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
             transfer_of("file", timeout=5.0) if rank == 0 else None,
             ranks=ThreadRanks(rank, barrier, shared),
             wait_timeout=5.0,
+            sleep_level=level,
         )
         for rank in (0, 1)
     ]
@@ -269,6 +271,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
     done: dict[int, list[Completion]] = {}
 
     def process(rank: int) -> None:
+        engines[rank].sleep()
         received[rank] = engines[rank].update_weights(iter(WEIGHTS.items()), 0)
         done[rank] = engines[rank].generate(asked[24 * rank : 24 * rank + 24])
 
@@ -280,6 +283,8 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
             thread.join(PATIENCE)
 
     both()
+    for fake in fakes:
+        fake.calls.clear()
     assert received[0] == received[1] and received[0].keys() == WEIGHTS.keys()
     assert done[0] + done[1] == expected
     restart(fakes[0])  # the first process alone may bring it up; the other waits for that
@@ -288,6 +293,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(make: Made, held: Exit
         back(engine)
     assert done[0] + done[1] == expected
     assert fakes[0].name == fakes[1].name
+    assert [c for c in fakes[1].calls if "sleep?" in c] == [f"/sleep?level={level}"] * (level > 0)
 
 
 def server_with(**values: Any) -> FakeVLLM:
@@ -308,12 +314,14 @@ OTHER = {"model_type": "other", "text_config.hidden_size": 64}
         ({"model": OTHER}, r"another model: its text_config\.hidden_size is 64"),
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"key": "right"}, "MM_GRPO_SERVER_KEY"),
+        ({"missing": ("/sleep",)}, "/sleep"),
+        ({"sleep_mode": False}, "--enable-sleep-mode"),
     ],
 )
 def test_a_server_that_lacks_something_is_refused(make: Made, values: Any, words: str) -> None:
     fake = server_with(**values)
     with pytest.raises(ConfigError, match=rf"rollout\.server\.urls: {fake.url} .*{words}") as caught:
-        make(servers=[fake], key="wrong", sizes={**OTHER, "text_config.hidden_size": 32})
+        make(servers=[fake], key="wrong", sleep_level=1, sizes={**OTHER, "text_config.hidden_size": 32})
     assert "wrong" not in str(caught.value) and "/pause" not in fake.calls
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from itertools import pairwise
@@ -117,6 +118,16 @@ def test_a_server_at_a_socket_needs_no_key_and_has_no_port(tmp_path: Path) -> No
     words = server_command(ServerSettings(ENGINE, socket=tmp_path / "s"))
     assert words[words.index("--uds") + 1] == str(tmp_path / "s")
     assert not {"--middleware", "--host", "--port"} & set(words)
+
+
+@needs_vllm
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_server_beside_the_learner_leaves_it_room(shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    engine = replace(ENGINE, gpu_memory_utilization=0.25, sleep_level=1, engine_kwargs=())
+    words = server_command(ServerSettings(engine, share_gpus=shares))
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.25"
+    assert ("--enable-sleep-mode" in words, "--max-num-seqs" in words) == (shares, shares)
 
 
 def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -419,9 +419,10 @@ def test_the_transfer_follows_the_config(tmp_path: Path) -> None:
         transfer_of("auto"),
         transfer_of("auto", device="cuda"),
         transfer_of("auto", device="cuda", folder=str(tmp_path)),
+        transfer_of("auto", device="cuda", shared=True),
         transfer_of("gloo"),
     ]
-    assert [t.kind for t in chosen] == ["file", "nccl", "file", "gloo"]
+    assert [t.kind for t in chosen] == ["file", "nccl", "file", "file", "gloo"]
     for transfer in chosen:
         transfer.close()
     with pytest.raises(ConfigError, match=r"rollout\.server\.transfer"):

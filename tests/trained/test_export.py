@@ -25,6 +25,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.forward_pass import score
 from mm_grpo.learner.lora import merged_tensors
 from mm_grpo.learner.model import load_model
+from mm_grpo.learner.optimizer import Fragment
 from mm_grpo.learner.state import load_weights, state_file
 from mm_grpo.processors.base import load_processor
 from mm_grpo.run.manifest import manifest_text
@@ -261,10 +262,7 @@ def test_weights_are_read_from_the_parts_of_several_processes(tmp_path: Path) ->
     cuts = [[("a", 0, 7)], [("a", 7, 10), ("b", 0, 6)]]
     files = []
     for number, parts in enumerate(cuts):
-        fragments = [
-            SimpleNamespace(name=n, start=low, tensors={"master": whole[n][low:high]})
-            for n, low, high in parts
-        ]
+        fragments = [Fragment(n, low, {"master": whole[n][low:high]}) for n, low, high in parts]
         path = tmp_path / f"state-{number}"
         files.append(path)
         state_file(SimpleNamespace(fragments=lambda kept=fragments: iter(kept))).write(path)  # type: ignore[arg-type]

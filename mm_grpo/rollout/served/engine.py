@@ -4,8 +4,8 @@ Requests carry their seeds, so samples do not depend on the server or the batch,
 Checks of answers and of a row's size are those of the in-process engine (`vllm/requests.py`). `pool.py` chooses servers
 and fails over, `transfer.py` carries weights.
 
-Each trainer process sends its own prompts to all servers. Only the first sends weights; the others learn from it what
-arrived.
+Each trainer process sends its own prompts to all servers. Only the first sends weights, and has servers sleep and wake
+that share the learner's GPUs. The others learn from it what arrived.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mm_grpo.distributed.ranks import Ranks
@@ -58,6 +59,8 @@ class ServedEngine(RolloutEngine):
         ranks: Ranks | None = None,
     ) -> None:
         self.transfer, self.ranks = transfer, ranks or Ranks()
+        if transfer is not None:
+            transfer.shared = limits.sleep_level > 0
         self.version = 0
         self._current = False  # True once the servers have this run's weights
         self._lock = threading.RLock()  # of `transfer` and `_sent_digests`
@@ -97,7 +100,9 @@ class ServedEngine(RolloutEngine):
 
     @property
     def sentence(self) -> str:
-        return f"vLLM servers (rollout.server.urls): {', '.join(server.url for server in self.pool.servers)}"
+        level = self.pool.limits.sleep_level
+        sleep = f"; they sleep while the learner works (level {level})" if level else ""
+        return f"vLLM servers (rollout.server.urls): {', '.join(s.url for s in self.pool.servers)}{sleep}"
 
     def adapter_layers(self, layers: Iterable[str]) -> frozenset[str]:
         """Return the layers for which every server that answers has LoRA layers. Collective if there are any."""
@@ -116,14 +121,16 @@ class ServedEngine(RolloutEngine):
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         """Send `tensors`, whole layers, to all servers as weights number `version`. Collective.
 
-        Returns their digests as the servers' workers received them. A server that fails is left out, and brought up
-        when it is back. Raises GuardStop if one received something else, EngineError if none is left.
+        Wakes them. Returns their digests as the servers' workers received them. A server that fails is left out, and
+        brought up when it is back. Raises GuardStop if one received something else, EngineError if none is left.
         """
+        self._make_room()
         result: Any = None
         with self.ranks.fail_together("weights"):
-            if self.transfer is not None:
-                result = self._send(self.transfer, tensors, version)
-            else:
+            try:
+                if self.transfer is not None:
+                    result = self._send(self.transfer, tensors, version)
+            finally:  # all processes take the tensors: those of a sharded model are gathered by all
                 for _ in tensors:
                     pass
         received, name, urls = self.ranks.broadcast(result, "weights")
@@ -144,10 +151,33 @@ class ServedEngine(RolloutEngine):
         answer = self.pool.submit(self.requests.scored(prompt, token_ids))
         return self.requests.scores(prompt, token_ids, answer_of(answer, prompt.uid))
 
+    def sleep(self) -> None:
+        """Have servers on the learner's GPUs free their memory, at level 2 without a copy. Collective."""
+        level = self.pool.limits.sleep_level
+        if not level or self.pool.asleep:
+            return
+        self.ranks.broadcast(None, "sleep")  # until every process has its answers
+        with self.ranks.fail_together("sleep"), self._lock:
+            self.pool.asleep = True
+            if self.transfer is not None:
+                self.pool.sleep()
+        self._current = self._current and level < 2
+
+    def wake(self) -> None:
+        """Have sleeping servers take the memory back, as `update_weights` does. Collective."""
+        if self.pool.asleep:
+            self._make_room()
+            with self.ranks.fail_together("wake"):
+                if self.transfer is not None:
+                    self.pool.wake()
+            self.pool.asleep = False
+
     def close(self) -> None:
-        """Disconnect from the servers, which keep running."""
+        """Disconnect from the servers, which keep running, awake."""
         self.pool.close()
         if self.transfer is not None:
+            if self.pool.asleep:
+                self.pool.wake()
             self.transfer.close()
         for server in self.pool.servers:
             server.client.close()
@@ -199,8 +229,9 @@ class ServedEngine(RolloutEngine):
         transfer = self.transfer
         assert transfer is not None
         with self._lock:
-            if not self._current:  # the transfer keeps a mixture of two versions
-                raise EngineError("the last update was not sent whole")
+            # the transfer keeps a mixture of two versions, or the memory is the learner's
+            if not self._current or self.pool.asleep:
+                raise EngineError("the last update was not sent whole, or the servers sleep")
             received = transfer.catch_up(server.client)
             if isinstance(received, Exception):
                 raise received
@@ -212,11 +243,20 @@ class ServedEngine(RolloutEngine):
             raise GuardStop(f"weight sync with {server.url}: {message}")
         self.pool.admit(server)
 
+    def _make_room(self) -> None:
+        """Free memory that torch keeps unused, on all processes: servers that wake take it from the device."""
+        if self.pool.asleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.ranks.broadcast(None, "memory")
+
     def _require_current(self) -> None:
         if not self._current:
             raise EngineError(
                 "the servers do not hold this trainer's weights; call update_weights with every tensor first"
             )
+        if self.pool.asleep:
+            raise EngineError("the servers sleep; call wake on every process first")
 
 
 @dataclass(frozen=True)
@@ -240,6 +280,7 @@ class ServedReplica:
         return form.scores(prompt, token_ids, self._ask(form.scored(prompt, token_ids)))
 
     def _ask(self, work: EngineRequest) -> EngineAnswer:
+        self.engine._require_current()
         try:
             return answer_of(self.engine.pool.submit_to(self.server, work), work.uid)
         except ServerUnreachable as error:

@@ -40,7 +40,7 @@ ADAPTERS = "mm_grpo.rollout.served.with_adapters"
 """Modules that become a server: vLLM's own, and the one before it that adds LoRA layers."""
 ONLY_ON = ("disable_log_stats", "data_parallel_hybrid_lb", "data_parallel_external_lb")
 """Options without a `--no-` form in vLLM's command line."""
-NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend", "enable_sleep_mode")
+NOT_FOR_SERVERS = ("use_tqdm_on_load", "distributed_executor_backend")
 TRAINER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR",
     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "VLLM_ENABLE_V1_MULTIPROCESSING", "PYTHONDONTWRITEBYTECODE",
@@ -71,6 +71,8 @@ class ServerSettings:
     transfer: str = "file"
     """file, gloo or nccl."""
     tensor_parallel: int = 1
+    share_gpus: bool = False
+    """The learner has the same GPUs."""
     gpus: tuple[str, ...] | None = None
     """As many GPUs as `tensor_parallel`, as CUDA_VISIBLE_DEVICES names them; None for all."""
     socket: Path | None = None
@@ -89,7 +91,7 @@ def server_command(settings: ServerSettings) -> list[str]:
             "rollout.engine = 'vllm_server': vLLM 0.32 or newer is not installed where the server is to run; install "
             "mm_grpo[vllm] on a GPU machine, mm_grpo[cpu] on a CPU"
         )
-    arguments = engine_arguments(settings.engine, dedicated=True)
+    arguments = engine_arguments(settings.engine, dedicated=not settings.share_gpus)
     arguments = {k: v for k, v in arguments.items() if k not in NOT_FOR_SERVERS}
     arguments |= {
         "tensor_parallel_size": settings.tensor_parallel,

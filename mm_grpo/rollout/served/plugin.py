@@ -260,6 +260,7 @@ class _AccountInit:
         size = parallel.tensor_parallel_size
         back = ReadBack(parallel.rank % size, size)
         self.account = Account(model=model_sizes(hf_config), logprobs_mode=mode, read_back=back)
+        self.account.sleep_mode = device.type == "cpu" or vllm_config.model_config.enable_sleep_mode
         WorkerExtension.account = self.account
 
 

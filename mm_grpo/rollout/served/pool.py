@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ class ServerPool:
 
     `bring_up(server)`, called in a thread, sends a server the run's weights and then calls `admit`; None in a process
     that sends none. `current` is the name of the newest weights. If `adapted`, requests go to the servers' adapter.
-    `losses` counts servers that were lost.
+    `losses` counts servers that were lost. While servers are `asleep`, none is brought up.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ServerPool:
         self.servers = [Server(client) for client in clients]
         self.limits, self.bring_up = limits, bring_up
         self.current: str | None = None
-        self.adapted = False
+        self.adapted = self.asleep = False
         self.updating = self.closed = False
         self.losses = 0
         self._waiting: deque[tuple[int, asyncio.Future[Server]]] = deque()  # with the completions of each
@@ -143,12 +143,28 @@ class ServerPool:
         """Mark ready servers as lost that are gone, or hold other weights because they were restarted."""
 
         async def check(server: Server) -> None:
+            self._require(server, await weights_name(server.client, self.limits.probe_timeout))
+
+        self._on_each(self.ready(), check)
+
+    def sleep(self) -> None:
+        """Have ready servers free their GPUs' memory."""
+        self._on_each(self.ready(), self._sleep)
+
+    def wake(self) -> None:
+        """Have all servers take the memory back, those too that were lost in their sleep."""
+        self._on_each(self.servers, self._wake)
+
+    def _on_each(self, servers: Iterable[Server], work: Callable[[Server], Awaitable[Any]]) -> None:
+        """Run `work` on these servers at once, and lose those that fail."""
+
+        async def run(server: Server) -> None:
             try:
-                self._require(server, await weights_name(server.client, self.limits.probe_timeout))
+                await work(server)
             except ServerError as error:
                 self._lose(server, error.reason)
 
-        for future in [in_background(check(server)) for server in self.ready()]:
+        for future in [in_background(run(server)) for server in servers]:
             wait(future)
 
     def admit(self, server: Server) -> None:
@@ -167,11 +183,12 @@ class ServerPool:
 
     @contextmanager
     def update(self, weights: str) -> Iterator[None]:
-        """Make `weights` the newest ones while they are sent. No lost server is readmitted meanwhile."""
+        """Make `weights` the newest ones while they are sent, which wakes. No lost server is readmitted meanwhile."""
         self.updating = True
         try:
             self.current = weights
             yield
+            self.asleep = False
         finally:
             self.updating = False
 
@@ -303,12 +320,21 @@ class ServerPool:
         except ServerUnreachable as error:
             server.last_event = error.reason
 
+    async def _sleep(self, server: Server) -> None:
+        level = str(self.limits.sleep_level)
+        await server.client.request("/sleep", params={"level": level}, timeout=self.limits.timeout)
+
+    async def _wake(self, server: Server) -> None:
+        """Wake a server, which may be awake."""
+        seconds = self.limits.timeout if server.state == "ready" else self.limits.probe_timeout
+        await server.client.request("/wake_up", timeout=seconds)
+
     async def _watch(self) -> None:
         """Watch all servers until cancelled."""
         while True:
             now, limit = time.monotonic(), self.limits.timeout
             for server in self.servers:
-                if server.state == "ready":
+                if server.state == "ready" and not self.asleep:
                     if server.running and now - server.last_answer > limit:
                         requests = f"none of its {len(server.running)} request(s) within {limit:g} s"
                         self._lose(server, f"it has answered {requests} (rollout.server.timeout)")
@@ -319,15 +345,23 @@ class ServerPool:
             await asyncio.sleep(PERIOD)
 
     async def _readmit(self, server: Server) -> None:
-        """Bring a server back. Send the run's weights if it holds others."""
+        """Bring a server back, with the run's weights if it holds others; while servers sleep, have it sleep too."""
         loop = asyncio.get_running_loop()
+        asleep, current = self.asleep, self.current
         try:
             if server.model is None or server.state == "lost":  # it may have come back as another version
                 server.model = await loop.run_in_executor(self._threads, probe, server.client, self.limits)
+            if self.limits.sleep_level and self.bring_up is not None and server.state != "ready":
+                await (self._sleep if asleep else self._wake)(server)
             weights = await weights_name(server.client, self.limits.probe_timeout)
             # a server whose tensors were refused has the name too, but was never admitted with it
-            if weights == self.current and (self.bring_up is None or server.weights == weights):
-                if not self.updating:
+            if asleep:
+                server.last_event = "it sleeps while the learner works"
+                # in this order: an update changes the name before it ends
+                if weights != current and not self.updating and self.asleep:
+                    self._lose(server, "it was restarted while it slept")
+            elif weights == self.current and (self.bring_up is None or server.weights == weights):
+                if not (self.updating or self.asleep):
                     self._admit(server)
             elif self.bring_up is None:
                 server.last_event = (
@@ -338,7 +372,10 @@ class ServerPool:
         except Exception as error:  # it is tried again
             if not isinstance(error, (ServerError, ConfigError, EngineError, GuardStop)):
                 log.exception("rollout: %s could not be brought back", server.url)
-            server.last_event = error.reason if isinstance(error, ServerError) else str(error)
+            reason = error.reason if isinstance(error, ServerError) else str(error)
+            if server.state == "ready":  # it died in its sleep
+                self._lose(server, reason)
+            server.last_event = reason
         server.next_try = time.monotonic() + RETRY
 
     def _fail_waiting(self, now: float) -> None:

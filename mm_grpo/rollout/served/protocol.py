@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import data_url, encoded_image
 from mm_grpo.rollout.served import videos
-from mm_grpo.rollout.served.client import ServerClient, ServerRefused, reading
+from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerRefused, reading
 from mm_grpo.rollout.vllm.requests import EngineAnswer, EngineRequest, Sampled
 from mm_grpo.types import Video
 
@@ -35,6 +35,8 @@ ENDPOINTS = (
     "/finish_weight_update", "/update_weight_version", "/reset_prefix_cache", "/reset_encoder_cache",
 )  # fmt: skip
 """Endpoints that a run needs and not every vLLM server has."""
+SLEEP = ("/sleep", "/wake_up", "/is_sleeping")
+"""Endpoints of servers on the learner's GPUs."""
 SIZES = ("model_type", "_size", "_layers", "_heads", "depth", "embed_dim")
 """Ends of the config fields that decide whether weights fit a model."""
 MASKED = -1e30
@@ -52,6 +54,8 @@ class ServerLimits:
     """Tokens of the longest sequence."""
     lora_rank: int = 0
     """Rank of the learner's adapters; 0 without."""
+    sleep_level: int = 0
+    """Level of vLLM's sleep while the learner works on the same GPUs; 0 on others."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
     """`model_sizes` of the learner's model."""
 
@@ -70,6 +74,8 @@ class WorkerAccount(BaseModel):
     model: dict[str, Any] = {}
     """`model_sizes` of the server's model."""
     logprobs_mode: str = ""
+    sleep_mode: bool = False
+    """It can free its GPU, or has none."""
 
 
 def model_sizes(config: Any) -> dict[str, Any]:
@@ -92,7 +98,8 @@ def probe(client: ServerClient, limits: ServerLimits) -> str:
         with reading(client.url, ", ".join(paths)):
             served = models["data"][0]
             model, length = str(served["id"]), index(served["max_model_len"])
-            missing = [path for path in ENDPOINTS if path not in dict(listed["paths"])]
+            required = (*ENDPOINTS, *(SLEEP if limits.sleep_level else ()))
+            missing = [path for path in required if path not in dict(listed["paths"])]
         if missing:
             raise ConfigError(
                 f"{where} has no {', '.join(missing)}; start it with `mm-grpo serve`, or `vllm serve` of "
@@ -117,6 +124,12 @@ def probe(client: ServerClient, limits: ServerLimits) -> str:
         raise ConfigError(
             f"{where} reports log-probs from before temperature and masks, but tokens are sampled after them; start it "
             "with --logprobs-mode processed_logprobs"
+        )
+    if limits.sleep_level and not account.sleep_mode:
+        raise ConfigError(
+            f"{where} was started without sleep mode, and would keep the memory of the learner's GPU "
+            "(rollout.server.share_gpus); start it with `mm-grpo serve` and that setting, or `vllm serve` with "
+            "--enable-sleep-mode"
         )
     for field_name, size in limits.sizes.items():
         if (served_size := account.model.get(field_name, size)) != size:
@@ -156,6 +169,14 @@ async def weights_name(client: ServerClient, timeout: float) -> str:
     answer = await client.request(INFO, method="GET", timeout=timeout)
     with reading(client.url, INFO):
         return str(answer["weight_version"])
+
+
+def require_awake(client: ServerClient, timeout: float) -> None:
+    """Raise ServerError if a server sleeps or is paused."""
+    answer = client.call("/is_sleeping", method="GET", timeout=timeout)
+    with reading(client.url, "/is_sleeping"):
+        if answer["is_sleeping"]:
+            raise ServerError(client.url, "it sleeps on after /wake_up")
 
 
 async def ask(client: ServerClient, model: str, work: EngineRequest, timeout: float) -> EngineAnswer:

@@ -29,7 +29,7 @@ from mm_grpo.files import temporary_folder
 from mm_grpo.rollout.engine import Digest
 from mm_grpo.rollout.served.broadcast import CHUNK_BYTES, BroadcastGroup, as_bytes, chunks, describe, listen
 from mm_grpo.rollout.served.client import ServerClient, ServerError, in_background, reading, wait
-from mm_grpo.rollout.served.protocol import accounts, weights_name
+from mm_grpo.rollout.served.protocol import accounts, require_awake, weights_name
 
 Chunk = Sequence[tuple[str, "Tensor"]]
 Outcome = Mapping[str, "Digest | Exception"]
@@ -46,6 +46,8 @@ class ServedTransfer(ABC):
 
     kind: str
     chunk_bytes = CHUNK_BYTES
+    shared = False
+    """Servers sleep on the learner's GPUs between updates: one begins when weights, and ends when all, is awake."""
 
     def __init__(self, timeout: float = 300.0) -> None:
         self.run = secrets.token_hex(4)
@@ -119,6 +121,8 @@ class ServedTransfer(ABC):
         self._call(client, "/update_weights", {"update_info": part})
 
     def _begin(self, client: ServerClient) -> None:
+        if self.shared:  # before the pause, which it ends in older versions
+            self._call(client, "/wake_up", tags="weights")
         self._call(client, "/pause", mode="keep")
         workers = accounts(client, self.timeout)
         finished = all(account.finished for account in workers)
@@ -144,11 +148,15 @@ class ServedTransfer(ABC):
     def _finish(self, client: ServerClient) -> Digest:
         self._call(client, "/finish_weight_update", {})
         digests = self._received(client)
+        if self.shared:  # not before: keys and values take the memory that weights pass through
+            self._call(client, "/wake_up", tags="kv_cache")
         answer = self._call(client, "/reset_prefix_cache", reset_running_requests="true")
         if isinstance(answer, Mapping) and answer.get("success") is False:
             raise ServerError(client.url, "vLLM did not reset its prefix cache")
         self._call(client, "/reset_encoder_cache")
         self._call(client, "/resume")
+        if self.shared:
+            require_awake(client, self.timeout)
         # last: the name says that all of the above is done
         name = self.weights_name(self.version)
         self._call(client, "/update_weight_version", {"new_version": name})
@@ -297,9 +305,9 @@ def _during(client: ServerClient, call: Future[Any]) -> Iterator[None]:
     call.result()
 
 
-def kind_of(kind: str, device: str, folder: str | None) -> str:
-    """Return the kind of a transfer; `auto` is nccl for a learner on a GPU without a folder, else file."""
-    automatic = "file" if device == "cpu" or folder is not None else "nccl"
+def kind_of(kind: str, device: str, folder: str | None, shared: bool = False) -> str:
+    """Return the kind of a transfer; `auto` is nccl for a learner on GPUs of its own without a folder, else file."""
+    automatic = "file" if device == "cpu" or folder is not None or shared else "nccl"
     return automatic if kind == "auto" else kind
 
 
@@ -310,9 +318,10 @@ def transfer_of(
     folder: str | None = None,
     host: str = "127.0.0.1",
     timeout: float = 300.0,
+    shared: bool = False,
 ) -> ServedTransfer:
     """Make the transfer of `rollout.server.transfer`. `device` is the learner's, `host` its address for the servers."""
-    kind = kind_of(kind, device, folder)
+    kind = kind_of(kind, device, folder, shared)
     if kind == "file":
         return FileTransfer(folder, timeout)
     if folder is not None:

@@ -177,7 +177,7 @@ def engine_arguments(settings: EngineSettings, *, dedicated: bool = False) -> di
     if torch.cuda.is_available():
         arguments |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enable_sleep_mode": settings.sleep_level > 0,
+            "enable_sleep_mode": settings.sleep_level > 0 and not dedicated,
             **({} if dedicated else BESIDE_A_LEARNER),
         }
     else:
