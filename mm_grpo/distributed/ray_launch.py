@@ -19,8 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,23 +38,24 @@ START_TIMEOUT = 900.0
 END_TIMEOUT = 30.0
 """Seconds from the first process that fails until the others are killed."""
 PERIOD = 0.2
-"""Seconds between two looks at signals and ends."""
+"""Seconds between two looks at the processes."""
 
 
 class ProcessActor:
-    """Ray actor that watches one process of its host. Its methods run in threads."""
+    """Ray actor that watches one process of its host."""
 
-    def place(self, folder: str) -> tuple[str, str, int]:
-        """Return the id and address of this host, and a port. Raises OSError if it does not have `folder`."""
+    process: Any = None
+
+    def place(self) -> tuple[str, str, int]:
+        """Return the id and the address of this host, and a port."""
         import ray
 
-        os.listdir(folder)
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         port = random.randrange(20_000, 30_000)  # neither Ray nor the system hands these out
         return ray.get_runtime_context().get_node_id(), address, port
 
-    def run(self, arguments: Sequence[str], variables: Mapping[str, object], folder: str) -> Iterator[Any]:
-        """Run `python ARGUMENTS`; yield ("pid", number), (stream, bytes) for its output, and ("code", number)."""
+    def start(self, arguments: Sequence[str], variables: Mapping[str, object], folder: str) -> None:
+        """Start `python ARGUMENTS` in `folder`, so that it dies with this actor."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         env |= {name: str(value) for name, value in variables.items()}
         env["TORCHELASTIC_RUN_ID"] = f"{RUN_ID}{os.getpid()}-ray"  # for launch.end_with_launcher
@@ -63,17 +63,16 @@ class ProcessActor:
         command = [sys.executable, "-P", *arguments]
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child inherits that
         self.process = subprocess.Popen(command, env=env, cwd=folder, stdin=subprocess.DEVNULL, **pipes)
-        yield "pid", self.process.pid
-        code = None
-        while code is None:
-            code = self.process.poll()
-            for name in pipes:
-                stream = getattr(self.process, name)
-                os.set_blocking(stream.fileno(), False)  # a child of the process may hold it after its end
-                if text := stream.read():
-                    yield name, text
-            time.sleep(0.1)
-        yield "code", code
+        for pipe in (self.process.stdout, self.process.stderr):
+            os.set_blocking(pipe.fileno(), False)  # its children may hold it after its end
+
+    def poll(self) -> tuple[int | None, int | None, dict[str, bytes]]:
+        """Return pid, exit code and new output of the process, None for what there is not."""
+        if self.process is None:
+            return None, None, {}
+        code = self.process.poll()
+        output = {name: getattr(self.process, name).read() or b"" for name in ("stdout", "stderr")}
+        return self.process.pid, code, output
 
     def signal(self, number: int) -> None:
         """Send the process a signal."""
@@ -82,11 +81,12 @@ class ProcessActor:
 
 @dataclass(eq=False)
 class Process:
-    """Process that an actor watches, on the side of this command. Its fields are those that `exit_code` reads."""
+    """Process that an actor watches, with the fields that `exit_code` reads; `job` are arguments of its start."""
 
     actor: Any
     place: tuple[str, str, int]
     is_server: bool
+    job: Sequence[Any] = ()
     is_ready: bool = False
     pid: int | None = None
     exitcode: int | None = None
@@ -96,29 +96,31 @@ class Process:
     def signal_name(self) -> str:
         return self.loss or signal.Signals(-(self.exitcode or 0)).name
 
-    def run(self, *job: Any) -> None:
-        """Run it, print what it prints, and set its exit code. A lost server is run again on the same host."""
-        import ray
-
+    def look(self, ray: Any) -> None:
+        """Print new output, and note an end or a loss. Start a lost server again when Ray has restarted its actor."""
         try:
-            for event in self.actor.run.options(num_returns="streaming").remote(*job):
-                kind, value = ray.get(event)
-                if kind == "pid":
-                    self.pid = value
-                elif kind == "code":
-                    self.timestamp, self.exitcode = time.time(), value
+            pid, code, output = ray.get(self.actor.poll.remote())
+            if self.is_ready and (pid is None or (code or 0) < 0):
+                if ray.get(self.actor.place.remote())[0] == self.place[0]:
+                    code = ray.get(self.actor.start.remote(*self.job))
                 else:
-                    self.is_ready |= b" is ready (" in value  # printed by `mm-grpo serve`
-                    with suppress(OSError, ValueError):  # a closed terminal
-                        getattr(sys, kind).buffer.write(value)
-                        getattr(sys, kind).flush()
-        except Exception as error:
-            self.loss = f"the loss of its Ray actor on {self.place[1]} ({type(error).__name__})"
-            self.exitcode = -signal.SIGKILL
-        if self.is_server and self.is_ready and (self.exitcode or 0) < 0:
-            place = self.actor.place.options(max_task_retries=-1).remote(job[-1])
-            if ray.get(place)[0] == self.place[0]:
-                self.run(*job)
+                    code = 1
+                    print_phase(
+                        "the host of the server at {1}:{2} is gone, and the server with it".format(
+                            *self.place
+                        )
+                    )
+        except ray.exceptions.RayError as error:
+            if not self.is_ready:
+                self.loss = f"the loss of its Ray actor on {self.place[1]} ({type(error).__name__})"
+                self.exitcode = -signal.SIGKILL
+            return
+        self.pid, self.exitcode, self.timestamp = pid, code, time.time()
+        for name, text in output.items():
+            self.is_ready |= self.is_server and b" is ready (" in text  # printed by `mm-grpo serve`
+            with suppress(OSError, ValueError):  # a closed terminal
+                getattr(sys, name).buffer.write(text)
+                getattr(sys, name).flush()
 
 
 @dataclass
@@ -148,6 +150,7 @@ class RayLaunch:
         handlers = {n: signal.signal(n, self._note) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
         try:
             while True:
+                self.started = False
                 code, message = self._attempt(ray)
                 if message:
                     print(message, file=sys.stderr, flush=True)
@@ -171,82 +174,83 @@ class RayLaunch:
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self.started, total = False, ray.cluster_resources()
+        total, end, actors = ray.cluster_resources(), time.monotonic() + START_TIMEOUT, list[Any]()
         gpus = [1] * self.processes + [self.tensor_parallel] * self.servers
         bundles = [{"CPU": 1} | ({"GPU": n} if self.use_gpus and "GPU" in total else {}) for n in gpus]
-        group, end, actors = placement_group(bundles), time.monotonic() + START_TIMEOUT, list[Any]()
-        with ThreadPoolExecutor(len(bundles)) as pool:
-            try:
-                while not group.wait(1):
-                    if time.monotonic() > end:
-                        raise ConfigError(
-                            f"--ray {self.address}: no room for {bundles} within {START_TIMEOUT:g} s; the cluster has "
-                            f"{total} in all; add hosts, or ask for fewer --processes"
-                        )
-                for number, bundle in enumerate(bundles):
-                    options = {"num_cpus": 1, "num_gpus": bundle.get("GPU", 0), "max_concurrency": 2}
-                    if number >= self.processes:  # a process that comes back alone cannot join the others
-                        options["max_restarts"] = -1
-                    place = PlacementGroupSchedulingStrategy(group, number)
-                    actor = ray.remote(ProcessActor).options(scheduling_strategy=place, **options)
-                    actors.append(actor.remote())
-                places = ray.get([actor.place.remote(os.getcwd()) for actor in actors], timeout=START_TIMEOUT)
-                kinds = [number >= self.processes for number in range(len(actors))]
-                return self._watch(pool, [*map(Process, actors, places, kinds)])
-            except ray.exceptions.RayError as error:
-                cause = shorten(getattr(error, "cause", error), 300)
-                raise ConfigError(f"--ray {self.address}: a host cannot start a process ({cause})") from None
-            except KeyboardInterrupt:
-                return exit_code({}, self.processes, self.signals[0])
-            finally:
-                for actor in actors:
-                    ray.kill(actor)
-                remove_placement_group(group)
+        group = placement_group(bundles)
+        try:
+            while not group.wait(1):
+                if time.monotonic() > end:
+                    raise ConfigError(
+                        f"--ray {self.address}: no room for {bundles} within {START_TIMEOUT:g} s in a cluster of "
+                        f"{total.get('CPU', 0):g} CPUs and {total.get('GPU', 0):g} GPUs; ask for fewer, or add hosts"
+                    )
+            kinds = [number >= self.processes for number in range(len(bundles))]
+            for number, is_server in enumerate(kinds):
+                options = {"num_cpus": 1, "num_gpus": bundles[number].get("GPU", 0)}
+                options["max_restarts"] = -is_server  # a process that comes back alone cannot join the others
+                place = PlacementGroupSchedulingStrategy(group, number)
+                actors.append(ray.remote(ProcessActor).options(scheduling_strategy=place, **options).remote())
+            places = ray.get([actor.place.remote() for actor in actors], timeout=START_TIMEOUT)
+            return self._watch(ray, [*map(Process, actors, places, kinds)])
+        except ray.exceptions.RayError as error:
+            cause = shorten(getattr(error, "cause", error), 300)
+            raise ConfigError(f"--ray {self.address}: a host cannot start a process ({cause})") from None
+        except KeyboardInterrupt:
+            return exit_code({}, self.processes, self.signals[0])
+        finally:
+            for actor in actors:
+                ray.kill(actor)
+            remove_placement_group(group)
 
-    def _watch(self, pool: ThreadPoolExecutor, processes: list[Process]) -> tuple[int, str]:
-        """Run the servers until they are ready, and beside them the processes until they end."""
-        ranks, servers, folder = processes[: self.processes], processes[self.processes :], os.getcwd()
-        for server in servers:
-            _, host, port = server.place
-            options = ["--tensor-parallel", str(self.tensor_parallel), "--host", host, "--port", str(port)]
-            pool.submit(server.run, [*self.program, "serve", *self.arguments, *options], self.secrets, folder)
-        end = time.monotonic() + START_TIMEOUT
-        while not all(server.is_ready for server in servers):
-            if ended := {n: server for n, server in enumerate(servers) if server.exitcode is not None}:
-                return exit_code(ended, len(servers))
-            if time.monotonic() > end:
-                raise ConfigError(f"--serve {self.servers}: not ready within {START_TIMEOUT:g} s")
-            time.sleep(PERIOD)
-        urls = [f"http://{host}:{port}" for _, host, port in (server.place for server in servers)]
-        fields = ["rollout.engine=vllm_server", f"rollout.server.urls={json.dumps(urls)}"] if urls else []
-        train = [*self.program, "train", *self.arguments, *fields, *["--resume"] * self.resume]
-        hosts, (_, host, port) = [rank.place[0] for rank in ranks], ranks[0].place
-        variables = {"WORLD_SIZE": len(ranks), "LOCAL_RANK": 0, "MASTER_ADDR": host, "MASTER_PORT": port}
-        for number, rank in enumerate(ranks):
-            local = {"RANK": number, "LOCAL_WORLD_SIZE": hosts.count(hosts[number]), **self.secrets}
-            pool.submit(rank.run, train, variables | local, folder)
-        self.started, sent, end = True, 0, math.inf
+    def _watch(self, ray: Any, processes: list[Process]) -> tuple[int, str]:
+        """Start the servers, and when they are ready the processes; wait until these end."""
+        ranks, servers = processes[: self.processes], processes[self.processes :]
+        self._set_jobs(ranks, servers)
+        ray.get([server.actor.start.remote(*server.job) for server in servers])
+        failures, sent, end = dict[int, Process](), 0, time.monotonic() + START_TIMEOUT
         while any(rank.exitcode is None for rank in ranks) and time.monotonic() < end:
-            for number in self.signals[sent:] if all(rank.pid for rank in ranks) else ():
+            if not self.started and all(server.is_ready for server in servers):
+                ray.get([rank.actor.start.remote(*rank.job) for rank in ranks])
+                self.started, end = True, math.inf
+            for number in self.signals[sent:]:
                 for rank in ranks if not sent or number == signal.SIGINT else ():
                     rank.actor.signal.remote(signal.SIGKILL if sent else number)
                 sent += 1
-            if any(rank.exitcode for rank in ranks):
-                end = min(end, time.monotonic() + END_TIMEOUT)
+            for process in (process for process in processes if process.exitcode is None):
+                process.look(ray)
+            failures = {n: p for n, p in enumerate(processes) if p.exitcode and not p.is_ready}
+            if failures:
+                end = min(end, time.monotonic() + (END_TIMEOUT if self.started else 0))
             time.sleep(PERIOD)
-        failures = {number: rank for number, rank in enumerate(ranks) if rank.exitcode}
+        if not failures and not self.started:
+            raise ConfigError(f"--serve {self.servers}: not ready within {START_TIMEOUT:g} s")
         return exit_code(failures, len(ranks), next(iter(self.signals), None)) if failures else (0, "")
+
+    def _set_jobs(self, ranks: Sequence[Process], servers: Sequence[Process]) -> None:
+        urls = []
+        for server in servers:
+            _, host, port = server.place
+            urls.append(f"http://{host}:{port}")
+            options = ["--tensor-parallel", self.tensor_parallel, "--host", host, "--port", port]
+            command = [*self.program, "serve", *self.arguments, *map(str, options)]
+            server.job = command, self.secrets, os.getcwd()
+        fields = ["rollout.engine=vllm_server", f"rollout.server.urls={json.dumps(urls)}"] if urls else []
+        command = [*self.program, "train", *self.arguments, *fields, *["--resume"] * self.resume]
+        hosts, (_, host, port) = [rank.place[0] for rank in ranks], ranks[0].place
+        for number, rank in enumerate(ranks):
+            places = {"RANK": number, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(hosts[number])}
+            group = {"WORLD_SIZE": len(ranks), "MASTER_ADDR": host, "MASTER_PORT": port}
+            rank.job = command, {**self.secrets, **group, **places}, os.getcwd()
 
 
 def check_ray(address: str | None, config: GRPOConfig, *, retries: int, smoke: bool) -> None:
     """Raise ConfigError if `--ray` or `--retries` contradicts another option or the config."""
+    share_gpus = config.rollout.server.share_gpus
     for is_conflict, message in (
-        (address is None and retries, f"--retries {retries}: only --ray tries again; elsewhere use --resume"),
+        (retries and not address, f"--retries {retries}: only --ray tries again; elsewhere use --resume"),
         (address and smoke, f"--ray {address}: --smoke runs in one process; leave one of the two out"),
-        (
-            address and config.rollout.server.share_gpus,
-            f"--ray {address}: its servers share no GPUs (--share-gpus)",
-        ),
+        (address and share_gpus, f"--ray {address}: its servers share no GPUs (--share-gpus)"),
     ):
         if is_conflict:
             raise ConfigError(message)

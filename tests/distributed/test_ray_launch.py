@@ -6,10 +6,11 @@ are killed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,41 @@ import pytest
 from helpers import forkserver, processes
 from helpers.patience import until
 from helpers.run_folders import rollouts_of, write_config
-from helpers.sessions import stat
+from helpers.sessions import died, stat
+from launches import children
 
 STEPS = 8
 DEADLINE = 240.0
+KEY = "the-key-of-this-test"
+BASE = processes.ROOT / "examples" / "shapes" / "base"
 TRAIN = ("-m", "mm_grpo.cli", "train")
-PEERS = (
-    "import sys; from pathlib import Path; from mm_grpo.distributed import ray_launch; "
-    "address, timeout, count, *program = sys.argv[1:]; ray_launch.START_TIMEOUT = float(timeout); "
-    "launch = ray_launch.RayLaunch(address, int(count), program, False, 0, [], 1, {}); "
-    "from mm_grpo.cli import main; sys.modules['mm_grpo.cli.main'].app = lambda _: sys.exit(launch.run(Path('none'), 0)); main()"
-)
+LAUNCH = """
+import json, sys
+from pathlib import Path
+from mm_grpo.cli.main import main
+from mm_grpo.distributed import ray_launch
+given = json.loads(sys.argv[1])
+ray_launch.START_TIMEOUT = given.pop("timeout")
+fields = {"arguments": [], "resume": False, "use_gpus": False, "servers": 0, "tensor_parallel": 1, "secrets": {}}
+launch = ray_launch.RayLaunch(**fields | given)
+sys.modules["mm_grpo.cli.main"].app = lambda _: sys.exit(launch.start(Path("none"), 0))
+main()
+"""
+"""`mm-grpo train --ray` with other processes than those of a training."""
+SERVED = """
+import os, sys, time
+from pathlib import Path
+folder, mode, *more = sys.argv[1:]
+if mode == "serve":
+    with open(folder + "/starts", "a") as file:
+        print(os.getpid(), os.getppid(), os.environ["KEY"], *more, file=file)
+    print("server 0: it is ready (at once)", flush=True)
+else:
+    Path(folder + "/fields").write_text(more[-1])
+while mode == "serve" or not Path(folder + "/enough").exists():
+    time.sleep(0.05)
+"""
+"""A process that waits for a file, or a server that notes each of its starts."""
 
 
 class Hosts:
@@ -67,32 +92,39 @@ class Running:
     def __init__(self, process: forkserver.Forked, folder: Path, output: Path) -> None:
         self.process, self.folder, self.output = process, folder, output
 
-    def ranks(self) -> dict[int, int]:
-        """Living processes: pid by rank."""
-        pids = {}
+    def living(self) -> dict[int, bytes]:
+        """Commands by pid; none holds the key, and no process has a variable of Ray's."""
+        found = {}
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if str(self.folder).encode() in (path / "cmdline").read_bytes():
-                    variables = (path / "environ").read_bytes().decode().split("\0")
-                    assert not [name for name in variables if name.startswith("RAY_")]
-                    pids |= {int(v[5:]): int(path.name) for v in variables if v.startswith("RANK=")}
-        return pids
+                command = (path / "cmdline").read_bytes()
+                if str(self.folder).encode() in command:
+                    assert b"\0RAY_" not in (path / "environ").read_bytes() and KEY.encode() not in command
+                    found[int(path.name)] = command
+        return found
+
+    def ranks(self) -> dict[int, int]:
+        """Living processes that train: pid by rank."""
+        variables = {pid: Path(f"/proc/{pid}/environ").read_text().split("\0") for pid in self.living()}
+        return {int(v[5:]): pid for pid, names in variables.items() for v in names if v.startswith("RANK=")}
 
     def wait_for(self, path: Path) -> dict[int, int]:
         until(lambda: path.exists() or self.process.poll() is not None, str(path), DEADLINE)
+        assert path.exists(), self.output.read_text()
         return self.ranks()
 
     def end(self) -> tuple[int, str]:
         """Exit code and output; none of the processes is left."""
         code = self.process.wait(DEADLINE)
-        until(lambda: not self.ranks(), "the end of all")
+        until(lambda: not self.living(), "the end of all")
         return code, self.output.read_text()
 
 
 @contextmanager
 def running(folder: Path, *arguments: object) -> Iterator[Running]:
     output = folder.with_suffix(".txt")
-    process = processes.start(arguments, output, processes.alone(), cwd=folder.parent)
+    env = processes.alone() | {"MM_GRPO_SERVER_KEY": KEY}
+    process = processes.start(arguments, output, env, cwd=folder.parent)
     try:
         yield Running(process, folder, output)
     finally:
@@ -103,8 +135,8 @@ def running(folder: Path, *arguments: object) -> Iterator[Running]:
 def straight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two processes of this machine."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    with running(folder, *TRAIN, config_of(models, folder), "--processes", 2) as launched:
-        code, output = launched.end()
+    with running(folder, *TRAIN, config_of(models, folder), "--processes", 2) as command:
+        code, output = command.end()
     assert code == 0, output
     return folder
 
@@ -129,8 +161,8 @@ def test_processes_on_two_hosts_make_the_run_of_two_here(
     folder = tmp_path / "run"
     config = config_of(models, folder, dir="run")
     options = ("--ray", hosts.cluster.address, "--processes", 2)
-    with running(folder, *TRAIN, config.name, *options) as launched:
-        code, output = launched.end()
+    with running(folder, *TRAIN, config.name, *options) as command:
+        code, output = command.end()
     assert code == 0, output
     assert output.count(f"done: {STEPS} steps") == 1
     assert_the_same(folder, straight)
@@ -143,10 +175,10 @@ def test_a_run_whose_process_is_killed_goes_on_where_it_was(
     folder = tmp_path / "run"
     config = config_of(models, folder)
     options = ("--ray", hosts.cluster.address, "--processes", 2, "--retries", 1)
-    with running(folder, *TRAIN, config, *options) as launched:
-        rank = launched.wait_for(folder / "checkpoints" / "step-000002")[1]
+    with running(folder, *TRAIN, config, *options) as command:
+        rank = command.wait_for(folder / "checkpoints" / "step-000002")[1]
         os.kill(rank, signal.SIGKILL)
-        code, output = launched.end()
+        code, output = command.end()
     assert code == 0, output
     assert f"error: process 1 of 2 (pid {rank}) was ended by SIGKILL" in output
     assert output.count("checking that engine and learner agree") == 2
@@ -160,10 +192,10 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint(hosts: Hosts, models: dict[str, P
     config = config_of(models, folder, max_steps=4000)
     with running(
         folder, *TRAIN, config, "--ray", hosts.cluster.address, "--processes", 2, "--retries", 1
-    ) as launched:
-        assert sorted(launched.wait_for(folder / "checkpoints" / "step-000001")) == [0, 1]
-        launched.process.send_signal(signal.SIGINT)
-        code, output = launched.end()
+    ) as command:
+        assert sorted(command.wait_for(folder / "checkpoints" / "step-000001")) == [0, 1]
+        command.process.send_signal(signal.SIGINT)
+        code, output = command.end()
     assert code == 130, output
     newest = max(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())
     assert output.splitlines()[-1].startswith(f"stopped by SIGINT after step {newest}; ")
@@ -171,29 +203,42 @@ def test_ctrl_c_ends_the_run_with_a_checkpoint(hosts: Hosts, models: dict[str, P
 
 
 @contextmanager
-def exchanging_peers(hosts: Hosts, folder: Path, mode: str = "loop") -> Iterator[Running]:
+def launched(
+    hosts: Hosts, folder: Path, program: list[object], processes: int = 2, **more: Any
+) -> Iterator[Running]:
     folder = folder / "peers"
     folder.mkdir()
-    program = (hosts.cluster.address, 60.0, 2, peers.__file__, folder, mode)
-    with running(folder, "-c", PEERS, *program) as launched:
-        yield launched
+    program = [str(folder) if word is None else str(word) for word in program]
+    given = {
+        "address": hosts.cluster.address,
+        "processes": processes,
+        "program": program,
+        "timeout": 60.0,
+        **more,
+    }
+    with running(folder, "-c", LAUNCH, json.dumps(given)) as command:
+        yield command
+
+
+def peers_of(mode: str) -> list[object]:
+    return [peers.__file__, None, mode]
 
 
 @pytest.mark.long
 def test_a_guard_ends_the_run_with_3_and_the_report_is_written(hosts: Hosts, tmp_path: Path) -> None:
-    with exchanging_peers(hosts, tmp_path, "guard") as launched:
-        code, output = launched.end()
+    with launched(hosts, tmp_path, peers_of("guard")) as command:
+        code, output = command.end()
     assert (code, output) == (3, "stopped: guard logp_gap: too far\n")
-    assert (launched.folder / "report").read_text() == "whole"
-    answers = [(a["world"], a["sum"], a["local"]) for a in peers.joined(launched.folder)]
+    assert (command.folder / "report").read_text() == "whole"
+    answers = [(a["world"], a["sum"], a["local"]) for a in peers.joined(command.folder)]
     assert answers == [(2, 3.0, "0")] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["actor", "host"])
 def test_a_lost_process_is_named_and_ends_the_other(lost: str, hosts: Hosts, tmp_path: Path) -> None:
-    with exchanging_peers(hosts, tmp_path) as launched:
-        rank = launched.wait_for(launched.folder / "exchanged")[1]
+    with launched(hosts, tmp_path, peers_of("loop")) as command:
+        rank = command.wait_for(command.folder / "exchanged")[1]
         actor = int(stat(rank)[1])
         begin = time.monotonic()
         if lost == "actor":
@@ -201,7 +246,7 @@ def test_a_lost_process_is_named_and_ends_the_other(lost: str, hosts: Hosts, tmp
         else:
             hosts.lose(int(stat(actor)[1]))
             hosts.add()
-        code, output = launched.end()
+        code, output = command.end()
     assert (
         code == 1
         and f"error: process 1 of 2 (pid {rank}) was ended by the loss of its Ray actor on" in output
@@ -211,8 +256,62 @@ def test_a_lost_process_is_named_and_ends_the_other(lost: str, hosts: Hosts, tmp
 
 @pytest.mark.long
 def test_sigterm_ends_processes_that_do_not_handle_it(hosts: Hosts, tmp_path: Path) -> None:
-    with exchanging_peers(hosts, tmp_path) as launched:
-        launched.wait_for(launched.folder / "exchanged")
-        launched.process.send_signal(signal.SIGTERM)
-        code, output = launched.end()
+    with launched(hosts, tmp_path, peers_of("loop")) as command:
+        command.wait_for(command.folder / "exchanged")
+        command.process.send_signal(signal.SIGTERM)
+        code, output = command.end()
     assert (code, output.splitlines()[-1]) == (143, "ended by SIGTERM")
+
+
+@pytest.mark.long
+def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path: Path) -> None:
+    with launched(hosts, tmp_path, ["-c", SERVED, None], 1, servers=1, secrets={"KEY": KEY}) as command:
+        starts, fields = (command.folder / name for name in ("starts", "fields"))
+        until(fields.exists, "the process", DEADLINE)
+        for number in range(1, 4):
+            print(number, time.monotonic())
+            until(lambda n=number: starts.read_text().count("\n") == n, f"start {number}", DEADLINE)  # type: ignore[misc]
+            server, actor, key, *words = starts.read_text().split("\n")[number - 1].split()
+            assert (key, words[0::2]) == (KEY, ["--tensor-parallel", "--host", "--port"])
+            assert f'["http://{words[3]}:{words[5]}"]' in fields.read_text()
+            if number < 3:
+                os.kill(int((server, actor)[number - 1]), signal.SIGKILL)
+        hosts.add()
+        print("lose", time.monotonic())
+        hosts.lose(int(stat(int(actor))[1]))
+        until(lambda: "is gone, and the server" in command.output.read_text(), "the other host", DEADLINE)
+        print("gone", time.monotonic())
+        (command.folder / "enough").touch()
+        code, output = command.end()
+    assert (code, starts.read_text().count("\n")) == (0, 3), output
+
+
+@pytest.mark.long
+def test_a_cluster_without_room_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+    with launched(hosts, tmp_path, [], 3, timeout=1.0) as command:
+        code, output = command.end()
+    assert code == 2 and output.startswith(f"error: --ray {hosts.cluster.address}: no room for ")
+    assert output.count("\n") == 1 and "a cluster of 2 CPUs and 0 GPUs" in output
+
+
+@pytest.mark.long
+def test_a_run_whose_only_server_is_killed_is_that_of_vllm_here(hosts: Hosts, tmp_path: Path) -> None:
+    """In float32, and the one here has one process."""
+    one, served = tmp_path / "one", tmp_path / "served"
+    more = {"model": {"dtype": "float32", "device": "cpu"}, "run": {"max_steps": 5, "eval_every": 0}}
+    engines = {one: "vllm", served: "vllm_server"}
+    configs = [write_config(BASE, f, rollout={"engine": engine}, **more) for f, engine in engines.items()]
+    command = [*TRAIN, configs[0]]
+    code, output = processes.finished(command, tmp_path / "one.txt", preload=forkserver.VLLM)
+    assert code == 0, output
+    hosts.add()
+    options = ("--ray", hosts.cluster.address, "--processes", 2, "--serve", 1)
+    with running(served, *TRAIN, configs[1], *options) as run:
+        run.wait_for(served / "rollouts" / "step-000002.jsonl")
+        (server,) = (pid for pid, words in run.living().items() if b"\0serve\0" in words)
+        vllm = children(server)
+        os.kill(int(stat(server)[1]), signal.SIGKILL)
+        code, output = run.end()
+    assert code == 0 and output.count(" is ready (process ") == 2, output
+    assert vllm and died(vllm)
+    assert rollouts_of(served) == rollouts_of(one) and len(rollouts_of(one)) == 5
