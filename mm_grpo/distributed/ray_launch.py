@@ -90,7 +90,8 @@ class Process:
     is_ready: bool = False
     pid: int | None = None
     exitcode: int | None = None
-    timestamp: float = 0.0
+    timestamp: int = 0
+    """Looks until its end was seen; one process ends right after another. 0 if its actor was lost."""
     loss: str = ""
 
     def signal_name(self) -> str:
@@ -105,17 +106,13 @@ class Process:
                     code = ray.get(self.actor.start.remote(*self.job))
                 else:
                     code = 1
-                    print_phase(
-                        "the host of the server at {1}:{2} is gone, and the server with it".format(
-                            *self.place
-                        )
-                    )
+                    print_phase(f"the server at {self.place[1]}:{self.place[2]} is gone with its host")
         except ray.exceptions.RayError as error:
             if not self.is_ready:
                 self.loss = f"the loss of its Ray actor on {self.place[1]} ({type(error).__name__})"
-                self.exitcode = -signal.SIGKILL
+                self.exitcode, self.timestamp = -signal.SIGKILL, 0
             return
-        self.pid, self.exitcode, self.timestamp = pid, code, time.time()
+        self.pid, self.exitcode, self.timestamp = pid, code, self.timestamp + 1
         for name, text in output.items():
             self.is_ready |= self.is_server and b" is ready (" in text  # printed by `mm-grpo serve`
             with suppress(OSError, ValueError):  # a closed terminal
