@@ -72,8 +72,8 @@ def train(
         refuse_former_run(loaded, resume=resume)
     if smoke and resume:
         raise ConfigError("--smoke and --resume: a smoke run has no checkpoint; leave one out")
-    if processes is not None:
-        check_processes(processes, loaded, smoke=smoke, here=ray is None)
+    if processes is not None or ray is not None:
+        check_processes(1 if processes is None else processes, loaded, smoke=smoke, here=ray is None)
     if servers is None and tensor_parallel > 1:
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import peers
@@ -46,10 +48,10 @@ from pathlib import Path
 folder, mode, *more = sys.argv[1:]
 if mode == "serve":
     with open(folder + "/starts", "a") as file:
-        print(os.getpid(), os.getppid(), os.environ["KEY"], *more, file=file)
+        print(os.getpid(), os.getppid(), os.environ["KEY"], os.environ["CUDA_VISIBLE_DEVICES"], *more, file=file)
     print("server 0: it is ready (at once)", flush=True)
 else:
-    Path(folder + "/fields").write_text(more[-1])
+    Path(folder + "/fields").write_text(os.environ["CUDA_VISIBLE_DEVICES"] + " " + more[-1])
 while mode == "serve" or not Path(folder + "/enough").exists():
     time.sleep(0.05)
 """
@@ -57,18 +59,18 @@ while mode == "serve" or not Path(folder + "/enough").exists():
 
 
 class Hosts:
-    """Two hosts of one CPU each, and a head without any."""
+    """Two hosts of one CPU and two GPUs each, which nothing here uses, and a head without any."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: str) -> None:
         from ray.cluster_utils import Cluster
 
-        self.options = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        self.options = {"object_store_memory": 80 << 20, "include_dashboard": False, "temp_dir": folder}
         self.cluster = Cluster(initialize_head=True, head_node_args={**self.options, "num_cpus": 0})
         for _ in range(2):
             self.add()
 
     def add(self) -> None:
-        self.cluster.add_node(num_cpus=1, **self.options)
+        self.cluster.add_node(num_cpus=1, num_gpus=2, **self.options)
 
     def lose(self, raylet: int) -> None:
         """Remove the host whose raylet has this pid."""
@@ -80,9 +82,10 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    hosts = Hosts()
-    yield hosts
-    hosts.cluster.shutdown()
+    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:  # sockets have short paths
+        hosts = Hosts(folder)
+        yield hosts
+        hosts.cluster.shutdown()
 
 
 class Running:
@@ -262,14 +265,18 @@ def test_sigterm_ends_processes_that_do_not_handle_it(hosts: Hosts, tmp_path: Pa
 
 @pytest.mark.long
 def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path: Path) -> None:
-    with launched(hosts, tmp_path, ["-c", SERVED, None], 1, servers=1, secrets={"KEY": KEY}) as command:
+    more = {"servers": 1, "tensor_parallel": 2, "use_gpus": True, "secrets": {"KEY": KEY}}
+    with launched(hosts, tmp_path, ["-c", SERVED, None], 1, **more) as command:
         starts, fields = (command.folder / name for name in ("starts", "fields"))
         until(fields.exists, "the process", DEADLINE)
         for number in range(1, 4):
             until(lambda n=number: starts.read_text().count("\n") == n, f"start {number}", DEADLINE)  # type: ignore[misc]
-            server, actor, key, *words = starts.read_text().split("\n")[number - 1].split()
-            assert (key, words[0::2]) == (KEY, ["--tensor-parallel", "--host", "--port"])
-            assert f'["http://{words[3]}:{words[5]}"]' in fields.read_text()
+            server, actor, key, gpus, *words = starts.read_text().split("\n")[number - 1].split()
+            assert (key, gpus, words[0::2]) == (KEY, "0,1", ["--tensor-parallel", "--host", "--port"])
+            url = f"http://{words[3]}:{words[5]}"
+            assert words[1] == "2" and re.fullmatch(
+                rf'[01] rollout.server.urls=\["{url}"\]', fields.read_text()
+            )
             if number < 3:
                 os.kill(int((server, actor)[number - 1]), signal.SIGKILL)
         hosts.add()
@@ -285,7 +292,7 @@ def test_a_cluster_without_room_is_refused(hosts: Hosts, tmp_path: Path) -> None
     with launched(hosts, tmp_path, [], 3, timeout=1.0) as command:
         code, output = command.end()
     assert code == 2 and output.startswith(f"error: --ray {hosts.cluster.address}: no room for ")
-    assert output.count("\n") == 1 and "a cluster of 2 CPUs and 0 GPUs" in output
+    assert output.count("\n") == 1 and "a cluster of 2 CPUs and 4 GPUs" in output
 
 
 @pytest.mark.long
