@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo train shapes run.dir=runs/first",
         "mm-grpo train config.yaml --smoke",
         "mm-grpo train config.yaml --processes 8 --resume",
+        "mm-grpo train config.yaml --ray auto --processes 16 --serve 2 --retries 3",
     ),
     "warm": (
         "mm-grpo warm config.yaml --answer answer",

@@ -1,4 +1,4 @@
-"""`mm-grpo train CONFIG`: run in this process, in a launcher's, or in `--processes N` of this machine.
+"""`mm-grpo train CONFIG`: run in this process, in a launcher's, or in `--processes N` of this machine or a Ray cluster.
 
 With `--serve N` vLLM servers run next to it (serve.py). `mm-grpo warm CONFIG --answer COLUMN` teaches the gold answers
 of rows before a run.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -30,8 +31,11 @@ from mm_grpo.cli.imports import heavy_imports
 from mm_grpo.cli.serve import SHARE_GPUS, ShareGPUs, TensorParallel, check_serve, servers_for_run
 from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
+from mm_grpo.distributed.ray_launch import RayLaunch, check_ray
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
+from mm_grpo.rollout.served.server_key import VARIABLE
+from mm_grpo.run.paths import RunPaths, dated
 from mm_grpo.terminal import print_phase, printable
 
 if TYPE_CHECKING:
@@ -51,6 +55,11 @@ def train(
     ] = None,
     tensor_parallel: TensorParallel = 1,
     share_gpus: ShareGPUs = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None,
+    retries: Annotated[int, typer.Option(min=0, help="Times that --ray goes on when a process is lost.")] = 0,
 ) -> None:
     """Train a model by a config or a recipe; layers and a.b=value change the config."""
     overrides = [*(overrides or []), *[SHARE_GPUS] * share_gpus]
@@ -63,8 +72,8 @@ def train(
         refuse_former_run(loaded, resume=resume)
     if smoke and resume:
         raise ConfigError("--smoke and --resume: a smoke run has no checkpoint; leave one out")
-    if processes is not None:
-        check_processes(processes, loaded, smoke=smoke)
+    if processes is not None or ray is not None:
+        check_processes(1 if processes is None else processes, loaded, smoke=smoke, here=ray is None)
     if servers is None and tensor_parallel > 1:
         raise ConfigError(
             f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"
@@ -73,6 +82,14 @@ def train(
         raise ConfigError("--share-gpus: is for servers; add --serve 1, or set rollout.engine=vllm_server")
     if servers is not None:
         check_serve(servers, loaded, smoke=smoke)
+    check_ray(ray, loaded, retries=retries, smoke=smoke)
+    if ray is not None:
+        folder = dated(loaded.run.dir, newest=resume)  # a retry has to go on in the same one
+        same = [config, *overrides, f"run.dir={json.dumps(folder)}"]
+        key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex()}
+        use_gpus = loaded.model.device != "cpu"
+        run = RayLaunch(ray, processes or 1, same, resume, use_gpus, servers or 0, tensor_parallel, key)
+        raise typer.Exit(run.start(RunPaths(Path(folder)).config, retries))
     serving = None if servers is None else servers_for_run(loaded, servers, tensor_parallel, processes or 1)
     with serving or nullcontext(dict[str, Any]()) as fields:
         if processes is not None and processes > 1:

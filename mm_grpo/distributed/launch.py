@@ -37,8 +37,8 @@ def launched_here() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_ID)
 
 
-def check_processes(processes: int, config: GRPOConfig, *, smoke: bool) -> None:
-    """Raise ConfigError if this machine cannot run so many processes."""
+def check_processes(processes: int, config: GRPOConfig, *, smoke: bool, here: bool = True) -> None:
+    """Raise ConfigError if so many processes cannot run, `here` on this machine."""
     option = f"--processes {processes}"
     if processes < 1:
         raise ConfigError(f"{option}: must be at least 1; one process per GPU is common")
@@ -51,7 +51,7 @@ def check_processes(processes: int, config: GRPOConfig, *, smoke: bool) -> None:
         return
     if smoke:
         raise ConfigError(f"{option}: --smoke runs in one process; leave one of the two out")
-    if config.model.device != "cpu":
+    if here and config.model.device != "cpu":
         import torch
 
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else None

@@ -21,6 +21,7 @@ from helpers.sessions import stat
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from mm_grpo.cli import train as train_module
+from mm_grpo.distributed import ray_launch
 from mm_grpo.distributed.exit_message import lost_another
 from mm_grpo.distributed.launch import exit_code
 from mm_grpo.distributed.ranks import RankLost
@@ -165,6 +166,31 @@ def test_processes_that_cannot_work_are_refused_before_any_starts(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     result = command("train", config_path, *arguments)
+    assert result.code == 2 and words in result.err and result.err.count("\n") == 1
+    assert not (config_path.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--ray", "127.0.0.1:PORT"], "Connection refused); give HOST:PORT of its head"),
+        (["--ray", "somewhere"], "--ray somewhere: no Ray cluster answers there"),
+        (["--ray", "x:1", "--smoke"], "--ray x:1: --smoke runs in one process"),
+        (["--ray", "x:1", "--serve", "1", "--share-gpus"], "--ray x:1: its servers share no GPUs"),
+        (["--ray", "x:1", "--processes", "0"], "--processes 0: must be at least 1"),
+        (["--retries", "2"], "--retries 2: only --ray tries again"),
+        (["--ray", "127.0.0.1:PORT", "uninstalled"], "Ray is not installed; install mm_grpo[ray]"),
+    ],
+)
+def test_what_ray_cannot_run_is_refused_in_one_message(
+    arguments: list[str], words: str, command: Any, config_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if arguments[-1] == "uninstalled":
+        monkeypatch.setattr(ray_launch, "find_spec", lambda _: None)
+    with processes.refusing_port() as port:
+        given = [word.replace("PORT", str(port)) for word in arguments if word != "uninstalled"]
+        result = command("train", config_path, *given)
     assert result.code == 2 and words in result.err and result.err.count("\n") == 1
     assert not (config_path.parent / "run").exists()
 

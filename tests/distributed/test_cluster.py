@@ -1,8 +1,9 @@
-"""examples/cluster: its files parse, agree with our defaults, and start processes (on the CPU, SLURM by stand-ins)."""
+"""examples/cluster: its files parse, agree with our defaults, and start processes (on the CPU, others by stand-ins)."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 
 import peers
 import pytest
+import typer
 import yaml
 from helpers import processes
 from launches import ACCELERATE, running
 
 from mm_grpo import GRPOConfig
+from mm_grpo.cli.main import app
 
 CLUSTER = processes.ROOT / "examples" / "cluster"
 ONE, TWO = CLUSTER / "accelerate_one_host.yaml", CLUSTER / "accelerate_two_hosts.yaml"
 SLURM = CLUSTER / "train.slurm"
+KUBERAY, SKYPILOT = CLUSTER / "rayjob.yaml", CLUSTER / "skypilot.yaml"
 DEADLINE = 300.0
 OURS = GRPOConfig.from_dict({"model": {"path": "x", "device": "cpu"}})
 
@@ -94,3 +98,61 @@ def test_what_the_slurm_script_starts(tmp_path: Path) -> None:
     ]  # fmt: skip
     bare = script()
     assert bare.returncode == 1 and "usage: sbatch examples/cluster/train.slurm CONFIG" in bare.stderr
+
+
+def train_options(words: list[str]) -> dict[str, Any]:
+    """The options of a command line, as our command reads them."""
+    command, name, *arguments = words
+    assert (command, name) == ("mm-grpo", "train")
+    group: Any = typer.main.get_command(app)
+    options: dict[str, Any] = group.commands[name].make_context(name, arguments).params
+    return options
+
+
+def test_the_job_for_kuberay_asks_for_the_gpus_that_it_trains_on() -> None:
+    job = read(KUBERAY)
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    head, (workers,) = (job["spec"]["rayClusterSpec"][name] for name in ("headGroupSpec", "workerGroupSpecs"))
+    ((head_pod, volumes), (worker_pod, _)) = (
+        (group["template"]["spec"]["containers"][0], group["template"]["spec"]["volumes"])
+        for group in (head, workers)
+    )
+    options = train_options(shlex.split(job["spec"]["entrypoint"]))
+    assert (options["ray"], options["resume"], head["rayStartParams"]["num-cpus"]) == ("auto", True, "0")
+    limits = worker_pod["resources"]["limits"]
+    assert options["processes"] == workers["replicas"] * limits["nvidia.com/gpu"]
+    assert int(limits["cpu"]) >= limits["nvidia.com/gpu"] and worker_pod["image"] == head_pod["image"]
+    assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    (mount,) = worker_pod["volumeMounts"]
+    assert head_pod["volumeMounts"] == [mount] and mount["name"] == volumes[0]["name"]
+    for path in (options["config"], *(field.removeprefix("run.dir=") for field in options["overrides"])):
+        assert path.startswith(f"{mount['mountPath']}/")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_the_task_for_skypilot_starts(rank: int, tmp_path: Path) -> None:
+    task = read(SKYPILOT)
+    (mount,) = task["volumes"]
+    for name in ("ray", "mm-grpo"):
+        stand_in(
+            tmp_path,
+            name,
+            f'echo {name} "$@" | tee -a {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" != 1 ] || exit {rank}',
+        )
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
+    script = task["run"].replace("sleep 5", "sleep 0")
+    command = ["bash", "-c", script]
+    env |= {"SKYPILOT_NODE_RANK": str(rank)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+    started, second = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    if rank:  # the head was not up yet
+        assert started == second == "ray start --address 10.0.0.5:6379 --disable-usage-stats"
+        return
+    assert started == "ray start --head --port 6379 --disable-usage-stats"
+    options = train_options(shlex.split(second))
+    assert (options["ray"], options["resume"]) == ("10.0.0.5:6379", True)
+    assert options["processes"] == task["num_nodes"] * int(
+        task["resources"]["accelerators"].partition(":")[2]
+    )
+    assert options["config"].startswith(mount) and options["overrides"][0].startswith(f"run.dir={mount}/")
