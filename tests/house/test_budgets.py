@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 46_150, "tests": 43_300}
+BUDGETS = {"mm_grpo": 46_150, "tests": 43_500}
 """Lines of Python at most."""
-SLACK = 1_400
+SLACK = 400
 """Lines that a budget may stand above what there is."""
 
 
