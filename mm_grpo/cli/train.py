@@ -87,8 +87,8 @@ def train(
         folder = dated(loaded.run.dir, newest=resume)  # a retry has to go on in the same one
         same = [config, *overrides, f"run.dir={json.dumps(folder)}"]
         key = {VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex()}
-        use_gpus = loaded.model.device != "cpu"
-        run = RayLaunch(ray, processes or 1, same, resume, use_gpus, servers or 0, tensor_parallel, key)
+        device = loaded.model.device
+        run = RayLaunch(ray, processes or 1, same, resume, device, servers or 0, tensor_parallel, key)
         raise typer.Exit(run.start(RunPaths(Path(folder)).config, retries))
     serving = None if servers is None else servers_for_run(loaded, servers, tensor_parallel, processes or 1)
     with serving or nullcontext(dict[str, Any]()) as fields:

@@ -61,8 +61,9 @@ class ProcessActor:
         env["TORCHELASTIC_RUN_ID"] = f"{RUN_ID}{os.getpid()}-ray"  # for launch.end_with_launcher
         pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
         command = [sys.executable, "-P", *arguments]
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child inherits that
+        mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT, and a child inherits that
         self.process = subprocess.Popen(command, env=env, cwd=folder, stdin=subprocess.DEVNULL, **pipes)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for pipe in (self.process.stdout, self.process.stderr):
             os.set_blocking(pipe.fileno(), False)  # its children may hold it after its end
 
@@ -128,8 +129,8 @@ class RayLaunch:
     processes: int
     arguments: Sequence[str]
     resume: bool
-    use_gpus: bool
-    """Ask for GPUs if the cluster has any: one for each process, `tensor_parallel` for each server."""
+    device: str
+    """`model.device`. No GPU is asked for with cpu, nor with auto if the cluster has none."""
     servers: int
     tensor_parallel: int
     secrets: Mapping[str, str]
@@ -173,7 +174,8 @@ class RayLaunch:
 
         total, end, actors = ray.cluster_resources(), time.monotonic() + START_TIMEOUT, list[Any]()
         gpus = [1] * self.processes + [self.tensor_parallel] * self.servers
-        bundles = [{"CPU": 1} | ({"GPU": n} if self.use_gpus and "GPU" in total else {}) for n in gpus]
+        uses_gpus = "GPU" in total if self.device == "auto" else self.device != "cpu"
+        bundles = [{"CPU": 1} | ({"GPU": n} if uses_gpus else {}) for n in gpus]
         group = placement_group(bundles)
         try:
             while not group.wait(1):
@@ -191,8 +193,10 @@ class RayLaunch:
             places = ray.get([actor.place.remote() for actor in actors], timeout=START_TIMEOUT)
             return self._watch(ray, [*map(Process, actors, places, kinds)])
         except ray.exceptions.RayError as error:
-            cause = shorten(getattr(error, "cause", error), 300)
-            raise ConfigError(f"--ray {self.address}: a host cannot start a process ({cause})") from None
+            message = f"--ray {self.address}: a host starts no process ({shorten(getattr(error, 'cause', error), 300)})"
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise ConfigError(message) from None
+            return 1, f"error: {message}"
         except KeyboardInterrupt:
             return exit_code({}, self.processes, self.signals[0])
         finally:

@@ -35,10 +35,11 @@ from pathlib import Path
 from mm_grpo.cli.main import main
 from mm_grpo.distributed import ray_launch
 given = json.loads(sys.argv[1])
-ray_launch.START_TIMEOUT = given.pop("timeout")
-fields = {"arguments": [], "resume": False, "use_gpus": False, "servers": 0, "tensor_parallel": 1, "secrets": {}}
+ray_launch.START_TIMEOUT, retries, cwd = (given.pop(name) for name in ("timeout", "retries", "cwd"))
+ray_launch.os.getcwd = lambda: cwd
+fields = {"arguments": [], "resume": False, "device": "cpu", "servers": 0, "tensor_parallel": 1, "secrets": {}}
 launch = ray_launch.RayLaunch(**fields | given)
-sys.modules["mm_grpo.cli.main"].app = lambda _: sys.exit(launch.start(Path("none"), 0))
+sys.modules["mm_grpo.cli.main"].app = lambda _: sys.exit(launch.start(Path("none"), retries))
 main()
 """
 """`mm-grpo train --ray` with other processes than those of a training."""
@@ -211,13 +212,8 @@ def launched(
     folder = folder / "peers"
     folder.mkdir()
     program = [str(folder) if word is None else str(word) for word in program]
-    given = {
-        "address": hosts.cluster.address,
-        "processes": processes,
-        "program": program,
-        "timeout": 60.0,
-        **more,
-    }
+    given = {"address": hosts.cluster.address, "processes": processes, "program": program}
+    given |= {"timeout": 60.0, "retries": 0, "cwd": str(folder), **more}
     with running(folder, "-c", LAUNCH, json.dumps(given)) as command:
         yield command
 
@@ -237,35 +233,36 @@ def test_a_guard_ends_the_run_with_3_and_the_report_is_written(hosts: Hosts, tmp
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", ["actor", "host"])
-def test_a_lost_process_is_named_and_ends_the_other(lost: str, hosts: Hosts, tmp_path: Path) -> None:
+def test_a_lost_process_is_named_and_ends_the_other(hosts: Hosts, tmp_path: Path) -> None:
     with launched(hosts, tmp_path, peers_of("loop")) as command:
         rank = command.wait_for(command.folder / "exchanged")[1]
-        actor = int(stat(rank)[1])
-        if lost == "actor":
-            os.kill(actor, signal.SIGKILL)
-        else:
-            hosts.lose(int(stat(actor)[1]))
-            hosts.add()
+        os.kill(int(stat(rank)[1]), signal.SIGKILL)
         code, output = command.end()
     assert (
         code == 1
         and f"error: process 1 of 2 (pid {rank}) was ended by the loss of its Ray actor on" in output
-    ), output
+    )
 
 
 @pytest.mark.long
-def test_sigterm_ends_processes_that_do_not_handle_it(hosts: Hosts, tmp_path: Path) -> None:
-    with launched(hosts, tmp_path, peers_of("loop")) as command:
-        command.wait_for(command.folder / "exchanged")
+def test_all_start_again_on_another_host_and_end_at_sigterm(hosts: Hosts, tmp_path: Path) -> None:
+    with launched(hosts, tmp_path, peers_of("loop"), retries=1) as command:
+        before = command.wait_for(command.folder / "exchanged")
+        hosts.lose(int(stat(int(stat(before[1])[1]))[1]))
+        hosts.add()
+        until(lambda: not command.living(), "the end of both", DEADLINE)
+        (command.folder / "exchanged").unlink()
+        after = command.wait_for(command.folder / "exchanged")
         command.process.send_signal(signal.SIGTERM)
         code, output = command.end()
-    assert (code, output.splitlines()[-1]) == (143, "ended by SIGTERM")
+    assert f"(pid {before[1]}) was ended by the loss of its Ray actor" in output
+    assert len({*before.values(), *after.values()}) == 4
+    assert code == 143 and "ended by SIGTERM\n" in output
 
 
 @pytest.mark.long
 def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path: Path) -> None:
-    more = {"servers": 1, "tensor_parallel": 2, "use_gpus": True, "secrets": {"KEY": KEY}}
+    more = {"servers": 1, "tensor_parallel": 2, "device": "auto", "secrets": {"KEY": KEY}}
     with launched(hosts, tmp_path, ["-c", SERVED, None], 1, **more) as command:
         starts, fields = (command.folder / name for name in ("starts", "fields"))
         until(fields.exists, "the process", DEADLINE)
@@ -288,11 +285,14 @@ def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path
 
 
 @pytest.mark.long
-def test_a_cluster_without_room_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_cluster_without_room_or_this_folder_is_refused(hosts: Hosts, tmp_path: Path) -> None:
     with launched(hosts, tmp_path, [], 3, timeout=1.0) as command:
         code, output = command.end()
     assert code == 2 and output.startswith(f"error: --ray {hosts.cluster.address}: no room for ")
     assert output.count("\n") == 1 and "a cluster of 2 CPUs and 4 GPUs" in output
+    with launched(hosts, tmp_path / "peers", [], cwd="/nowhere") as command:
+        code, output = command.end()
+    assert (code, output.count("\n")) == (2, 1) and "starts no process" in output and "'/nowhere'" in output
 
 
 @pytest.mark.long
