@@ -56,7 +56,7 @@ def test_the_doctor_finds_experts_sound(
         rollout={"max_completion_length": 10, "vllm": {"max_model_len": 512}},
     )
     started: Any = nullcontext({"rollout.engine": engine})
-    with servers_for_run(config, 1, 1) if engine == "vllm_server" else started as fields:
+    with servers_for_run(config, 1, 1, 1) if engine == "vllm_server" else started as fields:
         report = examine(config.with_values(fields), 2)
     assert report.ok and report.engine == engine, report.failures
     # the embedded engine runs the learner's own

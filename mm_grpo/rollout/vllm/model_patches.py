@@ -43,9 +43,13 @@ def patch_model(config: Any) -> None:
 
 def patch_experts() -> None:
     """Patch vLLM's layers of experts. A server does it before it reads its config."""
+    from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+    # vLLM makes its group of experts with the first engine of a process, and only if that one has experts
+    if parallel_state._EP is None:
+        parallel_state._EP = parallel_state._TP
     _take_both_layouts(RoutedExperts)
     _pack_every_load(method.UnquantizedFusedMoEMethod)
 
