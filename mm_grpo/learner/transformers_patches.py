@@ -187,6 +187,7 @@ def save_in_parts(model: Any, path: str | Path | None, tensors: Iterator[tuple[s
             with safe_open(folder / SAFE_WEIGHTS_NAME, framework="pt") as file:
                 weight_map |= dict.fromkeys(file.keys(), parts)
             size += sum(t.numel() * t.element_size() for t in part.values())
+            part.clear()  # before the next layer is gathered
             (folder / SAFE_WEIGHTS_NAME).rename(folder / f"part-{parts}.safetensors")
     finally:  # after an error here the other processes still wait for this one's part
         for _ in tensors:

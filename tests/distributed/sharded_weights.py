@@ -140,7 +140,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def bytes_held(path: Path, case: Mapping[str, Any], ranks: Ranks, root: Path) -> dict[str, int]:
-    """The most bytes of tensors that this process holds in each phase; the sum of layers and the largest one."""
+    """The most bytes of tensors that this process holds in each phase; those of all layers, and of the largest ones."""
     with LiveBytes() as live:
         learner, groups = updates.build(path, case, ranks)
         updates.loaded.cache_clear()
@@ -156,7 +156,8 @@ def bytes_held(path: Path, case: Mapping[str, Any], ranks: Ranks, root: Path) ->
             "checkpoint": lambda: checkpoints.save(1, {}),
         }
         peaks = {name: live.peak_of(call) for name, call in phases.items()}
-    return peaks | {"layers": sum(sizes), "largest": max(sizes)}
+    weight = max(p.numel() * p.element_size() for p in layers[0].parameters())
+    return peaks | {"layers": sum(sizes), "largest": max(sizes), "weight": weight}
 
 
 def main(path: str, cases: str, root: str) -> None:

@@ -143,6 +143,7 @@ exports.py < distributed/test_sharded_weights.py ! slow
     lone process | waiting.pop(0)(None) ==> waiting.clear() if first else waiting.pop(0)(None)
 learner/transformers_patches.py < distributed/test_sharded_weights.py ! slow
     lone process | for _ in tensors: ==> for _ in ():
+    * two layers | part.clear()  # before ==> pass  # before
 learner/prompt_states.py < learner/test_prompt_states.py
     * dtype of sums | grad.float() if total is None ==> grad if total is None
 learner/logprobs.py < learner/test_logprobs.py
