@@ -25,6 +25,8 @@ class LearnerWeights:
         """Names of the layers with adapters."""
         self.factored: frozenset[str] = frozenset()
         """Layers of `use_factors`."""
+        self.base_replaced = False
+        """True if an engine may hold another base than that of `model.path`."""
 
     @property
     def has_frozen_base(self) -> bool:
@@ -75,9 +77,9 @@ class LearnerWeights:
     def base_stays(self) -> bool:
         """Return True if the base is never gathered for an engine: it is sharded, and all adapters go as factors.
 
-        The engine then reads the base from `model.path` by itself, and the check at the start compares scores.
+        The engine has read it from `model.path` by itself, and the check at the start compares scores.
         """
-        return self._all_factored and is_sharded(self.model)
+        return self._all_factored and is_sharded(self.model) and not self.base_replaced
 
     @property
     def _all_factored(self) -> bool:

@@ -154,6 +154,11 @@ class RolloutEngine(ABC):
         """Apply the factors of these `layers` from now on. `layers` are the result of `adapter_layers`."""
         # factors come with the other tensors, by the names of peft's files (learner/lora.py)
 
+    @property
+    def base_replaced(self) -> bool:
+        """Return True if its weights may be others than those of `model.path`, which it read. Collective."""
+        return False
+
     def share(self, parameters: Mapping[str, Parameter]) -> int:
         """Make frozen `parameters` views of the engine's own tensors if these are equal to the bit.
 

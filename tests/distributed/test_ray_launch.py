@@ -63,8 +63,10 @@ class Hosts:
     """Two hosts of one CPU and two GPUs each, which nothing here uses, and a head without any."""
 
     def __init__(self, folder: str) -> None:
+        from ray._common.utils import get_default_ray_temp_dir
         from ray.cluster_utils import Cluster
 
+        Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)  # Ray writes there too, whatever the folder
         self.options = {"object_store_memory": 80 << 20, "include_dashboard": False, "temp_dir": folder}
         self.cluster = Cluster(initialize_head=True, head_node_args={**self.options, "num_cpus": 0})
         for _ in range(2):

@@ -355,8 +355,11 @@ def held_by(client: ServerClient) -> tuple[str, dict[str, str]]:
 
 
 def test_two_ranks_of_stage_3_are_killed_and_resumed(half: Half, tmp_path: Path) -> None:
-    """The servers run the adapters, and keep the base; both ranks end by SIGKILL when three rows are logged."""
-    half.engine_of(half.urls)  # the base that the model's folder has, and that the run does not send
+    """The servers run the adapters; both ranks end by SIGKILL when three rows are logged."""
+    engine = half.engine_of(half.urls)
+    # an earlier run left another base, so this run sends its own once
+    engine.update_weights([(name, tensor + 0.01) for name, tensor in half.tensors()], 1)
+    assert engine.base_replaced
     for name in ("straight", "killed"):
         folder, log = tmp_path / name, tmp_path / name / "metrics.jsonl"
         changes = {"stage": 3, "lora": {"rank": 8}, "max_steps": 5, "save_every": 2, "sight_every": 1}

@@ -139,7 +139,7 @@ learner/learner_weights.py < distributed/test_sharded_weights.py ! slow
     * base gathered | return self._all_factored and is_sharded(self.model) ==> return False
 learner/learner.py < distributed/test_zero_updates.py ! slow
     no blank images | make_optimizer.reads_order or frozen_start) ==> make_optimizer.reads_order)
-exports.py < distributed/test_sharded_weights.py ! slow
+run/folder.py < distributed/test_sharded_weights.py ! slow
     lone process | waiting.pop(0)(None) ==> waiting.clear() if first else waiting.pop(0)(None)
 learner/transformers_patches.py < distributed/test_sharded_weights.py ! slow
     lone process | for _ in tensors: ==> for _ in ():

@@ -26,7 +26,7 @@ from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.engine import Digest, ReplicaLost, Request, RolloutEngine
 from mm_grpo.rollout.served.client import ServerClient, ServerError, ServerRefused, ServerUnreachable, wait
 from mm_grpo.rollout.served.pool import Server, ServerPool
-from mm_grpo.rollout.served.protocol import MASKED, ServerLimits, adapter_layers, key_refused
+from mm_grpo.rollout.served.protocol import MASKED, ServerLimits, accounts, adapter_layers, key_refused
 from mm_grpo.rollout.served.transfer import ServedTransfer
 from mm_grpo.rollout.vllm.requests import (
     EngineAnswer,
@@ -113,6 +113,15 @@ class ServedEngine(RolloutEngine):
             for server in self.pool.answering() if self.transfer is not None else ():
                 supported &= adapter_layers(server.client, supported, limits.lora_rank, limits.timeout)
         return self.ranks.broadcast(supported, "adapters")
+
+    @property
+    def base_replaced(self) -> bool:
+        """Return True if a server was sent weights since its start, as by an earlier run. Collective."""
+        replaced, timeout = False, self.pool.limits.timeout
+        with self.ranks.fail_together("the base"):
+            for server in self.pool.answering() if self.transfer is not None else ():
+                replaced |= any(account.replaced for account in accounts(server.client, timeout))
+        return self.ranks.broadcast(replaced, "the base")
 
     def use_adapters(self, layers: frozenset[str]) -> None:
         """Send requests to the servers' adapter from now on if there are `layers`, else to the model."""

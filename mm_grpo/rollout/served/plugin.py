@@ -54,6 +54,7 @@ class Account(WorkerAccount):
         if adapters.is_factor(name):
             self.factors[name] = tensor.clone()
         else:
+            self.replaced = True
             self.read_back.note(name, tensor)
 
     def end(self, model: torch.nn.Module) -> None:

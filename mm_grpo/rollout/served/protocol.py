@@ -74,6 +74,8 @@ class WorkerAccount(BaseModel):
     model: dict[str, Any] = {}
     """`model_sizes` of the server's model."""
     logprobs_mode: str = ""
+    replaced: bool = False
+    """It was sent weights, not factors alone, since it read the model's folder."""
     sleep_mode: bool = False
     """It can free its GPU, or has none."""
 
