@@ -28,11 +28,6 @@ class LearnerWeights:
         self.base_replaced = False
         """True if an engine may hold another base than that of `model.path`."""
 
-    @property
-    def has_frozen_base(self) -> bool:
-        """Return True if the model without its adapters is the model at the start."""
-        return lora.has_adapters(self.model)
-
     def use_factors(self, layers: Iterable[str]) -> None:
         """Send the adapters of these layers as factors from now on, because the engine runs them so."""
         self.factored = frozenset(layers)

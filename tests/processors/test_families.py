@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -206,7 +207,9 @@ def test_in_bfloat16_engine_and_learner_agree_but_for_rounding(
         answers = answers_of(processor, number)
         for answer, ours in zip(answers, learner.score(prompt, answers), strict=True):
             gaps += [abs(a - b) for a, b in zip(ours, engine.score(prompt, answer), strict=True)]
-    assert 0 < max(gaps) < 0.1
+    assert 0 < fmean(gaps) < 0.01
+    # a token that gets other experts than in the engine may be far off
+    assert max(gaps) < (0.1 if not processor.family.routers(learner.model) else 1.0)
     assert learner.update(groups_of(processor, kind)).metrics["learner/update_norm"] > 0
 
 
