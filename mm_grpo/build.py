@@ -170,6 +170,7 @@ def build_parts(
     be loaded and GuardStop when the weights did not reach the engine.
     """
     from mm_grpo.learner.learner import Learner
+    from mm_grpo.learner.shards import shares_weights
     from mm_grpo.parity.sync import VerifiedSync
     from mm_grpo.rollout.weights import WeightLedger
 
@@ -184,7 +185,8 @@ def build_parts(
     )
     # a base that vLLM will lend stays off the device, which would hold it twice until then
     # and a sharded model moves to the devices a layer at a time
-    shares = config.optim.zero_stage == 3 and ranks is not None and ranks.world > 1
+    shares = ranks is not None and shares_weights(config, ranks)
+    passed_in = model is not None
     model, processor, device = load_policy(
         config, model, processor, loaded, ranks=ranks, on_host=may_lend or shares, phase=phase
     )
@@ -195,6 +197,7 @@ def build_parts(
     ledger = WeightLedger()
     lent = _share_base(engine, model, ledger) if may_lend else None
     learner = Learner(model if shares else model.to(device), processor, config, updates, ranks)
+    learner.base_replaced = passed_in  # it may differ from that of model.path, which servers have read
     sync = VerifiedSync(engine, learner, config, ledger)
     sync.start()
     pixels = f"images: resized to at most {processor.max_pixels:,} pixels (data.max_pixels)"

@@ -35,7 +35,7 @@ from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.pack import Item, Pack
 from mm_grpo.learner.reference import reference_model
 from mm_grpo.learner.sharding import optimizer_class, shard_models
-from mm_grpo.learner.shards import is_sharded
+from mm_grpo.learner.shards import is_sharded, shares_weights
 from mm_grpo.learner.step_report import (
     LearnerReport,
     LossStatistics,
@@ -73,12 +73,12 @@ class Learner(LearnerWeights):
             )
         super().__init__(model, processor, config.with_correction(processor.family.routers(model)))
         self.ranks = ranks or Ranks()
-        shares_weights = config.optim.zero_stage == 3 and self.ranks.world > 1
-        if not shares_weights:  # each process drew its own random numbers for weights that are new (LoRA)
+        is_shared = shares_weights(config, self.ranks)
+        if not is_shared:  # each process drew its own random numbers for weights that are new (LoRA)
             self.ranks.broadcast_tensors(model.parameters())
         self.checkpointing = use_checkpointing(model, config.optim.gradient_checkpointing)
         reference = reference_model(config, model, processor)
-        if shares_weights:
+        if is_shared:
             shard_models((model, reference), processor.family, self.ranks, config.model.device)
         wrap = partial(PackForward, processor=processor, config=config, as_sampled=as_sampled)
         self.reference: PackForward | None = None if reference is None else wrap(reference)

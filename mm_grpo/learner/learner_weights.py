@@ -26,7 +26,7 @@ class LearnerWeights:
         self.factored: frozenset[str] = frozenset()
         """Layers of `use_factors`."""
         self.base_replaced = False
-        """True if an engine may hold another base than that of `model.path`."""
+        """True if an engine may hold another base than the learner's."""
 
     def use_factors(self, layers: Iterable[str]) -> None:
         """Send the adapters of these layers as factors from now on, because the engine runs them so."""

@@ -23,7 +23,7 @@ from mm_grpo.config import GRPOConfig, OptimConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.model import resolve_device
 from mm_grpo.learner.optimizer import BaseOptimizer, Optimizer
-from mm_grpo.learner.shards import RANKS, is_sharded
+from mm_grpo.learner.shards import RANKS, is_sharded, shares_weights
 from mm_grpo.processors.family import Family
 
 
@@ -104,7 +104,7 @@ class ShardedOptimizer(Optimizer):
 
 def optimizer_class(config: GRPOConfig, ranks: Ranks) -> type[BaseOptimizer]:
     """Return the class of the optimizer of `optim.zero_stage` for these processes."""
-    if config.optim.zero_stage == 3 and ranks.world > 1:
+    if shares_weights(config, ranks):
         return ShardedOptimizer
     if config.optim.offload_optimizer or (ranks.world > 1 and config.optim.zero_stage > 0):
         from mm_grpo.learner.zero import ZeroOptimizer

@@ -7,10 +7,16 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
+from mm_grpo.config import GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 
 RANKS = "_mm_grpo_ranks"
 """The attribute of a sharded model that holds its processes."""
+
+
+def shares_weights(config: GRPOConfig, ranks: Ranks) -> bool:
+    """Return True if a run of these processes shards its model."""
+    return config.optim.zero_stage == 3 and ranks.world > 1
 
 
 def gathered(weight: Tensor) -> Tensor:

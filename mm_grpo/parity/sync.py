@@ -112,7 +112,7 @@ class VerifiedSync:
         factors = engine.adapter_layers(learner.adapted_layers)
         learner.use_factors(factors)
         engine.use_adapters(factors)
-        learner.base_replaced = is_sharded(learner.model) and engine.base_replaced
+        learner.base_replaced |= is_sharded(learner.model) and engine.base_replaced
         self._ledger = ledger or WeightLedger()
 
     def start(self) -> None:

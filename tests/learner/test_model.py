@@ -307,3 +307,10 @@ def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.Monk
     assert resolve_device("cuda:0") == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+def test_servers_are_sent_the_base_of_a_model_that_is_passed_in(models: dict[str, Path]) -> None:
+    """They have read the one at `model.path`, and this one may differ."""
+    path = models["qwen2_5_vl"]
+    for policy in (None, plain(path)):
+        assert parts_of(path, policy).learner.base_replaced is (policy is not None)
