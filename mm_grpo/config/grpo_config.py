@@ -323,10 +323,8 @@ def _frozen_part_conflicts(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     if lora is None and config.model.quantization is not None:
         yield "model.quantization", "needs model.lora, because weights in four bits are not trained"
     elif config.model.quantization is not None and config.optim.zero_stage == 3:
-        yield (
-            "optim.zero_stage",
-            "must be 0, 1 or 2 with model.quantization, whose weights are not shared out",
-        )
+        why = "must be 0, 1 or 2 with model.quantization, whose weights are not shared out"
+        yield "optim.zero_stage", why
     remote = ENGINE_FACTS[rollout.engine].remote
     if rollout.vllm.in_four_bits and (remote or config.model.quantization is None):
         why = "quantization: nf4 needs model.quantization = nf4, whose weights vLLM runs in the learner's process"

@@ -56,9 +56,8 @@ def smoke_config(
 
     tokens = min(TOKENS, rollout["max_completion_length"])
     rollout.update(prompts_per_step=PROMPTS, num_generations=GENERATIONS)
-    if (
-        "rollout.engine" not in fixed or ENGINE_FACTS[config.rollout.engine].remote
-    ):  # servers hold the real model
+    # servers hold the real model
+    if "rollout.engine" not in fixed or ENGINE_FACTS[config.rollout.engine].remote:
         rollout["engine"] = "transformers"
     optim["zero_stage"] = min(2, optim["zero_stage"])  # of one process
     rollout["vllm"]["max_model_len"] = None  # it counts the tokens of the real tokenizer
