@@ -63,11 +63,7 @@ def factors(learner: Learner) -> dict[str, Any]:
     quantization.gathered = lambda weight: sizes.append(weight.numel()) or shards.gathered(weight)  # type: ignore
     lost, tensors = learner.merge_lost(), named(learner)
     quantization.gathered = shards.gathered
-    found = {"stays": learner.base_stays, "lost": lost, "factors": tensors, "sizes": sizes}
-    learner.base_replaced = True
-    found["replaced"] = named(learner)
-    learner.base_replaced = False
-    return found
+    return {"stays": learner.base_stays, "lost": lost, "factors": tensors, "sizes": sizes}
 
 
 def errors(learner: Learner, answered: list[Any], ranks: Ranks, file: Path) -> list[str]:
