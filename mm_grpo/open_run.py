@@ -50,6 +50,7 @@ from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
+from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths, dated
 from mm_grpo.run.progress import Progress, progress_of_run
@@ -80,13 +81,13 @@ class OpenRun:
         tools: Sequence[Callable[..., Any]] | None,
         environment_factory: Callable[[], Any] | None,
         callbacks: Sequence[Any],
-        resume: bool,
+        resume: bool | Checkpoint,
     ) -> None:
         # the order matters: messages appear, and processes meet, in it
         config.check()
         self.ranks = ranks = start(config.model.device, config.run.process_timeout)
         with ranks.fail_together("looking at run.dir"):
-            run_dir = dated(config.run.dir, newest=resume) if ranks.first else ""
+            run_dir = dated(config.run.dir, newest=resume is True) if ranks.first else ""
         config = config.with_values({"run.dir": ranks.broadcast(run_dir, "run.dir")})
         self.callbacks = Callbacks(callbacks, quiet=not ranks.first)
         with ranks.fail_together("reading the mark of a warm start"):
@@ -112,7 +113,9 @@ class OpenRun:
             scorer.start(conversational=self.train_set.conversational, max_steps=plan.max_steps)
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
-        self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
+        self.folder = folder = check_folder(
+            config, inputs, ranks, resume=resume is True, saves=save_every > 0
+        )
         self.trackers = Trackers(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
@@ -191,7 +194,7 @@ class OpenRun:
     def start_folder(self, step: int) -> None:
         """Start the run folder after `step` steps: cut its logs there, and replay them to the guards."""
         folder, last, root = self.folder, self.plan.max_steps, self.folder.paths.root
-        if self.resume:
+        if self.resume is True:
             remaining = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
             resuming = f"resuming {root} after step {step}: {remaining}"
             self.phase(resuming if step else f"{root} has no checkpoint to resume; starting at step 1")
@@ -242,7 +245,12 @@ class OpenRun:
             self.toolbox.close()
 
     def _read_rows(
-        self, config: GRPOConfig, train: Any, eval: Any, processor: Processor | None, resume: bool
+        self,
+        config: GRPOConfig,
+        train: Any,
+        eval: Any,
+        processor: Processor | None,
+        resume: bool | Checkpoint,
     ) -> tuple[Rows, dict[str, Rows], Processor]:
         """Read the training rows and the evaluation sets, and prepare the toolbox for them. Collective.
 
@@ -252,7 +260,8 @@ class OpenRun:
         options: dict[str, Any] = {"needs": scorer.check, "turns": toolbox is not None}
         train_set, sets = load_train(config, train, **options), load_eval(config, eval, **options)
         loaded = processor if processor is not None else processor_of(config)
-        checkpoints = RunPaths(Path(config.run.dir)).checkpoints
+        own = RunPaths(Path(config.run.dir)).checkpoints
+        checkpoints = resume.path.parent if isinstance(resume, Checkpoint) else own
         before = ranks.broadcast(
             left_out_before(checkpoints) if resume and ranks.first else None, "rows left out"
         )

@@ -22,6 +22,7 @@ from mm_grpo.parity.gaps import check_start
 from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.evaluate import Evaluation
+from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.timing import timed
 
 
@@ -53,7 +54,7 @@ class GRPOTrainer(Exports):
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | None = None,
         callbacks: Sequence[Any] = (),
-        resume: bool = False,
+        resume: bool | Checkpoint = False,
     ) -> None:
         parts = OpenRun(
             config, train=train, eval=eval, rewards=rewards, model=model, processor=processor, tools=tools,
@@ -195,7 +196,7 @@ class GRPOTrainer(Exports):
         with self.ranks.fail_together("the parity check"):
             # before a checkpoint is loaded: now learner and engine both have the weights on disk
             self.sync.calibrate(self.parts.first_prompt[2])
-        self.resumed_at = step = self.state.load() if self.parts.resume else 0
+        self.resumed_at = step = self.state.load(self.parts.resume)
         self.tokens_seen = self.state.extra.get("tokens_seen", 0)
         if step:
             with self.ranks.fail_together("weight sync"):
