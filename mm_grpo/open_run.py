@@ -81,13 +81,13 @@ class OpenRun:
         tools: Sequence[Callable[..., Any]] | None,
         environment_factory: Callable[[], Any] | None,
         callbacks: Sequence[Any],
-        resume: bool | Checkpoint,
+        resume: bool,
     ) -> None:
         # the order matters: messages appear, and processes meet, in it
         config.check()
         self.ranks = ranks = start(config.model.device, config.run.process_timeout)
         with ranks.fail_together("looking at run.dir"):
-            run_dir = dated(config.run.dir, newest=resume is True) if ranks.first else ""
+            run_dir = dated(config.run.dir, newest=resume) if ranks.first else ""
         config = config.with_values({"run.dir": ranks.broadcast(run_dir, "run.dir")})
         self.callbacks = Callbacks(callbacks, quiet=not ranks.first)
         with ranks.fail_together("reading the mark of a warm start"):
@@ -113,9 +113,7 @@ class OpenRun:
             scorer.start(conversational=self.train_set.conversational, max_steps=plan.max_steps)
         save_every = steps_between(config.run.save_every, plan.max_steps)
         inputs = inputs_of(config, train=train, eval=eval, rewards=rewards)
-        self.folder = folder = check_folder(
-            config, inputs, ranks, resume=resume is True, saves=save_every > 0
-        )
+        self.folder = folder = check_folder(config, inputs, ranks, resume=resume, saves=save_every > 0)
         self.trackers = Trackers(config.run.trackers if ranks.first else [])
         if ranks.first:
             uses = other_uses(config, self.train_set, toolbox)
@@ -139,7 +137,7 @@ class OpenRun:
         self.pipeline = pipeline_of(self.collector, self.engine, ranks)
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
         self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
-        self.resume = resume
+        self.resume: bool | Checkpoint = resume  # a checkpoint: of another run's folder (replay.py)
         user_features = config.algorithm.features
         classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
         features = list(zip(user_features, classes, strict=True))
@@ -245,12 +243,7 @@ class OpenRun:
             self.toolbox.close()
 
     def _read_rows(
-        self,
-        config: GRPOConfig,
-        train: Any,
-        eval: Any,
-        processor: Processor | None,
-        resume: bool | Checkpoint,
+        self, config: GRPOConfig, train: Any, eval: Any, processor: Processor | None, resume: bool
     ) -> tuple[Rows, dict[str, Rows], Processor]:
         """Read the training rows and the evaluation sets, and prepare the toolbox for them. Collective.
 
@@ -260,8 +253,7 @@ class OpenRun:
         options: dict[str, Any] = {"needs": scorer.check, "turns": toolbox is not None}
         train_set, sets = load_train(config, train, **options), load_eval(config, eval, **options)
         loaded = processor if processor is not None else processor_of(config)
-        own = RunPaths(Path(config.run.dir)).checkpoints
-        checkpoints = resume.path.parent if isinstance(resume, Checkpoint) else own
+        checkpoints = RunPaths(Path(config.run.dir)).checkpoints
         before = ranks.broadcast(
             left_out_before(checkpoints) if resume and ranks.first else None, "rows left out"
         )

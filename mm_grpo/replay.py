@@ -131,7 +131,8 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
         changes = {"dir": str(work / "run"), "trackers": [], "report": False, "save_model": False}
         allowed = {"allow_changed_rows": True, "allow_changed_code": True, "overwrite": False}
         run_fields = {f"run.{name}": value for name, value in {**changes, **allowed}.items()}
-        trainer = _Replay(config.with_values(run_fields), resume=start or False, **arguments)
+        trainer = _Replay(config.with_values(run_fields), **arguments)
+        trainer.parts.resume = start or False
         trainer.logged, trainer.report = paths, report
         trainer.train()
     return report

@@ -22,7 +22,6 @@ from mm_grpo.parity.gaps import check_start
 from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.evaluate import Evaluation
-from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.timing import timed
 
 
@@ -54,7 +53,7 @@ class GRPOTrainer(Exports):
         tools: Sequence[Callable[..., Any]] | None = None,
         environment_factory: Callable[[], Any] | None = None,
         callbacks: Sequence[Any] = (),
-        resume: bool | Checkpoint = False,
+        resume: bool = False,
     ) -> None:
         parts = OpenRun(
             config, train=train, eval=eval, rewards=rewards, model=model, processor=processor, tools=tools,

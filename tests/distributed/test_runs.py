@@ -188,8 +188,6 @@ def test_a_step_is_replayed_on_another_number_of_processes(
         assert "no difference" in lines and ("their change differs by" in lines) == (kind == "mixture")
 
 
-
-
 @pytest.mark.long
 def test_two_processes_go_on_when_one_was_killed_while_it_wrote_a_checkpoint(
     models: dict[str, Path], folder_of: FolderOf, tmp_path: Path
