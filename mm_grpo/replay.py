@@ -236,8 +236,8 @@ def first_difference(logged: Rows, new: Rows) -> tuple[str, str, Any, Any] | Non
             if old is None or row is None:
                 return stage, where, old and old["uid"], row and row["uid"]
             for key in (key for key in keys if key in old and key in row):  # conversations have more
-                if found := _differing(f"{where} ({row['uid']}), {key}", old[key], row[key]):
-                    return stage, *found
+                if difference := _differing(f"{where} ({row['uid']}), {key}", old[key], row[key]):
+                    return stage, *difference
     return None
 
 

@@ -157,19 +157,24 @@ def test_a_planted_update_is_found(whole: Path, tmp_path: Path) -> None:
     edit(metrics / "metrics.jsonl", 2, lambda row: row.update(grad_norm=row["grad_norm"] * 1.001))
     found = again(metrics, 4).difference
     assert found and (found.step, found.stage, found.place) == (3, "gradient", "grad_norm")
-    checkpoint = weights / "checkpoints/step-000004"
-    (state,) = checkpoint.glob("state-*")
-    with safe_open(state, framework="pt") as file:
-        tensors, texts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    name = "model.language_model.layers.1.mlp.down_proj.weight"
-    tensors[f"master/{name}"] += 1e-4
+    checkpoint, name = (
+        weights / "checkpoints/step-000004",
+        "model.language_model.layers.1.mlp.down_proj.weight",
+    )
+    (state,), (older,) = (weights.glob(f"checkpoints/step-00000{step}/state-*") for step in (4, 2))
+    with safe_open(state, framework="pt") as file, safe_open(older, framework="pt") as start:
+        tensors, texts = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors[f"master/{name}"] += 1e-4
+        update = tensors[f"master/{name}"] - start.get_tensor(f"master/{name}")
     save_file(tensors, state, texts)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"] = [mark_of(state)]
     (checkpoint / "manifest.json").write_text(manifest_text(manifest))
     report = again(weights, 4)
-    assert report.difference and name in report.difference.place
-    assert report.metric_gap == 0.0 and report.update_gap and report.tensor_gap > report.update_gap > 1e-5
+    assert report.difference and name in report.difference.place and report.metric_gap == 0.0
+    share = 1e-4 * update.numel() ** 0.5 / float(update.norm())
+    assert report.tensor_gap == pytest.approx(share, rel=1e-3)
+    assert report.update_gap and 1e-5 < report.update_gap < report.tensor_gap
 
 
 @pytest.mark.slow
