@@ -50,6 +50,7 @@ from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
+from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths, dated
 from mm_grpo.run.progress import Progress, progress_of_run
@@ -136,7 +137,7 @@ class OpenRun:
         self.pipeline = pipeline_of(self.collector, self.engine, ranks)
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
         self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
-        self.resume = resume
+        self.resume: bool | Checkpoint = resume  # a checkpoint: of another run's folder (replay.py)
         user_features = config.algorithm.features
         classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
         features = list(zip(user_features, classes, strict=True))
@@ -191,7 +192,7 @@ class OpenRun:
     def start_folder(self, step: int) -> None:
         """Start the run folder after `step` steps: cut its logs there, and replay them to the guards."""
         folder, last, root = self.folder, self.plan.max_steps, self.folder.paths.root
-        if self.resume:
+        if self.resume is True:
             remaining = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
             resuming = f"resuming {root} after step {step}: {remaining}"
             self.phase(resuming if step else f"{root} has no checkpoint to resume; starting at step 1")

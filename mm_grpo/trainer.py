@@ -195,7 +195,7 @@ class GRPOTrainer(Exports):
         with self.ranks.fail_together("the parity check"):
             # before a checkpoint is loaded: now learner and engine both have the weights on disk
             self.sync.calibrate(self.parts.first_prompt[2])
-        self.resumed_at = step = self.state.load() if self.parts.resume else 0
+        self.resumed_at = step = self.state.load(self.parts.resume)
         self.tokens_seen = self.state.extra.get("tokens_seen", 0)
         if step:
             with self.ranks.fail_together("weight sync"):
