@@ -27,7 +27,6 @@ def view(
     """
     from mm_grpo.pages.page import GENERATOR
     from mm_grpo.pages.report import Report
-    from mm_grpo.run.certificate import certificate_lines
     from mm_grpo.run.folder import RunFolder
     from mm_grpo.run.lock import read_mark
 
@@ -36,12 +35,14 @@ def view(
     if duplicate := next((run for i, run in enumerate(roots) if run in roots[:i]), None):
         raise ConfigError(f"view: '{duplicate}' is named twice; name each run once")
     if certificate:
+        from mm_grpo.run.certificate import certificate_lines  # it loads torch
+
         if output is not None:
-            raise ConfigError("--output: is for the page; a certificate is printed, so leave it out")
-        certificates = [certificate_lines(paths) for paths in folders]
-        typer.echo("\n\n".join(map("\n".join, certificates)))
-        if any(line.startswith("FAILED") for lines in certificates for line in lines):
-            raise GuardStop("view: the certificate FAILED: the files of the run break a law, or were changed")
+            raise ConfigError("--output: is for the page; a certificate is printed")
+        texts = ["\n".join(certificate_lines(paths)) for paths in folders]
+        typer.echo("\n\n".join(texts))
+        if any("\nFAILED" in text for text in texts):
+            raise GuardStop("view: the certificate FAILED: files of the run break a law, or were changed")
         return
     path = output or (folders[0].report if len(folders) == 1 else Path("view.html"))
     is_report = output is None and len(folders) == 1 and path.name in read_mark(folders[0].root).wrote

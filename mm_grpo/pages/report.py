@@ -18,12 +18,10 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.data.blind import CONTROLS
 from mm_grpo.errors import UserError
-from mm_grpo.files import atomic_write
+from mm_grpo.files import atomic_write, read_json
 from mm_grpo.pages.curves import CURVES, Curves, ExpectedCurve, curves_of, read_expected_curve, thin_out
 from mm_grpo.pages.gallery import FULL_BUDGET, LIVE_BUDGET, Budget, ImageStore, gather_gallery
 from mm_grpo.pages.page import PageImage, render
-from mm_grpo.run.certificate import certificate_lines
-from mm_grpo.run.environment import read_environment
 from mm_grpo.run.metrics import iter_metrics, read_rows, read_summary
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
@@ -66,19 +64,15 @@ class Report:
             galleries.append(gather_gallery(paths, share, images, i))
             config = config_of(paths)
             text = paths.config.read_text(encoding="utf-8") if paths.config.is_file() else ""
-            changed = changed_settings(config)
-            # it reads the whole rollout log, which a live page must not wait for
-            is_due = bool(changed) and budget == FULL_BUDGET
             runs.append({
                 "name": name,
                 "summary": read_summary(paths),
                 "blind": (config.get("run") or {}).get("eval_blind"),
                 **curves[i].numbers(),
                 "events": read_rows(paths.events)[-MAX_EVENTS:],
-                "certificate": "\n".join(certificate_lines(paths) if is_due else ()),
                 "config": str(redact(text)),
-                "changed": changed,
-                "environment": read_environment(paths),
+                "changed": changed_settings(config),
+                "environment": read_json(paths.environment, dict) if paths.environment.is_file() else {},
                 "shown": galleries[i].counts,
             })  # fmt: skip
         expected = [

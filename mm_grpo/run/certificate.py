@@ -30,15 +30,17 @@ from mm_grpo.terminal import printable
 
 UNMEASURED, NAMES = "not measured", 17
 FACTS = {
-    "starts": "<start/step:len>, after steps <start/step:all>; processes <start/processes:all>",
-    "warmed base": "<start/warmed:sum> of <start/warmed:len> starts; <start/rows_changed:sum> rows changed before one",
+    "starts": "<start/step:len>, after steps <start/step:all>; processes: <start/processes:all>; rows changed between: "
+    "<start/rows_changed:sum>",
+    "warmed base": "<start/warmed:sum> of <start/warmed:len> starts",
     "steps": "<step:len>; missing in metrics.jsonl: <run/missing:all>",
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
     "samples": "<log/tokens:len> answers, <log/seeds:len> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
-    "seeds": "<log/seeds:len> made again, <log/distinct:sum> distinct; <log/wrong:sum> answers against the law",
+    "seeds": "<log/seeds:len> recomputed, <log/distinct:sum> distinct; <log/wrong:sum> answers against the seed law",
     "prompt ids": "<log/ids:sum> compared, of <log/ids:len> answers",
     "gap at starts": "<start/gap_tokens:sum> tokens; mean <start/gap_mean:max>, most <start/gap_max:max> nats",
-    "gap of samples": "<GAP/tokens:sum> tokens, <GAP/tokens:len> steps; mean <GAP/mean:mean>, most <GAP/max:max> nats",
+    "gap of samples": "<GAP/tokens:sum> of <log/tokens:sum> tokens, <GAP/tokens:len> steps; mean <GAP/mean:mean>, "
+    "most <GAP/max:max> nats",
     "gap after syncs": "<sync/logp_gap:len> syncs; mean <sync/logp_gap:mean>, most <sync/logp_gap:max> nats",
     "weights sent": "<sync/tensors:sum> tensors compared by digest, <sync/tensors:len> syncs, <sync/bytes:sum> bytes",
     "updates": "<learner/updates:sum> made, <learner/overflows:sum> left out; a step moved <learner/update_norm:min> "
@@ -84,7 +86,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     digests, faults = _digests(paths, config)
     broken = {
         "metrics.jsonl has a step twice": len({*values["step"]}) < len(values["step"]),
-        f"{sum(values['log/wrong'])} answers have seeds against the law": any(values["log/wrong"]),
+        f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
         "seeds repeat": len({*seeds}) < len(seeds),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
     }
@@ -93,17 +95,17 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     actions = {f"({name} was set: {action})": "" for name, action in guards.items()}
     results = {**summary, "warned": {}, "model": None}
     evaluations = summary_lines(results) if "headline" in summary else []
+    engine, versions = config.rollout.engine, {name: environment.get(name) for name in ("mm_grpo", "python")}
     return {
         "FAILED" if faults else "failed": "; ".join(faults) or "nothing",
         "state": (summary.get("stopped") or "finished") if summary.get("steps") == last else "not finished",
-        "engine": config.rollout.engine
-        + ", the learner's weights" * ENGINE_FACTS[config.rollout.engine].embedded,
+        "engine": f"{engine}, in the learner's weights" if ENGINE_FACTS[engine].embedded else engine,
         **{fact: UNMEASURED if text.startswith(UNMEASURED) else text for fact, text in texts.items()},
         "guards fired": _pairs({**fired, **actions}) or "none",
         "evaluations": "; ".join(evaluations) or UNMEASURED,
         "blind control": config.run.eval_blind or UNMEASURED,
         **digests,
-        "versions": _pairs({"mm_grpo": environment.get("mm_grpo"), **environment.get("packages", {})}),
+        "versions": _pairs({**versions, **environment.get("packages", {})}),
     }
 
 
@@ -111,19 +113,16 @@ def certificate_lines(paths: RunPaths) -> list[str]:
     """Return the certificate of a run as lines of at most 80 columns. Raises UserError as `certificate` does."""
     facts = {"run certificate": paths.root.resolve().name, **certificate(paths)}
     wrap = textwrap.TextWrapper(80, subsequent_indent=" " * NAMES, break_on_hyphens=False).wrap
-    return [
-        line for fact, text in facts.items() for line in wrap(printable(f"{fact:{NAMES}}{text}", lines=False))
-    ]
+    texts = [printable(f"{fact:{NAMES}}{text}", lines=False) for fact, text in facts.items()]
+    return [line for text in texts for line in wrap(text)]
 
 
 def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield counts of each sample in the rollout log of the rows' steps. Its seeds are made again by the seed law."""
-    rollout, turns = (
-        config.rollout,
-        config.rollout.max_turns if any("turns/max" in row for row in rows) else 1,
-    )
+    rollout, last = config.rollout, max((row["step"] for row in rows), default=1)
+    max_turns = rollout.max_turns if any("turns/max" in row for row in rows) else 1
     shape = rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts
-    plan = SeedPlan(config.run.seed, *shape, max((row["step"] for row in rows), default=1), turns)
+    plan = SeedPlan(config.run.seed, *shape, last, max_turns)
     for row in rows:
         step, prompts = row["step"], plan.prompts - row.get("prompts/dropped", 0)
         try:
@@ -158,7 +157,8 @@ def _digests(paths: RunPaths, config: GRPOConfig) -> tuple[dict[str, str], list[
     log, sets = Checkpoint(path, manifest).log or b"", manifest["extra"]["rows"]
     metrics = paths.metrics.read_bytes() if paths.metrics.is_file() else b""
     changed = {"config.yaml": manifest["config"] != fields, "metrics.jsonl": not metrics.startswith(log)}
-    numbers = _pairs({name: rows["rows"] for name, rows in sets.items()})
+    left_out = sum(len(s["left_out"]) for rows in sets.values() for s in rows.get("sources", [rows]))
+    numbers = _pairs({**{name: rows["rows"] for name, rows in sets.items()}, "left out": left_out})
     digests["digest of rows"] = f"{digest_of(sets).hex()} ({numbers})"
     digests["checkpoint"] = f"{path.name}, digest of its files {digest_of(manifest['files']).hex()}"
     return digests, [f"{file} is not that of {path.name}" for file, differs in changed.items() if differs]

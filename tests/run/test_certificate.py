@@ -61,8 +61,8 @@ def test_the_numbers_of_a_finished_run(finished: Path, command: Any) -> None:
     law = [seed for step in range(1, STEPS + 1) for slot in range(4) for seed in plan.group(step, slot)]
     assert [row["seed"] for row in logs] == law and numbers(facts["seeds"]) == [48, len(set(law)), 0]
     assert numbers(facts["samples"]) == [48, 48, sum(row["tokens"] for row in logs), 0]
-    assert numbers(facts["gap of samples"])[:2] == [sum(row[f"{gap}/tokens"] for row in rows), STEPS]
-    assert numbers(facts["gap of samples"])[3] == pytest.approx(
+    assert numbers(facts["gap of samples"])[0] == sum(row[f"{gap}/tokens"] for row in rows)
+    assert numbers(facts["gap of samples"])[4] == pytest.approx(
         max(row[f"{gap}/max"] for row in rows), rel=0.01
     )
     assert numbers(facts["updates"])[:2] == [sum(row["learner/updates"] for row in rows), 0]
@@ -72,7 +72,7 @@ def test_the_numbers_of_a_finished_run(finished: Path, command: Any) -> None:
     done = command("view", finished, "--certificate")
     lines = done.out.splitlines()
     assert done.code == 0 and 28 <= len(lines) <= 45 and max(map(len, lines)) <= 80
-    assert "run certificate" in (finished / "report.html").read_text()
+    assert facts["seeds"] in (finished / "report.html").read_text()
 
 
 def test_a_run_that_was_killed_has_each_step_once(model: Path, finished: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_run_that_was_killed_has_each_step_once(model: Path, finished: Path, t
     killed = certificate(RunPaths(tmp_path / "run"))
     assert killed["state"] == "not finished" and numbers(killed["seeds"]) == [24, 24, 0]
     resumed = certificate(RunPaths(trained(model, tmp_path / "run", resume=True)))
-    assert resumed["starts"] == "2, after steps 0, 2; processes 1"
+    assert resumed["starts"] == "2, after steps 0, 2; processes: 1; rows changed between: 0"
     whole = certificate(RunPaths(finished))
     assert {k: v for k, v in resumed.items() if k not in PROCESS} == {
         k: v for k, v in whole.items() if k not in PROCESS
@@ -102,7 +102,7 @@ def test_files_that_are_not_what_the_run_wrote(model: Path, tmp_path: Path, comm
     facts = certificate(RunPaths(run))
     assert numbers(facts["seeds"])[2] == 1 and "FAILED" in facts
     done = command("view", run, "--certificate")
-    assert done.code == 3 and "\nFAILED" in done.out and "1 answers have seeds against the law" in done.out
+    assert done.code == 3 and "\nFAILED" in done.out and "1 answers have" in done.out
 
 
 @pytest.mark.slow
