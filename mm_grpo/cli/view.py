@@ -17,9 +17,7 @@ def view(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Default: report.html, view.html for several."),
     ] = None,
-    certificate: Annotated[
-        bool, typer.Option("--certificate", help="Print the certificate, no page.")
-    ] = False,
+    certificate: Annotated[bool, typer.Option("--certificate", help="Print it; make no page.")] = False,
 ) -> None:
     """Write the page of a run, finished or not, and print its path; for several runs, one page with all curves.
 

@@ -18,8 +18,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.data.fingerprint import digest_of
 from mm_grpo.errors import shorten
+from mm_grpo.files import read_json
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.run.environment import read_environment
 from mm_grpo.run.manifest import LOG, Checkpoint, checkpoints_in, inspect_checkpoint
 from mm_grpo.run.metrics import read_rows, read_summary
 from mm_grpo.run.paths import RunPaths
@@ -30,23 +30,23 @@ from mm_grpo.terminal import printable
 
 UNMEASURED, NAMES = "not measured", 17
 FACTS = {
-    "starts": "<start/step:len>, after steps <start/step:all>; processes: <start/processes:all>; rows changed between: "
-    "<start/rows_changed:sum>",
+    "starts": "<start/step:len>, after steps <start/step:all>; of <start/processes:all> processes",
+    "rows changed": "<start/rows_changed:sum> between the starts",
     "warmed base": "<start/warmed:sum> of <start/warmed:len> starts",
     "steps": "<step:len>; missing in metrics.jsonl: <run/missing:all>",
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
     "samples": "<log/tokens:len> answers, <log/seeds:len> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
-    "seeds": "<log/seeds:len> recomputed, <log/distinct:sum> distinct; <log/wrong:sum> answers against the seed law",
+    "seeds": "<log/seeds:len> recomputed, <log/seeds:distinct> distinct; <log/wrong:sum> answers against the seed law",
     "prompt ids": "<log/ids:sum> compared, of <log/ids:len> answers",
     "gap at starts": "<start/gap_tokens:sum> tokens; mean <start/gap_mean:max>, most <start/gap_max:max> nats",
     "gap of samples": "<GAP/tokens:sum> of <log/tokens:sum> tokens, <GAP/tokens:len> steps; mean <GAP/mean:mean>, "
     "most <GAP/max:max> nats",
     "gap after syncs": "<sync/logp_gap:len> syncs; mean <sync/logp_gap:mean>, most <sync/logp_gap:max> nats",
     "weights sent": "<sync/tensors:sum> tensors compared by digest, <sync/tensors:len> syncs, <sync/bytes:sum> bytes",
-    "updates": "<learner/updates:sum> made, <learner/overflows:sum> left out; a step moved <learner/update_norm:min> "
-    "or more; checked by update_happens: <run/checked:sum>",
-    "images": "<prompts/images:sum> shown, <prompts/images_decoded:sum> decoded, <learner/images_encoded:sum> encoded; "
-    "<prompts/frames_decoded:sum> frames decoded",
+    "updates": "<learner/updates:sum> made, <run/checked:sum> checked, <learner/overflows:sum> left out; least move "
+    "<learner/update_norm:min>",
+    "images": "<prompts/images:sum> shown, <prompts/images_decoded:sum> decoded, <learner/images_encoded:sum> encoded",
+    "video frames": "<prompts/frames_decoded:sum> decoded",
     "other pixels": "<images/logp_change:len> steps; log-probs moved by <images/logp_change:min> nats or more",
     "sight": "<sight/nats:len> steps; <sight/nats:first> nats at first, <sight/nats:last> at last",
     "prompts dropped": "<prompts/dropped:sum>",
@@ -54,6 +54,7 @@ FACTS = {
 """Fact -> text with <metric:how>, a name of HOW. GAP is sampling/sampling_logp_difference."""
 HOW: Mapping[str, Callable[[Any], Any]] = {
     "sum": sum, "len": len, "max": max, "min": min, "mean": fmean, "first": itemgetter(0), "last": itemgetter(-1),
+    "distinct": lambda values: len(set(values)),
 }  # fmt: skip
 
 
@@ -62,16 +63,16 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
 
     Raises UserError if config.yaml or metrics.jsonl cannot be read.
     """
-    config, environment = GRPOConfig.from_yaml(paths.config), read_environment(paths)
+    config, summary = GRPOConfig.from_yaml(paths.config), summary or read_summary(paths) or {}
+    environment = read_json(paths.environment, dict) if paths.environment.is_file() else {}
     rows = [row for row in read_rows(paths.metrics) if row["step"] > 0]
-    summary, values = summary or read_summary(paths) or {}, defaultdict[str, list[Any]](list)
     starts = ({f"start/{k}": v for k, v in start.items()} for start in environment.get("starts", ()))
+    values = defaultdict[str, list[Any]](list)
     for counts in (*rows, *starts, *_log_counts(paths, config, rows)):
         for name, value in counts.items():
             values[name] += value if isinstance(value, list) else [value] * (value is not None)
-    last, seeds, guards = max(values["step"], default=0), values["log/seeds"], config.run.guards
-    values["run/missing"] += {*range(1, last + 1)}.difference(values["step"])
-    values["log/distinct"] = [len({*seeds})] * bool(seeds)
+    steps, seeds, guards = values["step"], values["log/seeds"], config.run.guards
+    values["run/missing"] = [*{*range(1, max(steps, default=0))}.difference(steps)]
     values["run/checked"] = values["learner/updates"] * (guards.get("update_happens") != "off")
 
     def number(match: re.Match[str]) -> str:
@@ -85,7 +86,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     texts = {fact: re.sub(r"<([^:>]+):(\w+)>", number, text) for fact, text in FACTS.items()}
     digests, faults = _digests(paths, config)
     broken = {
-        "metrics.jsonl has a step twice": len({*values["step"]}) < len(values["step"]),
+        "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
         "seeds repeat": len({*seeds}) < len(seeds),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
@@ -93,16 +94,16 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     faults += [fault for fault, found in broken.items() if found]
     fired = Counter(f"{event['name']} {event['action']}" for event in read_rows(paths.events))
     actions = {f"({name} was set: {action})": "" for name, action in guards.items()}
-    results = {**summary, "warned": {}, "model": None}
-    evaluations = summary_lines(results) if "headline" in summary else []
+    results = summary_lines({**summary, "warned": {}, "model": None}) if "headline" in summary else []
     engine, versions = config.rollout.engine, {name: environment.get(name) for name in ("mm_grpo", "python")}
+    ended = steps and summary.get("steps") == max(steps)
     return {
         "FAILED" if faults else "failed": "; ".join(faults) or "nothing",
-        "state": (summary.get("stopped") or "finished") if summary.get("steps") == last else "not finished",
+        "state": summary.get("stopped") or "finished" if ended else "not finished",
         "engine": f"{engine}, in the learner's weights" if ENGINE_FACTS[engine].embedded else engine,
         **{fact: UNMEASURED if text.startswith(UNMEASURED) else text for fact, text in texts.items()},
         "guards fired": _pairs({**fired, **actions}) or "none",
-        "evaluations": "; ".join(evaluations) or UNMEASURED,
+        "evaluations": "; ".join(results) or UNMEASURED,
         "blind control": config.run.eval_blind or UNMEASURED,
         **digests,
         "versions": _pairs({**versions, **environment.get("packages", {})}),

@@ -14,8 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.files import read_json
-from mm_grpo.run.paths import RunPaths
 from mm_grpo.terminal import redact
 from mm_grpo.version import __version__
 
@@ -43,11 +41,6 @@ def describe_environment() -> dict[str, Any]:
         "command": [Path(program).name, *map(redact, arguments)],
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def read_environment(paths: RunPaths) -> dict[str, Any]:
-    """Read environment.json; {} without one."""
-    return dict(read_json(paths.environment, dict)) if paths.environment.is_file() else {}
 
 
 def _gpus() -> list[str]:

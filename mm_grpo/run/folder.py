@@ -20,9 +20,9 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, read_json, remove
 from mm_grpo.rewards.spec import RewardSpec
-from mm_grpo.run.environment import describe_environment, read_environment
+from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
 from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text
@@ -120,7 +120,8 @@ class RunFolder:
         """
         paths = self.paths
         environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
-        environment["starts"] = read_environment(self.paths).get("starts", []) if self._resume else []
+        if self._resume and paths.environment.is_file():
+            environment["starts"] = read_json(paths.environment, dict).get("starts", [])
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             for file in _temporary_files(paths) if self._lock.mark.wrote else ():
@@ -138,8 +139,8 @@ class RunFolder:
 
     def note_start(self, step: int, **facts: Any) -> None:
         """Add a start after `step` to the `starts` in environment.json; drop those after steps that are taken again."""
-        environment = read_environment(self.paths)
-        starts = [start for start in environment["starts"] if start["step"] <= step]
+        environment = read_json(self.paths.environment, dict)
+        starts = [start for start in environment.get("starts", ()) if start["step"] <= step]
         environment["starts"] = [*starts, {"step": step, **facts}]
         with self.writing("environment.json"):
             atomic_write(self.paths.environment, json.dumps(environment, indent=2) + "\n")
