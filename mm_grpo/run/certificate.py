@@ -106,7 +106,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
         "evaluations": "; ".join(results) or UNMEASURED,
         "blind control": config.run.eval_blind or UNMEASURED,
         **digests,
-        "versions": _pairs({**versions, **environment.get("packages", {})}),
+        "versions": _pairs({**versions, **environment.get("packages", {})}) or UNMEASURED,
     }
 
 
@@ -166,4 +166,4 @@ def _digests(paths: RunPaths, config: GRPOConfig) -> tuple[dict[str, str], list[
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}".strip() for name, value in values.items())
+    return ", ".join(f"{name} {value}".strip() for name, value in values.items() if value is not None)
