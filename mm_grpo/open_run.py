@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.migrate.arguments import explain_arguments as explain_arguments  # for the trainer, too
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage
-from mm_grpo.parity.gaps import first_with_media
+from mm_grpo.parity.gaps import check_start, first_with_media
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
 from mm_grpo.preflight.gold_warnings import warn_of_golds
@@ -94,7 +94,7 @@ class OpenRun:
             mark = read_mark(config.model.path) if model is None and ranks.first else None
         for sentence in changes_of_form(config, mark):
             logging.getLogger("mm_grpo").warning("%s", sentence)
-        warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
+        self.warmed = warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
         self.phase("reading the rows")
@@ -160,6 +160,22 @@ class OpenRun:
         """Step, slot and prompt of the first row with an image or a video among the first P, else of the first row."""
         prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_media(islice(prompts, self.config.rollout.prompts_per_step))
+
+    def check_start(self) -> None:
+        """Compare engine and learner on the first prompt, and note the start of the run. Every process calls it."""
+        facts = {
+            "processes": self.ranks.world,
+            "rows_changed": len(self.state.changed_rows),
+            "warmed": self.warmed,
+        }
+        if self.config.run.guards.get("logp_gap") != "off":
+            self.phase("checking that engine and learner agree on the first prompt")
+            step, slot, prompt = self.first_prompt
+            seeds = self.plan.seeds.group(step, slot)
+            parity = check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
+            facts |= {f"gap_{name}": value for name, value in asdict(parity.sampled).items()}
+        if self.ranks.first:
+            self.folder.note_start(self.state.step, **facts)
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
         """Return measures of a step that are taken while the engine is awake. Every process calls it."""

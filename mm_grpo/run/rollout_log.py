@@ -11,8 +11,9 @@ finish_reason, seed, weight_versions, reward, parts, advantage, columns. The dig
 names; each of `videos` has its `times` and `fps` (types.Video), and names as `frames`. Optional keys: `extra`, columns
 that rewards logged; `sight` and `order`, if they were measured (docs/evaluation.md); `gold` and `marks`, boxes, points
 and polygons of the row and of the completion in pixels of the row's images (run/overlays.py); `opens_thinking`, true if
-the prompt ends with `<think>`. Rows of an evaluation also have `set`, its name, and `blind`, null or the kind of its
-control; their `slot` is the index of the row, their `advantage` is null.
+the prompt ends with `<think>`; `ids_compared`, prompt ids that the engine ran and that were compared with the
+learner's, of a conversation in all turns. Rows of an evaluation also have `set`, its name, and `blind`, null or the
+kind of its control; their `slot` is the index of the row, their `advantage` is null.
 """
 
 from __future__ import annotations
@@ -148,6 +149,8 @@ def _rows(
                 row["marks"] = [overlay.as_dict() for overlay in predicted]
             if prompt.opens_thinking:
                 row["opens_thinking"] = True
+            if completion.ids_compared:
+                row["ids_compared"] = completion.ids_compared
             if completion.turns:
                 row["turns"] = _turns(paths, group, generation)
                 row["masked"] = completion.masked
