@@ -22,7 +22,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import Parts, build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.model import check_saveable, load_model, resolve_device
+from mm_grpo.learner.model import check_saveable, load_model, resolve_device, resolve_dtype
 from mm_grpo.learner.transformers_patches import PREFIX_ATTENTION
 from mm_grpo.processors.base import load_processor
 
@@ -307,6 +307,19 @@ def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.Monk
     assert resolve_device("cuda:0") == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_gpu_without_bfloat16_computes_in_float32(
+    has_bfloat16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A T4 emulates bfloat16, without kernels for attention, and torch says that it supports it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bfloat16
+    )
+    assert resolve_dtype("auto", torch.device("cuda")) == dtype
+    assert resolve_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
 
 
 def test_servers_are_sent_the_base_of_a_model_that_is_passed_in(models: dict[str, Path]) -> None:
