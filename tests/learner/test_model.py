@@ -309,17 +309,14 @@ def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.Monk
     assert resolve_device("cuda:1") == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize(("has_bfloat16", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_gpu_without_bfloat16_computes_in_float32(
-    has_bfloat16: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A T4 emulates bfloat16, without kernels for attention, and torch says that it supports it."""
+def test_a_gpu_that_emulates_bfloat16_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernel for attention in it, and torch calls emulation support."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bfloat16
-    )
-    assert resolve_dtype("auto", torch.device("cuda")) == dtype
-    assert resolve_dtype("bfloat16", torch.device("cuda")) == torch.bfloat16
+    for native, dtype in ((1, torch.bfloat16), (0, torch.float32)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=1, n=native: including_emulation or n
+        )
+        assert resolve_dtype("auto", torch.device("cuda")) == dtype
 
 
 def test_servers_are_sent_the_base_of_a_model_that_is_passed_in(models: dict[str, Path]) -> None:
