@@ -23,15 +23,15 @@ TABLE = """
 tokens-and-features | impossible | | ids and pixels are made once, by one processor, and are those of transformers
     Image features and image tokens do not match after some steps | verl #3469 #3708 #4050, EasyR1 #267
 tool-image | impossible | | the learner runs the very ids of each turn, which the engine compares
-    They do not match once a tool shows an image | TRL #5663 #6274, verl-agent #202, verl #2398, EasyR1 #129
+    They do not match once a tool shows an image | TRL #5663 #6274 #6290, verl-agent #202, multimodal-search-r1 #20
 batch-loses-images | stopped | step 1 | guard logp_gap
-    One sample that disagrees takes the images of the whole batch, and training goes on | TRL #6290
+    One sample that disagrees takes the images of the whole batch, and training goes on | TRL 1.16 (source)
 double-expansion | stopped | its first request | vLLM ran
     Image ids are expanded twice, or the engine resizes otherwise | TRL #6294 #6401, prime-rl #1739, EasyR1 #192
 cut-prompt | stopped | check, or the start | more than optim.max_tokens_per_pack
     A prompt is cut through its image tokens | EasyR1 #175 #266, verl #3469
 blind-rollout | stopped | before step 1; the sync after which it begins | guard logp_gap
-    Rollouts go without the image that training sees | prime-rl #2786, NeMo RL #4113, verl #4256 #5160
+    Either rollouts or training go without the image | prime-rl #2786, NeMo RL #4113, verl #5160, agent-lightning #559
 blind-on-both-sides | stopped | step 1 | guard unread_images
     Neither side sees the image, so nothing disagrees | Agent-R1 #21
 swapped-images | stopped | step 1 | guard logp_gap
@@ -69,17 +69,17 @@ tokenized-again | stopped | the turn | changed tokens that were there before it
 not-loaded | stopped | the step whose update is lost | the same to the last bit
     Rollouts come from old weights for the whole run | Unsloth #8701, TRL #3189, verl #7453
 wrong-after-sleep | stopped | step 1 | guard logp_gap
-    Weights are wrong after sleep, and the run goes on | TRL #5312, verl #7904
+    Weights are wrong after sleep, and the run goes on | TRL #4571 #5312, verl #7904
 stale-part | stopped | the step whose update is lost in part | arrived changed
     Some layers keep their first weights: experts, the vision tower | SkyRL #1680
 adapter-not-sent | stopped | the step whose update is lost | the same to the last bit
-    LoRA adapters never reach the rollout | verl #3516
+    LoRA adapters never reach the rollout | verl #3516 #7495
 merge-drift | impossible | | the base is never written to; each merge starts from it
     Merging and unmerging in bfloat16 wears the base | TRL #6688
 old-caches | stopped | step 1 | Encoder cache miss
     Image features, keys and values of older weights are used again | vLLM #44910, TRL #7198, verl #6523, NeMo RL #3648
 lora-targets | stopped | the start | no linear layer
-    LoRA finds one of two names and says nothing, or other layers | ms-swift #6670, verl #6642
+    LoRA finds one of two names and says nothing, or other layers | PEFT #40, ms-swift #2640 #6516
 lora-in-the-tower | impossible | | adapters are in the language model, and with `vision` in the tower, and nowhere else
     Adapters end in a frozen tower; or the tower stays though it should learn | prime-rl #3075, LLaVA #1647
 # The update
@@ -136,7 +136,7 @@ lost-order | impossible | | rows follow from seed and step; checkpoints hold gro
 no-tower | stopped | the export | differs
     A checkpoint or export misses vision weights or the processor | verl #4338 #4498 #4761, ms-swift #9187, EasyR1 #48
 lora-keys | impossible | | vLLM and transformers answer as the trainer did; a part of an adapter is refused
-    Serving ignores the keys of a saved LoRA | vLLM #34186, SkyRL #1785
+    Serving ignores or refuses the keys of a saved LoRA | vLLM #34186, SkyRL #1785, LlamaFactory #6845
 hangs | stopped | its deadline: a server, a reward, a tool, a process | timeout
     A run hangs for hours without a message | ms-swift #4906 #6274 #6962 #8506, TRL #2923 #3671, self-llm #439
 out-of-memory | warned | the start; the estimate was never held against a GPU | max_tokens_per_pack
@@ -181,7 +181,8 @@ def tests() -> dict[str, list[str]]:
     """Tests (`file.py::name`, from `tests/` on) by the key that they are marked with."""
     found: dict[str, list[str]] = {}
     for path in sorted(TESTS.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)) if "mark.field_bug(" in source else ():
             for mark in getattr(node, "decorator_list", ()):
                 if ast.unparse(mark).startswith("pytest.mark.field_bug("):
                     for key in mark.args:

@@ -75,10 +75,8 @@ class FakeRemoteEngine(TransformersEngine):
             done = answer_all(stream, sent)
         if self.fault == "batch sent twice" and len(done) == 8:  # a whole step's answers
             self.batches.append(done)
-            done = self.batches[-2:][0]
-            return [replace(c, seed=r.seed, weight_versions=((0, self.version),))
-                    for c, r in zip(done, requests, strict=True)]  # fmt: skip
-        if self.fault == "constant seed, hidden":
+            done = [replace(c, weight_versions=((0, self.version),)) for c in self.batches[-2:][0]]
+        if self.fault in ("constant seed, hidden", "batch sent twice"):
             return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
         return done
 
