@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from helpers.documents import PAGES, ROOT, blocks, read, write_readme_files
 from helpers.metrics_page import metrics_of_the_page, not_on_the_page
 from PIL import Image
 
@@ -19,30 +19,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.preflight.check import check_config
 from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.testing.tiny_models import build
-
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted(ROOT.glob("examples/**/*.md")),
-    *sorted((ROOT / "benchmarks").glob("**/*.md")),
-]
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks in this language, without their indentation."""
-    found = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(block) for _, block in found]
 
 
 def anchors(page: Path) -> set[str]:
@@ -107,21 +85,13 @@ def test_a_config_of_the_docs_is_legal(values: dict[str, Any]) -> None:
     GRPOConfig.from_dict(whole).check()
 
 
-def test_the_readmes_files_pass_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    readme = read("README.md")
-    (row,), (config,), (reward, _, loop) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
-    assert loop in read("examples/loop.py")
-    for name, text in (("rows.jsonl", row), ("mine.yaml", config), ("my_rewards.py", reward)):
-        (tmp_path / name).write_text(text)
-    image = tmp_path / json.loads(row)["image"]
-    image.parent.mkdir()
-    Image.new("RGB", (64, 64), "white").save(image)
-    build("qwen2_5_vl", tmp_path / "model")
-    assert check_config(GRPOConfig.from_yaml("mine.yaml", ["model.path=model"])), capsys.readouterr().out
-    score = runpy.run_path("my_rewards.py")["says_a_number"]
+def test_the_reward_and_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_readme_files(tmp_path)
+    monkeypatch.setattr("mm_grpo.rewards.registry._REGISTRY", {})  # other tests register it too
+    score = runpy.run_path(str(tmp_path / "my_rewards.py"))["says_a_number"]
     for completion, answer, expected in (("it is 12", "12", 1.0), ("it is 3", "12", 0.0), ("3", "red", None)):
         assert score(completion, answer) == expected
+    assert blocks(read("README.md"), "python")[-1] in read("examples/loop.py")
 
 
 @pytest.mark.parametrize("name", ["data", "turns"])
