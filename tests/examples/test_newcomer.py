@@ -18,18 +18,10 @@ import pytest
 import yaml
 from helpers import forkserver, processes
 from helpers.demo import check_the_demo, copy_sources
-from helpers.documents import write_readme_files
+from helpers.documents import COLOURS, QUESTION, draw_circles, write_readme_files
 from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
-QUESTION = "What colour is the circle?"
-COLOURS = {
-    "red": (222, 38, 44),
-    "green": (32, 150, 66),
-    "blue": (48, 84, 214),
-    "yellow": (236, 204, 30),
-    "purple": (146, 54, 182),
-}
 RUN = {  # what is run, in the order in which one can run it, and what its output holds
     "mm-grpo check own.yaml": "\nok",
     "mm-grpo estimate own.yaml --gpu 80": "fits",
@@ -66,29 +58,13 @@ def make_demo(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def draw(folder: Path, seed: int, count: int) -> list[dict[str, str]]:
-    """Rows with a picture each of one circle, and the pictures."""
-    draws, rows = random.Random(seed), []
-    folder.mkdir()
-    for number in range(count):
-        name = list(COLOURS)[number % len(COLOURS)]
-        r = draws.randint(12, 24)
-        x, y = draws.randint(r, 83 - r), draws.randint(r, 83 - r)
-        picture = Image.new("RGB", (84, 84), "white")
-        fill = tuple(level + draws.randint(-8, 8) for level in COLOURS[name])
-        ImageDraw.Draw(picture).ellipse((x - r, y - r, x + r, y + r), fill=fill)
-        picture.save(folder / f"{number}.png")
-        rows.append({"prompt": QUESTION, "image": f"{folder.name}/{number}.png", "answer": name})
-    return rows
-
-
 def write_own_files(folder: Path) -> None:
     """The README's files, and a config made from its config: other rows, reward, model and engine."""
     config = write_readme_files(folder)
     own = 'def right(completion: str, answer: str) -> float:\n    """1 for the answer and nothing else."""\n'
     (folder / "own_rewards.py").write_text(f"{own}    return float(completion.strip() == answer)\n")
     for name, seed, count in (("train", 1, 160), ("heldout", 2, 50)):
-        rows = draw(folder / name, seed, count)
+        rows = draw_circles(folder / name, seed, count)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config["model"]["path"] = "examples/shapes/base"
     config["data"] = {"train": "train.jsonl", "eval": "heldout.jsonl"}
@@ -145,6 +121,5 @@ def test_the_readme_from_the_clone_to_an_export_that_vllm_answers_with(tmp_path:
 
     pictures = [f"heldout/{number}.png" for number in range(5)]
     asked = ("merged", QUESTION, *pictures)
-    wanted = list(COLOURS)
     said = finished("vllm", "-c", BY_VLLM, *asked, preload=forkserver.VLLM)
-    assert re.findall(r"^answer: (.*)$", said, re.MULTILINE) == wanted, said
+    assert re.findall(r"^answer: (.*)$", said, re.MULTILINE) == [*COLOURS], said

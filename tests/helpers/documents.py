@@ -1,8 +1,9 @@
-"""The pages of the repository: their blocks, their commands, and the files that the README has a reader write."""
+"""The pages of the repository: their blocks, their commands, and files as the README has a reader write them."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
 import textwrap
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from PIL import Image
+from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -24,6 +25,14 @@ PROGRAMS = (
 )
 COMMAND = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:\S*/)?((?:{PROGRAMS})(?: .*|$))")
 INLINE = re.compile(r"(?<!`)`(?:[A-Z_]+=\S+ )*((?:mm-grpo|make|pip install) [^-`][^`]*)`(?!`)")
+QUESTION = "What colour is the circle?"
+COLOURS = {
+    "red": (222, 38, 44),
+    "green": (32, 150, 66),
+    "blue": (48, 84, 214),
+    "yellow": (236, 204, 30),
+    "purple": (146, 54, 182),
+}
 
 
 def read(name: str) -> str:
@@ -68,3 +77,19 @@ def write_readme_files(folder: Path) -> dict[str, Any]:
     (folder / "images").mkdir()
     Image.new("RGB", (112, 84), "white").save(folder / columns["image"])
     return dict(yaml.safe_load(config))
+
+
+def draw_circles(folder: Path, seed: int, count: int) -> list[dict[str, str]]:
+    """Rows with a picture each of one circle, and the pictures in a new folder."""
+    draws, rows = random.Random(seed), []
+    folder.mkdir()
+    for number in range(count):
+        name = list(COLOURS)[number % len(COLOURS)]
+        r = draws.randint(12, 24)
+        x, y = draws.randint(r, 83 - r), draws.randint(r, 83 - r)
+        picture = Image.new("RGB", (84, 84), "white")
+        fill = tuple(level + draws.randint(-8, 8) for level in COLOURS[name])
+        ImageDraw.Draw(picture).ellipse((x - r, y - r, x + r, y + r), fill=fill)
+        picture.save(folder / f"{number}.png")
+        rows.append({"prompt": QUESTION, "image": f"{folder.name}/{number}.png", "answer": name})
+    return rows
