@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import subprocess
@@ -19,7 +18,6 @@ import yaml
 from helpers import forkserver, processes
 from helpers.demo import check_the_demo, copy_sources
 from helpers.documents import COLOURS, QUESTION, draw_circles, write_readme_files
-from PIL import Image, ImageDraw
 
 ROOT = Path(__file__).parents[2]
 RUN = {  # what is run, in the order in which one can run it, and what its output holds
