@@ -29,6 +29,7 @@ def page() -> str:
         *first, last = field.type.removeprefix("one of ").split(", ")
         meaning = re.sub(rf"[:;] {', '.join(first)} or {last}(?=[;.])", "", meaning)
         meaning = re.sub(r", [<>]=? [\d.]+( and [<>]=? [\d.]+)?(?=[;.,])", "", meaning)
+        meaning = meaning.partition(" They are ")[0]  # guards, which a page of their own lists
         meaning = re.sub(r"docs/([\w-]+\.md)", r"[\1](\1)", meaning)
         cells = (name, field.type, f"`{field.default}`", meaning)
         row = "| " + " | ".join(escaped(cell) for cell in cells) + " |"

@@ -39,7 +39,7 @@ run: {max_steps: 2, save_every: 1, eval_every: 1, eval_blind: null, overwrite: t
 SHAPES = "data.train.size=40 data.eval.colour_and_shape.size=6 data.eval.count.size=4"
 SHORTER = {  # what becomes of a command that is run: the reader's own names, and sizes
     r"(?<![/\w])(CONFIG|(my_)?config\.yaml)(?= |$)": "mine.yaml",
-    r"--steps \d+": "--steps 2",
+    r"--(steps|replay) \d+": r"--\1 2",
     r"\bstep-0*[1-9]\d+|(?<=--checkpoint )best": "step-000002",  # no step of so short a run is surely the best
     r"train (shapes|video_qa|zoom)": r"\g<0> my_layer.yaml",
     r"(eval (examples/)?|train )shapes\S*( my_layer.yaml)?": rf"\g<0> {SHAPES}",
@@ -116,7 +116,9 @@ def parse(words: list[str], complete: bool) -> None:
     """Raise what mm-grpo says about options and fields; of a command within a text parts may be missing."""
     from typer.main import get_command
 
-    words = [re.sub(r"^(CONFIG|config\.yaml)$", "mine.yaml", re.sub("^N$", "2", word)) for word in words]
+    words = [
+        re.sub(r"^(CONFIG|config\.yaml)$", "mine.yaml", re.sub("^(N|STEP)$", "2", word)) for word in words
+    ]
     program: Any = get_command(app)
     context = program.make_context("mm-grpo", words)
     try:
@@ -126,7 +128,7 @@ def parse(words: list[str], complete: bool) -> None:
     except typer.BadParameter.__base__ as error:  # type: ignore[misc]
         assert not complete and type(error).__name__ in ("MissingParameter", "BadOptionUsage"), error
     config, changes = context.params.get("config"), context.params.get("overrides") or []
-    if config is not None and not {config, *changes} & {"RECIPE", "LAYER"}:
+    if config is not None and not {config, *changes} & {"RECIPE", "LAYER", "RUN"}:
         load_config(config, changes)
 
 
