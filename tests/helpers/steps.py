@@ -49,10 +49,8 @@ def learner_of(path: Any, policy: Any = None, **changes: Any) -> Learner:
 
 
 def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
-    """Four groups: two images, no image, one image, the first row again with another image.
-
-    With `videos` the third one has a video in the place of its image, and the last one after its first image.
-    """
+    """Four groups: two images, no image, one image, the first row again with another image. With `videos` the third
+    one has a video in the place of its image, and the last one after its first image."""
     samples = [
         tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
         tiny.sample("r:1", "just words"),
@@ -70,9 +68,8 @@ def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
             ids = tuple((torch.randint(10, 270, (n,), generator=generator)).tolist())
             reason = "length" if n == 8 else "stop"
             completions.append(Completion(ids, (-5.0,) * n, "", reason, seed=slot * 3 + g))  # type: ignore[arg-type]
-        groups.append(
-            Group(slot, processor.prompt(sample), tuple(completions), (0.0,) * len(lengths), advantages)
-        )
+        zeros = (0.0,) * len(lengths)
+        groups.append(Group(slot, processor.prompt(sample), tuple(completions), zeros, advantages))
     return groups
 
 
