@@ -85,9 +85,7 @@ LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
         ("edit_similarity", LISTED, LISTED, 1.0),
     ],
 )
-def test_a_list_kept_as_text_is_several_answers(
-    name: str, completion: str, answer: object, score: float
-) -> None:
+def test_a_list_as_text_is_many_answers(name: str, completion: str, answer: object, score: float) -> None:
     assert get(name).fn(completion, answer=answer) == score
 
 
