@@ -82,9 +82,8 @@ def test_masked_completions_have_no_weight_and_are_not_run(
         first, second = GROUPS[0].completions
         masked = replace(GROUPS[0], completions=(first, replace(second, masked=kept_out)))
         monkeypatch.setitem(globals(), "GROUPS", [masked, *GROUPS[1:]])
-    ((items, live, weights, tokens),) = minibatches(
-        algorithm={"mask_truncated_completions": truncated, **dense}
-    )
+    algorithm = {"mask_truncated_completions": truncated, **dense}
+    ((items, live, weights, tokens),) = minibatches(algorithm=algorithm)
     live = [index for index in live if not dense or index not in (2, 3)]  # these have no advantage
     assert (items, live, tokens) == ([0, 1, 2, 3, 4, 5], [0, 4, 5], 13)
     assert weights == pytest.approx([1 / 13, 0.0, 1 / 13, 1 / 13, 1 / 13, 1 / 13], abs=1e-15)
@@ -108,11 +107,8 @@ def test_penalty_and_bonus_keep_completions_without_advantage(fields: dict[str, 
 def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     kept = split_by_completion(values, [7, 7, 3, 5, 5])
-    assert {index: piece.tolist() for index, piece in kept.items()} == {
-        7: [1.0, 2.0],
-        3: [3.0],
-        5: [4.0, 5.0],
-    }
+    pieces = {index: piece.tolist() for index, piece in kept.items()}
+    assert pieces == {7: [1.0, 2.0], 3: [3.0], 5: [4.0, 5.0]}
     default = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     # completion 9 has no kept value
     assert to_pack_order(kept, [3, 9, 7, 7], default).tolist() == [3.0, -2.0, 1.0, 2.0]
