@@ -131,15 +131,14 @@ def test_a_stream_answers_each_as_it_ends(make: Made) -> None:
     fakes[0].stuck.set()
     prompt = prompt_of("a", "x")
     with engine.stream() as stream:
-        numbers = [stream.add_request(Request(prompt, seed, FIVE)) for seed in (3, 4)]
+        asked = [Request(prompt, seed, FIVE) for seed in (3, 4)]
+        numbers = [stream.add_request(request) for request in asked]
         first = stream.step()
         assert len(first) == 1 and stream.unfinished == 1  # the other server is at work
         fakes[0].stuck.clear()
         second = stream.step()
         assert {n for n, _ in first + second} == set(numbers)
-    assert [c for _, c in sorted(first + second)] == engine.generate(
-        [Request(prompt, seed, FIVE) for seed in (3, 4)]
-    )
+    assert [c for _, c in sorted(first + second)] == engine.generate(asked)
     with engine.stream() as stream:
         stream.add_request(Request(prompt, 9, FIVE))
     assert stream.unfinished == 0

@@ -46,9 +46,8 @@ def setup(models: dict[str, Path]) -> Setup:
 
 
 def close_to(a: Sequence[Completion], b: Sequence[Completion], within: float = 1e-5) -> None:
-    assert [(c.seed, c.token_ids, c.finish_reason) for c in a] == [
-        (c.seed, c.token_ids, c.finish_reason) for c in b
-    ]
+    ours, theirs = ([(c.seed, c.token_ids, c.finish_reason) for c in own] for own in (a, b))
+    assert ours == theirs
     for one, other in zip(a, b, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=within)
 
@@ -139,9 +138,8 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
 
     for i, (talk, answer) in enumerate(zip(talks, first, strict=True)):
         talk.add_answer(answer)
-        shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
-            : i + 1 if i < 2 else 0
-        ]
+        picture = setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")
+        shown = [picture][: i + 1 if i < 2 else 0]
         text = setup.processor.observation([[p.medium for p in shown] + ["seen"]], Sample("r", ()))
         assert talk.add_observation(text, shown) is not None
         follows = Follows(i, shown) if follow else None

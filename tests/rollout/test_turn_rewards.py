@@ -92,9 +92,8 @@ def test_a_run_learns_turn_by_turn(models: dict[str, Path], tmp_path: Path) -> N
             assert [turn["reward"] for turn in turns] == own
             assert row["reward"] == math.fsum(r for r in own if r is not None)
             assert row["advantage"] == turns[0]["advantage"]
-            returns.append(
-                [math.fsum(0.5**k * (r or 0.0) for k, r in enumerate(own[t:])) for t in range(len(own))]
-            )
+            values = [math.fsum(0.5**k * (r or 0.0) for k, r in enumerate(own[t:])) for t in range(len(own))]
+            returns.append(values)
         for t in range(3):
             known = [own[t] for own in returns if t < len(own)]
             for row, own in zip(rows, returns, strict=True):
@@ -133,9 +132,8 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
             """
             self.step_reward = left
 
-    toolbox = Toolbox(
-        small_config("model", rollout=TURNS["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
-    )
+    config = small_config("model", rollout=TURNS["rollout"] | {"on_tool_error": "reply"})
+    toolbox = Toolbox(config, [], Misspaying)
     try:
         with pytest.raises(ToolError, match=r"row: look .*step_reward"):
             call_tool(toolbox, toolbox.episodes([sample("row")])[0], "look", {"side": 3})
