@@ -46,11 +46,8 @@ def test_a_phase_past_the_card_is_refused_before_weights_are_loaded(
 
 def test_the_first_remedy_beside_vllm_is_that_it_sleeps(models: dict[str, Path], card: Any) -> None:
     """What each holds fits, and both together do not."""
-    config = config_for(
-        models["qwen2_5_vl"],
-        "unused",
-        rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.6, "sleep_level": 0}},
-    )
+    vllm = {"gpu_memory_utilization": 0.6, "sleep_level": 0}
+    config = config_for(models["qwen2_5_vl"], "unused", rollout={"engine": "vllm", "vllm": vllm})
     card(round(6.4 * GB))  # 3.84 vLLM's, 2 its graphs', 0.5 CUDA's, and 0.09 the learner's
     with pytest.raises(ConfigError, match=r"set rollout.vllm.sleep_level=2 \("):
         refuse_too_large(config)
@@ -80,12 +77,8 @@ def test_a_full_card_ends_in_the_settings_that_help(
             raise EngineError("vLLM failed while it took memory back") from error
         raise error
 
-    with (
-        pytest.raises(
-            OutOfDeviceMemory, match=r"set rollout.vllm.sleep_level=2.*learns.*samples.*of 7.2 GB"
-        ) as found,
-        memory_explained(config, processes=1),
-    ):
+    words = r"set rollout.vllm.sleep_level=2.*learns.*samples.*of 7.2 GB"
+    with pytest.raises(OutOfDeviceMemory, match=words) as found, memory_explained(config, processes=1):
         fail()
     assert not isinstance(found.value, (ConfigError, EngineError))  # exit code 1
     assert str(found.value) in describe(found.value)  # not cut short
