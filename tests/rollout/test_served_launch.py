@@ -25,13 +25,7 @@ from helpers.processes import alone, free_port
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
-from mm_grpo.rollout.served.launch import (
-    ServerProcess,
-    ServerSettings,
-    serve,
-    server_command,
-    server_environment,
-)
+from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve, server_command
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +131,7 @@ def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("MASTER_KEY", "the user's own")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    found = server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
+    found = launch.server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
     assert not {*of_a_launcher} & found.keys()
     assert found["MASTER_KEY"] == "the user's own"
     if not torch.cuda.is_available():  # engine and worker are one process, whatever the trainer's is

@@ -13,16 +13,9 @@ from helpers import tiny
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout import engine
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import (
-    BatchStream,
-    Follows,
-    Request,
-    RolloutEngine,
-    Sampling,
-    answer_all,
-    requests_for,
-)
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answer_all
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion, Sample
 
@@ -178,7 +171,7 @@ def test_a_prompt_that_does_not_begin_so_is_run_whole(setup: Setup) -> None:
 
 
 def test_a_batch_stream_answers_batches(setup: Setup) -> None:
-    requests = requests_for([setup.prompt(1)], [range(4)], Sampling(3))
+    requests = engine.requests_for([setup.prompt(1)], [range(4)], Sampling(3))
     sizes: list[int] = []
 
     def generate(batch: Sequence[Request]) -> list[Completion]:
@@ -196,7 +189,7 @@ def test_an_engine_with_generate_alone_is_refused() -> None:
     def generate(self: Any, requests: Sequence[Request]) -> list[Completion]:
         raise AssertionError
 
-    for base in (RolloutEngine, TransformersEngine):  # whose own stream would go past it
+    for base in (engine.RolloutEngine, TransformersEngine):  # whose own stream would go past it
         with pytest.raises(TypeError, match=r"^Mine defines `generate` without `stream`.*BatchStream\("):
             type("Mine", (base,), {"generate": generate})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -320,10 +321,8 @@ def test_a_slow_tool_holds_up_its_own_conversation_alone(models: dict[str, Path]
         return calls.get((seed - first, turn)) or (call("note") if turn < 2 else "done")
 
     one = Streamed(models["qwen2_5_vl"], script, (wait_for, make, note), 3, tool_timeout=60)
-    try:
+    with closing(one.toolbox):
         found = one.run()
-    finally:
-        one.toolbox.close()
     order = [(seed - first, turn) for seed, turn in one.stream.order]
     assert order.index((1, 1)) < order.index((0, 1))
     assert sorted(order) == [(g, t) for g in range(3) for t in range(3)]
@@ -358,12 +357,10 @@ def test_a_failure_in_the_middle_gives_calls_up(models: dict[str, Path], tmp_pat
 
     one = Streamed(models["qwen2_5_vl"], script, (wait_for, fail), 3, tool_timeout=60, on_tool_error="stop")
     host: Any = one.toolbox.host
-    try:
+    with closing(one.toolbox):
         with pytest.raises(ToolError, match="train:0: fail raised OSError: gone"):
             one.run()
         assert [slot.task for slot in host.slots] == [None] * 3 and not any(slot.queue for slot in host.slots)
-    finally:
-        one.toolbox.close()
 
 
 @pytest.fixture
