@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,9 @@ def _nothing_seen() -> Iterator[None]:
 
 
 def scores(dataset: Dataset, function: Callable[..., Any], **entry: Any) -> Any:
-    with_columns = Scorer([{"name": function, "as": "r", **entry}], conversational=False)
-    with_columns.check(dataset.columns, dataset.columns_of_rows)
-    try:
+    with closing(Scorer([{"name": function, "as": "r", **entry}], conversational=False)) as with_columns:
+        with_columns.check(dataset.columns, dataset.columns_of_rows)
         return with_columns.score(*batch_of(dataset), step=1).parts["r"]
-    finally:
-        with_columns.close()
 
 
 def test_functions_of_trl_get_every_column(dataset: Dataset) -> None:
