@@ -21,15 +21,9 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import _share_base
 from mm_grpo.config import LoRAConfig, ModelConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner import lora as lora_module
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import (
-    adapted_layers,
-    add_adapters,
-    has_adapters,
-    merge_lost,
-    merged_tensors,
-    without_adapters,
-)
+from mm_grpo.learner.lora import adapted_layers, has_adapters, merge_lost, merged_tensors
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
@@ -174,7 +168,7 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
     assert moved > 1e-6
     ids = [c.token_ids for c in groups[0].completions]
     plain = learner_for(path, load_model(ModelConfig(path=str(path), device="cpu"), FAMILY))
-    with without_adapters(model):
+    with lora_module.without_adapters(model):
         assert learner.score(groups[0].prompt, ids) == plain.score(groups[0].prompt, ids)
     assert learner.score(groups[0].prompt, ids) != plain.score(groups[0].prompt, ids)
 
@@ -184,7 +178,7 @@ def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]
     for names in (["query"], ["q_proj", "query"]):
         words = r"target_modules: no linear layer .* is named query; .* q_proj"
         with pytest.raises(ConfigError, match=words):
-            add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
+            lora_module.add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
     assert not has_adapters(model)
 
 
