@@ -24,13 +24,12 @@ from mm_grpo.types import Completion, Group
 
 ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
 LENGTHS = ((3, 6, 2), (4, 4, 4), (1, 8, 5), (2, 2, 7))
-
-
 STEP = {
     "rollout": {"max_completion_length": 8, "temperature": 0.8},
     "optim": {"adam_epsilon": 1e-4, "max_grad_norm": 0.5},
     "run": {"max_steps": 10},
 }
+processor_at = lru_cache(load_processor)
 
 
 def config_for(path: Any, **changes: Any) -> GRPOConfig:
@@ -71,11 +70,6 @@ def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
         zeros = (0.0,) * len(lengths)
         groups.append(Group(slot, processor.prompt(sample), tuple(completions), zeros, advantages))
     return groups
-
-
-@lru_cache
-def processor_at(path: str) -> Any:
-    return load_processor(path)
 
 
 def plain_logp(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:
