@@ -69,11 +69,9 @@ def turned(sent: Factors) -> Factors:
     return {name: -factor if "lora_B" in name else factor for name, factor in sent.items()}
 
 
-def without_mlp(sent: Factors) -> Factors:
-    return {name: 0 * factor if ".mlp." in name else factor for name, factor in sent.items()}
-
-
-@pytest.mark.parametrize("change", [turned, without_mlp])
+@pytest.mark.parametrize(
+    "change", [turned, lambda sent: {n: f * (".mlp." not in n) for n, f in sent.items()}]
+)
 def test_the_canary_alone_catches_factors_that_are_wrong_from_the_first_update(
     change: Callable[[Factors], Factors], models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

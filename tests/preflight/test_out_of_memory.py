@@ -15,12 +15,7 @@ from mm_grpo.cli.unexpected import describe
 from mm_grpo.errors import ConfigError, EngineError, RewardError
 from mm_grpo.preflight import out_of_memory
 from mm_grpo.preflight.memory import GB
-from mm_grpo.preflight.out_of_memory import (
-    OutOfDeviceMemory,
-    is_out_of_memory,
-    memory_explained,
-    refuse_too_large,
-)
+from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory, memory_explained, refuse_too_large
 
 
 @pytest.fixture
@@ -86,7 +81,7 @@ def test_a_full_card_ends_in_the_settings_that_help(
     for other in (RewardError("judge: CUDA out of memory"), ValueError("out of memory")):
         with pytest.raises(type(other)), memory_explained(config, processes=1):
             raise other from error if isinstance(other, RewardError) else None
-    assert not is_out_of_memory(None)
+    assert not out_of_memory.is_out_of_memory(None)
 
 
 def test_a_model_that_the_estimate_cannot_read_is_let_through(

@@ -1,7 +1,4 @@
-"""Every family through processor, embedded engine and learner, against transformers' own processor and forward.
-
-`helpers/families.py` has the table of families; tests/engines/test_vllm_families.py runs it with vLLM.
-"""
+"""Every family through processor, embedded engine and learner, against transformers' own processor and forward."""
 
 from __future__ import annotations
 

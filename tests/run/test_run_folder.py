@@ -253,9 +253,7 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)]
 )
-def test_foreign_files_are_named_before_a_read(
-    name: str, make: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_foreign_files_are_named_before_use(name: str, make: Callable[[Path], Any], tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     path = tmp_path / "run" / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
