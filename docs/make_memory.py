@@ -33,12 +33,32 @@ def qwen2_5_vl(
     }  # fmt: skip
 
 
+def qwen3_5(hidden: int, inner: int, depth: int, tower: int) -> dict[str, Any]:
+    """The shapes of a small Qwen3.5, as its config.json has them; `depth` and `tower` are the vision tower's."""
+    return {
+        "model_type": "qwen3_5", "tie_word_embeddings": True,
+        "text_config": {
+            "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 24, "num_attention_heads": 8,
+            "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248_320,
+            "tie_word_embeddings": True,
+        },
+        "vision_config": {
+            "depth": depth, "hidden_size": tower, "intermediate_size": 4 * tower, "num_heads": tower // 64,
+            "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden,
+            "num_position_embeddings": 2304,
+        },
+    }  # fmt: skip
+
+
 QWEN3_TOWER = {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2048, "num_position_embeddings": 2304,
 }  # fmt: skip
 
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": qwen3_5(1024, 3584, 12, 768),
+    "Qwen3.5-2B": qwen3_5(2048, 6144, 24, 1024),
     "3B": qwen2_5_vl(2048, 11008, 36, (16, 2), 151_936, tie=True),
     "7B": qwen2_5_vl(3584, 18944, 28, (28, 4), 152_064, tie=False),
     "32B": qwen2_5_vl(5120, 27648, 64, (40, 8), 152_064, tie=False, tower=3456),
@@ -63,8 +83,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Shapes of Qwen2.5-VL (3B, 7B, 32B), Qwen3-VL and Qwen3.5 from the models' published config.json files, as assumed
-here. The last is that of its model card and of transformers' defaults for it; its tower is taken to be Qwen3-VL's, and
-its layer that predicts several tokens, which transformers does not load, is left out."""
+here; examples/gpu_notebook.ipynb has the first two. The last is that of its model card and of transformers' defaults
+for it; its tower is taken to be Qwen3-VL's, and its layer that predicts several tokens, which transformers does not
+load, is left out."""
 
 LORA = {"rank": 16, "target_modules": "all-linear"}
 KINDS: dict[str, dict[str, Any]] = {

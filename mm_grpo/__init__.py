@@ -58,6 +58,7 @@ Annexes, which nobody has to open to change the algorithm::
     hub          is the Hugging Face hub there   background   daemon threads, and an event loop in one
     numbers      numbers a run can calculate with  messages   parts of chat messages, limits in them
     warm_start   gold answers are taught before a run
+    replay       a logged step is taken again and compared
 
 The names below are the public surface; a test holds the list. The heavy ones load on first use, so
 `import mm_grpo` brings in neither torch nor vLLM. To add a name: the imports for type checkers, the

@@ -11,6 +11,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import OpenRun
 from mm_grpo.pages.report import Report
+from mm_grpo.run.certificate import certificate
 from mm_grpo.run.folder import Save
 from mm_grpo.run.manifest import checkpoints_in
 from mm_grpo.run.summary import summary_of, warnings_of
@@ -89,6 +90,8 @@ class Exports:
         summary |= {"model": {"step": step, "why": why} if saves else None}
         summary["warned"] = warnings_of(folder.paths) if self.ranks.first else {}
         if self.ranks.first:
+            folder.write_summary(summary)  # before the files are read, which may fail
+            summary["certificate"] = certificate(folder.paths, summary)
             folder.write_summary(summary)
         return summary
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from mm_grpo.learner.step_report import LearnerReport
 from mm_grpo.migrate.arguments import explain_arguments as explain_arguments  # for the trainer, too
 from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage
-from mm_grpo.parity.gaps import first_with_media
+from mm_grpo.parity.gaps import check_start, first_with_media
 from mm_grpo.parity.images import ImageMeasures
 from mm_grpo.parity.sync import Canary
 from mm_grpo.preflight.gold_warnings import warn_of_golds
@@ -50,6 +50,7 @@ from mm_grpo.run.evaluations import Evaluations, default_control
 from mm_grpo.run.folder import RunFolder, outputs_of
 from mm_grpo.run.inflight_state import unpack_ahead
 from mm_grpo.run.inputs import Inputs, inputs_of
+from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import REPORT_EVERY, RunPaths, dated
 from mm_grpo.run.progress import Progress, progress_of_run
@@ -93,7 +94,7 @@ class OpenRun:
             mark = read_mark(config.model.path) if model is None and ranks.first else None
         for sentence in changes_of_form(config, mark):
             logging.getLogger("mm_grpo").warning("%s", sentence)
-        warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
+        self.warmed = warmed = ranks.broadcast(mark is not None, "the mark of a warm start")
         self.toolbox = toolbox = toolbox_of(config, tools, environment_factory)
         several_turns = toolbox is not None
         self.phase("reading the rows")
@@ -136,7 +137,7 @@ class OpenRun:
         self.pipeline = pipeline_of(self.collector, self.engine, ranks)
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
         self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
-        self.resume = resume
+        self.resume: bool | Checkpoint = resume  # a checkpoint: of another run's folder (replay.py)
         user_features = config.algorithm.features
         classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
         features = list(zip(user_features, classes, strict=True))
@@ -159,6 +160,22 @@ class OpenRun:
         """Step, slot and prompt of the first row with an image or a video among the first P, else of the first row."""
         prompts = self.parts.prompt_builder.first(self.train_set, self.plan.order)
         return first_with_media(islice(prompts, self.config.rollout.prompts_per_step))
+
+    def check_start(self) -> None:
+        """Compare engine and learner on the first prompt, and note the start of the run. Every process calls it."""
+        facts = {
+            "processes": self.ranks.world,
+            "rows_changed": len(self.state.changed_rows),
+            "warmed": self.warmed,
+        }
+        if self.config.run.guards.get("logp_gap") != "off":
+            self.phase("checking that engine and learner agree on the first prompt")
+            step, slot, prompt = self.first_prompt
+            seeds = self.plan.seeds.group(step, slot)
+            parity = check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
+            facts |= {f"gap_{name}": value for name, value in asdict(parity.sampled).items()}
+        if self.ranks.first:
+            self.folder.note_start(self.state.step, **facts)
 
     def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
         """Return measures of a step that are taken while the engine is awake. Every process calls it."""
@@ -191,7 +208,7 @@ class OpenRun:
     def start_folder(self, step: int) -> None:
         """Start the run folder after `step` steps: cut its logs there, and replay them to the guards."""
         folder, last, root = self.folder, self.plan.max_steps, self.folder.paths.root
-        if self.resume:
+        if self.resume is True:
             remaining = "nothing is left" if step == last else f"{last - step} of {last} steps are left"
             resuming = f"resuming {root} after step {step}: {remaining}"
             self.phase(resuming if step else f"{root} has no checkpoint to resume; starting at step 1")

@@ -18,7 +18,6 @@ from mm_grpo.data.sources import Source
 from mm_grpo.errors import ConfigError
 from mm_grpo.exports import Exports
 from mm_grpo.open_run import OpenRun, explain_arguments
-from mm_grpo.parity.gaps import check_start
 from mm_grpo.processors.base import Processor
 from mm_grpo.rollout.collect import Rollout
 from mm_grpo.rollout.evaluate import Evaluation
@@ -195,7 +194,7 @@ class GRPOTrainer(Exports):
         with self.ranks.fail_together("the parity check"):
             # before a checkpoint is loaded: now learner and engine both have the weights on disk
             self.sync.calibrate(self.parts.first_prompt[2])
-        self.resumed_at = step = self.state.load() if self.parts.resume else 0
+        self.resumed_at = step = self.state.load(self.parts.resume)
         self.tokens_seen = self.state.extra.get("tokens_seen", 0)
         if step:
             with self.ranks.fail_together("weight sync"):
@@ -205,12 +204,8 @@ class GRPOTrainer(Exports):
 
     def _before_steps(self) -> None:
         """Compare engine and learner, evaluate or restore the evaluations, and start the pipeline."""
-        if self.config.run.guards.get("logp_gap") != "off":
-            self.parts.phase("checking that engine and learner agree on the first prompt")
-            with self.ranks.fail_together("the parity check"):
-                step, slot, prompt = self.parts.first_prompt
-                seeds = self.plan.seeds.group(step, slot)
-                check_start(self.engine, self.learner, self.config, prompt, seeds, self.sync.version)
+        with self.ranks.fail_together("the parity check"):
+            self.parts.check_start()
         if self.resumed_at:
             self.evaluations.restore(self.state.extra)
         elif metrics := self._evaluate(0):

@@ -203,6 +203,8 @@ class Completion:
     seed: int
     weight_versions: tuple[tuple[int, int], ...] = ((0, 0),)
     """Spans of equal weights, as (first token, version)."""
+    ids_compared: int = 0
+    """Prompt ids that the engine ran and that were compared with the learner's; 0 if it is handed the learner's own."""
     tail: Tail | None = None
     """None in a conversation of one turn: the model then runs the prompt and `token_ids`."""
     turns: tuple[Turn, ...] = ()

@@ -37,7 +37,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
         "mm-grpo eval config.yaml --model runs/first --samples 8 --json all.json",
     ),
     "estimate": ("mm-grpo estimate config.yaml", "mm-grpo estimate geometry3k lora.yaml --gpu 24"),
-    "view": ("mm-grpo view runs/first", "mm-grpo view runs/first runs/second -o both.html"),
+    "view": ("mm-grpo view runs/first runs/second -o both.html", "mm-grpo view runs/first --certificate"),
     "export": (
         "mm-grpo export runs/first model",
         "mm-grpo export runs/first adapter --adapter --checkpoint best",

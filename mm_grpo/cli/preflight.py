@@ -21,6 +21,7 @@ from mm_grpo.cli.serve import GPU_SHARE, SHARE_GPUS, ShareGPUs, TensorParallel
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import OutputFile, temporary_folder
+from mm_grpo.terminal import printable
 
 
 def check(
@@ -78,17 +79,28 @@ def doctor(
     overrides: Overrides = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to compare on.")] = 4,
     processes: Processes = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--replay", min=1, metavar="STEP", help="Take this step of a run folder CONFIG again."),
+    ] = None,
 ) -> None:
-    """Compare engine and learner of a config on its first prompts, before and after a weight update."""
+    """Compare engine and learner before and after an update, or with --replay a step of a run with its log."""
     loaded = load_config(config, overrides or [])
     refuse_missing_data(loaded, config)
     if processes is not None and processes > 1:
         check_processes(processes, loaded, smoke=False)
-        arguments = [config, *(overrides or []), "--prompts", str(prompts)]
+        option = ("--prompts", prompts) if step is None else ("--replay", step)
+        arguments = [config, *(overrides or []), *map(str, option)]
         raise typer.Exit(launch(processes, ["-m", "mm_grpo.cli", "doctor", *arguments]))
     with heavy_imports():
         from mm_grpo.preflight.doctor import examine, show
+        from mm_grpo.replay import replay
 
+    if step is not None:
+        result = replay(config, step, loaded)
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo(printable("\n".join(result.lines())))
+        raise typer.Exit(0 if result.difference is None else 3)
     report = examine(loaded, prompts)
     if os.environ.get("RANK", "0") == "0":
         show(report)

@@ -64,7 +64,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run the code that a model brings along (auto_map in its config); false runs none. Default: false."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU, float32 on a CPU. Default: auto."""
+    """Number format of the weights: float32 or bfloat16; auto is bfloat16 on a GPU that computes in it, else float32.
+    Default: auto."""
     attn: Literal["auto", "sdpa", "flex_attention"] = "auto"
     """Attention of the learner: sdpa or flex_attention; auto is flex_attention on a GPU in bfloat16 if it proves
     right, else sdpa. Default: auto."""

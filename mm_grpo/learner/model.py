@@ -164,8 +164,11 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of a name; `auto` is bfloat16 on a GPU that computes in it, else float32."""
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        # a GPU older than Ampere emulates bfloat16, and has no kernel for attention in it
+        emulated = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if device.type == "cuda" and not emulated else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

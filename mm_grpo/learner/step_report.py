@@ -166,4 +166,5 @@ def gap_metrics(
         return {}, {}
     moves = torch.cat([*by_version.values()]).abs()
     metrics = {f"{GAP}/mean": float(moves.sum()) / len(moves), f"{GAP}/max": float(moves.max())}
+    metrics[f"{GAP}/tokens"] = len(moves)
     return metrics, {version: LogprobGap.of(moves) for version, moves in by_version.items()}

@@ -442,12 +442,13 @@ function rollouts() {
 }
 
 function about(run) {
-  const { started, rewards = [], ...environment } = run.environment;
+  const { started, starts, rewards = [], ...environment } = run.environment, { certificate = {} } = run.summary || {};
   const pairs = (value) => Object.entries(value).filter((entry) => known(entry[1])).map((entry) => entry.join(" ")).join(", ");
   const words = (key, value) => (Array.isArray(value) ? value.join(key === "command" ? " " : ", ") : typeof value === "object" ? pairs(value) : String(value));
   const table = (name, rows) => rows.length > 0 && [el("h3", {}, name), el("table", { class: "facts" }, rows.map(([key, value]) => el("tr", {}, el("th", {}, key), el("td", {}, value))))];
   return [el("h2", {}, data.runs.length === 1 ? "The run" : run.name), table("What differs from the defaults", run.changed),
     table("Machine and versions", [...Object.entries(environment).filter((entry) => entry[1]).map(([key, value]) => [key, words(key, value)]), ...rewards.map((reward) => ["reward", pairs(reward)])]),
+    Object.keys(certificate).length > 0 && el("details", {}, el("summary", {}, "Certificate"), table("Counted from the run's files", Object.entries(certificate))),
     run.config && el("details", {}, el("summary", {}, "Configuration"), el("pre", {}, run.config))];
 }
 

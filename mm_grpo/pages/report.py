@@ -50,8 +50,9 @@ class Report:
         return render(title, data, images)
 
     def _repr_html_(self) -> str:
-        page = escape(self.html(LIVE_BUDGET))
-        return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0"></iframe>'
+        # the page has many double quotes, which a notebook would save as six characters each
+        page = escape(self.html(LIVE_BUDGET), quote=False).replace("'", "&#x27;")
+        return f"<iframe srcdoc='{page}' style='width: 100%; height: 800px; border: 0'></iframe>"
 
     def gather(self, budget: Budget = FULL_BUDGET) -> tuple[dict[str, Any], dict[str, PageImage]]:
         """Return the data of the page, and its images by name."""

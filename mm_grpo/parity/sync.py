@@ -86,7 +86,7 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         gap = {} if self.score is None else {"sync/logp_gap": self.score.mean}
         merge = {} if self.merge_lost is None else {"lora/merge_lost": self.merge_lost}
-        return {"sync/bytes": self.bytes, **merge, **gap}
+        return {"sync/tensors": self.tensors, "sync/bytes": self.bytes, **merge, **gap}
 
 
 class VerifiedSync:

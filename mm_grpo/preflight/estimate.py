@@ -23,6 +23,7 @@ from mm_grpo.config.engine_facts import ENGINE_FACTS
 from mm_grpo.config.messages import yaml_repr
 from mm_grpo.errors import ConfigError
 from mm_grpo.learner.lora import add_adapters
+from mm_grpo.learner.model import resolve_dtype
 from mm_grpo.learner.quantization import quantised_layers
 from mm_grpo.preflight.memory import (
     FORWARD,
@@ -56,7 +57,7 @@ def build_on_meta(config: GRPOConfig) -> tuple[Any, Any]:
     options = {"trust_remote_code": config.model.trust_remote_code}
     cls, model_config = processor_class(config.model.path, processor=config.model.processor, **options)
     family = cls.family
-    dtype = torch.float32 if config.model.dtype == "float32" else torch.bfloat16
+    dtype = resolve_dtype(config.model.dtype, torch.device("cuda"))
     try:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(model_config, dtype=dtype, **options)

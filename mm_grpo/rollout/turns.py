@@ -227,6 +227,7 @@ class TurnLoop:
             finish_reason=talk.finish_reason or "length",
             seed=talk.request.seed,
             weight_versions=answers[0].weight_versions,  # all turns were checked to be of one version
+            ids_compared=sum(answer.ids_compared for answer in answers),
             tail=talk.conversation.tail(),
             turns=tuple(talk.turns),
             final_state=talk.episode.environment,

@@ -5,6 +5,7 @@
     environment  environment.json: the versions and the machine
     metrics      metrics.jsonl, one object a step, and events.jsonl, the guards that fired
     summary      summary.json, the run in a few numbers
+    certificate  what the files of a run prove, counted from them and put into words
     evaluations  what the evaluations of a run found, before, best and last
     rollout_log  rollouts/step-000001.jsonl, rollouts/images/
     overlays     gold and predicted boxes and points, in pixels of a row's images

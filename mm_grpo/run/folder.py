@@ -20,7 +20,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, remove
+from mm_grpo.files import RUN_MARK, atomic_folder, atomic_write, read_json, remove
 from mm_grpo.rewards.spec import RewardSpec
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
@@ -120,6 +120,8 @@ class RunFolder:
         """
         paths = self.paths
         environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
+        if self._resume and paths.environment.is_file():
+            environment["starts"] = read_json(paths.environment, dict).get("starts", [])
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             for file in _temporary_files(paths) if self._lock.mark.wrote else ():
@@ -134,6 +136,14 @@ class RunFolder:
                 atomic_write(paths.expected, Path(self._expected).read_bytes())
             atomic_write(paths.environment, json.dumps(environment, indent=2) + "\n")
         return self
+
+    def note_start(self, step: int, **facts: Any) -> None:
+        """Add a start after `step` to the `starts` in environment.json; drop those after steps that are taken again."""
+        environment = read_json(self.paths.environment, dict)
+        starts = [start for start in environment.get("starts", ()) if start["step"] <= step]
+        environment["starts"] = [*starts, {"step": step, **facts}]
+        with self.writing("environment.json"):
+            atomic_write(self.paths.environment, json.dumps(environment, indent=2) + "\n")
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:

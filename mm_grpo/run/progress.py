@@ -199,7 +199,8 @@ class NotebookProgress(Progress):
         from IPython.display import HTML, display
 
         self._last_line = time.monotonic()
-        columns = dict.fromkeys(label for row in self._rows for label in row)
+        labels = ("step", *(label for label, *_ in COLUMNS))
+        columns = [label for label in labels if any(label in row for row in self._rows)]
         rows = [columns, *([row.get(label, "") for label in columns] for row in self._rows)]
         cells = ("".join(f"<td>{escape(printable(text))}</td>" for text in row) for row in rows)
         lines = "<br>".join(escape(printable(text)) for text in (*self._lines, *status))

@@ -19,6 +19,7 @@ from mm_grpo.rollout.collect import Rollout
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.inflight_state import pack_ahead
+from mm_grpo.run.manifest import Checkpoint
 from mm_grpo.run.metrics import iter_metrics
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.same_run import check_rows, refuse_another_run
@@ -53,12 +54,14 @@ class RunState:
         self.log: bytes | None = None
         """Its copy of metrics.jsonl."""
 
-    def load(self) -> int:
-        """Load the newest checkpoint; return its step, 0 when there is none.
+    def load(self, resume: bool | Checkpoint) -> int:
+        """Load the newest checkpoint, or the one that is passed; return its step, 0 when there is none.
 
         Raises ConfigError when it is another run's, or when the run took steps and saved no checkpoint.
         """
-        checkpoint = self.checkpoints.newest()
+        if resume is False:
+            return 0
+        checkpoint = self.checkpoints.newest() if resume is True else resume
         if checkpoint is None:
             metrics = self.paths.metrics
             rows = sum(row["step"] > 0 for row in iter_metrics(metrics)) if metrics.exists() else 0
@@ -74,7 +77,8 @@ class RunState:
             checkpoint, identity["rows"], self.sets, self.order, allowed=run.allow_changed_rows
         )
         self.checkpoints.load(checkpoint)
-        self.step, self.extra, self.log = checkpoint.step, checkpoint.extra, checkpoint.log
+        self.step, self.extra = checkpoint.step, checkpoint.extra
+        self.log = checkpoint.log if resume is True else None
         return self.step
 
     def save(

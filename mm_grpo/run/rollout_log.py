@@ -6,13 +6,14 @@ the first step, of the best one and of the newest one are kept.
 Each line is one completion, in the order of the groups. Images and frames, these as JPEG, are written once, named by
 their content.
 
-Keys: step, slot, attempt, uid, generation, messages, images, videos, completion, tokens, finish_reason, seed,
-weight_versions, reward, parts, advantage, columns. `images` are names; each of `videos` has its `times` and `fps`
-(types.Video), and names as `frames`. Optional keys: `extra`, columns that rewards logged; `sight` and `order`, if they
-were measured (docs/evaluation.md); `gold` and `marks`, boxes, points and polygons of the row and of the completion in
-pixels of the row's images (run/overlays.py); `opens_thinking`, true if the prompt ends with `<think>`. Rows of an
-evaluation also have `set`, its name, and `blind`, null or the kind of its control; their `slot` is the index of
-the row, their `advantage` is null.
+Keys: step, slot, attempt, uid, prompt_digest, generation, messages, images, videos, completion, token_digest, tokens,
+finish_reason, seed, weight_versions, reward, parts, advantage, columns. The digests are XXH3 of token ids. `images` are
+names; each of `videos` has its `times` and `fps` (types.Video), and names as `frames`. Optional keys: `extra`, columns
+that rewards logged; `sight` and `order`, if they were measured (docs/evaluation.md); `gold` and `marks`, boxes, points
+and polygons of the row and of the completion in pixels of the row's images (run/overlays.py); `opens_thinking`, true if
+the prompt ends with `<think>`; `ids_compared`, prompt ids that the engine ran and that were compared with the
+learner's, of a conversation in all turns. Rows of an evaluation also have `set`, its name, and `blind`, null or the
+kind of its control; their `slot` is the index of the row, their `advantage` is null.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from PIL.Image import Image
 
 from mm_grpo.files import atomic_write, encoded_image
@@ -113,6 +116,7 @@ def _rows(
         prompt = group.prompt
         shared: dict[str, Any] = {
             "uid": prompt.uid,
+            "prompt_digest": _digest(prompt.token_ids),
             "messages": _plain_messages(prompt.sample.messages),
             **_save_media(paths, prompt.engine_prompt),
         }
@@ -129,6 +133,7 @@ def _rows(
                 **shared,
                 "generation": generation,
                 "completion": completion.text,
+                "token_digest": _digest(completion.token_ids),
                 "tokens": len(completion.token_ids),
                 "finish_reason": completion.finish_reason,
                 "seed": completion.seed,
@@ -144,6 +149,8 @@ def _rows(
                 row["marks"] = [overlay.as_dict() for overlay in predicted]
             if prompt.opens_thinking:
                 row["opens_thinking"] = True
+            if completion.ids_compared:
+                row["ids_compared"] = completion.ids_compared
             if completion.turns:
                 row["turns"] = _turns(paths, group, generation)
                 row["masked"] = completion.masked
@@ -153,6 +160,10 @@ def _rows(
                     for name in extra
                 }
             yield row
+
+
+def _digest(token_ids: Sequence[int]) -> str:
+    return xxhash.xxh3_64_hexdigest(array("q", token_ids).tobytes())
 
 
 def _turns(paths: RunPaths, group: Group, generation: int) -> list[dict[str, Any]]:

@@ -292,6 +292,7 @@ def test_check_writes_its_page_but_never_over_a_file_of_the_user(
     assert (tmp_path / "mine.html").read_text() == "mine" and "rewards:" not in refused.out
 
 
+@pytest.mark.field_bug("cut-prompt")
 def test_prompts_that_the_learner_or_the_engine_would_stop_at(command: Any, config_path: Path) -> None:
     rows = config_path.parent / "rows.jsonl"
     two = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "what is it"}]

@@ -29,6 +29,7 @@ def test_the_order_is_pinned() -> None:
     assert [PromptOrder(8, 8, seed=0).spare(1, 1, slot, 2) for slot in range(8)] == [2, 4, 3, 6, 7, 1, 0, 5]
 
 
+@pytest.mark.field_bug("lost-order")
 def test_any_step_can_be_asked_for_first_however_steps_are_cut() -> None:
     assert PromptOrder(10, 4, seed=3).rows(9) == positions(PromptOrder(10, 4, seed=3), 9)[-4:]
     assert positions(PromptOrder(6, 2, seed=5), 9) == positions(PromptOrder(6, 3, seed=5), 6)

@@ -20,6 +20,7 @@ TAGS = (
 
 
 @pytest.mark.parametrize("tag", TAGS)
+@pytest.mark.field_bug("unread-tags")
 def test_a_tag_that_is_not_read_is_refused_in_text_and_in_parts(tag: str) -> None:
     for prompt in (f"{tag}\nWhat?", f"Is it red?{tag}", user(IMAGE, text(f"Is {tag} red?"))):
         assert repr(tag) in refusal({"prompt": prompt, "image": "a.png"})
@@ -109,6 +110,7 @@ def test_numbered_columns_are_the_images_in_the_order_of_their_numbers(row: Any,
     assert fields.images == images and fields.messages[0]["content"] == content
 
 
+@pytest.mark.field_bug("several-images")
 def test_numbered_tags_take_the_numbered_columns() -> None:
     fields = read(MMMU, prompt_template="{question}\n{options}")
     assert fields.images == ("a.png", "b.png", "c.png")

@@ -165,6 +165,20 @@ def test_one_and_two_processes_make_the_same_run(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(("kind", "step"), [("mixture", STEPS), ("turns", 2)])
+def test_a_step_is_replayed_on_another_number_of_processes(
+    kind: str, step: int, folder_of: FolderOf, tmp_path: Path
+) -> None:
+    for trained, world in ((1, 2), (2, 1)):
+        output, arguments = tmp_path / str(world), ["doctor", folder_of(kind, trained), "--replay", step]
+        codes = processes.launch(("-m", "mm_grpo.cli"), world, arguments, output, deadline=280)
+        assert codes == [0] * world, processes.outputs(output, world)
+        lines = (output / "rank-0.txt").read_text()
+        # only the mixture has a checkpoint of the step
+        assert "no difference" in lines and ("their change differs by" in lines) == (kind == "mixture")
+
+
+@pytest.mark.long
 def test_two_processes_go_on_when_one_was_killed_while_it_wrote_a_checkpoint(
     models: dict[str, Path], folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,8 @@ def one(rigs: Callable[[str], Rig]) -> Rig:
 def untied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, dict[str, Any], dict[str, Any]]:
     """A second engine of the process, over an untied model; the process's state before and after its start."""
     path = tiny.build("qwen2_5_vl", tmp_path_factory.mktemp("untied") / "model", seed=5, tie=False)
+    hostile = {"do_sample": True, "temperature": 0.1, "top_k": 2, "repetition_penalty": 1.9}
+    (path / "generation_config.json").write_text(json.dumps(hostile))
     random.seed(11)
     numpy.random.seed(12)
     torch.manual_seed(13)

@@ -56,6 +56,7 @@ def test_who_takes_the_engine_over_without_adapters_samples_without(models: dict
     assert (ours - theirs).abs().max() < 1e-5
 
 
+@pytest.mark.field_bug("adapter-not-sent")
 def test_the_canary_catches_lost_factors(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(models["qwen2_5_vl"], 1e-3, "float32", lora=8)
     assert run.update(1).problem is None

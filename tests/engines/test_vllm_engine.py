@@ -33,6 +33,7 @@ def test_logprobs_are_the_learners_for_one_image_two_and_none(one: Rig) -> None:
         assert c.finish_reason == ("length" if len(c.token_ids) == 12 else "stop")
 
 
+@pytest.mark.field_bug("unread-seed")
 def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig) -> None:
     assert re.fullmatch(r"vLLM \d+\.\d+\S*, model runner 1", one.engine.sampler_version)  # a CPU has no other
     prompts = one.prompts()
@@ -46,6 +47,7 @@ def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig)
             assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
 
 
+@pytest.mark.field_bug("sampled-image-token")
 def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(one: Rig) -> None:
     prompt = one.prompts()[0]
     media = sorted(one.processor.media_token_ids)

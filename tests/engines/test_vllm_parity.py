@@ -88,12 +88,14 @@ class OtherImage(VLLMEngine):
         self.requests.sampled = flipped  # type: ignore[method-assign]
 
 
+@pytest.mark.field_bug("old-caches")
 def test_a_prefix_cache_that_is_kept_shows(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(internals, "reset_prefix_cache", keep)
     problem = Both(one).step(1).problem
     assert problem is not None and "new samples for r:0" in problem
 
 
+@pytest.mark.field_bug("old-caches")
 def test_an_encoder_cache_that_is_kept_shows(one: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # reload clears the worker's half of the cache alone, and vLLM trips over the other half
     monkeypatch.setattr(internals, "reset_encoder_cache", keep)
@@ -103,6 +105,7 @@ def test_an_encoder_cache_that_is_kept_shows(one: Any, monkeypatch: pytest.Monke
     both.engine._handle.llm.llm_engine.reset_encoder_cache()
 
 
+@pytest.mark.field_bug("blind-rollout")
 def test_another_image_stops_before_the_first_step(one: Any) -> None:
     both = Both(one, OtherImage)
     with pytest.raises(GuardStop, match=r"before the first step, .*the tokens that it sampled for r:0"):

@@ -85,6 +85,7 @@ def setting(rigs: Callable[[str], Rig]) -> Iterator[Setting]:
 
 
 @pytest.mark.long
+@pytest.mark.field_bug("tool-image")
 def test_what_is_learned_is_what_was_sampled(setting: Setting) -> None:
     """vLLM's ids of each turn are compared with the learner's by the engine itself, which stops where they differ."""
     turns = images = videos = step = 0

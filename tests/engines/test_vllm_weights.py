@@ -100,6 +100,7 @@ def test_a_learner_that_fails_half_way(one: Rig) -> None:
     assert sampled_gap(one, one.prompts()) <= LIMIT
 
 
+@pytest.mark.field_bug("sampling-defaults")
 def test_an_untied_model(untied: tuple[Rig, Any, Any]) -> None:
     rig = untied[0]
     rig.reset()

@@ -28,7 +28,7 @@ from mm_grpo.types import Completion, Prompt
 
 FAULTS = (
     "no transfer", "no load", "one tensor lost", "stale version", "old cache", "wrong image", "constant seed",
-    "constant seed, hidden",
+    "constant seed, hidden", "image dropped later", "batch sent twice", "wrong after wake",
 )  # fmt: skip
 """Faults of FakeRemoteEngine."""
 
@@ -42,6 +42,7 @@ class FakeRemoteEngine(TransformersEngine):
         self.fault = fault
         self.old = TransformersEngine(copy.deepcopy(model), processor) if fault == "old cache" else self
         self.flipped: dict[int, tuple[Prompt, Prompt]] = {}
+        self.batches: list[list[Completion]] = []
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> Digest:
         fault = self.fault if version >= 1 else ""
@@ -58,6 +59,10 @@ class FakeRemoteEngine(TransformersEngine):
             self.version = version - 1
         return received
 
+    def wake(self) -> None:
+        if self.fault == "wrong after wake" and self.version > 0:
+            self.model.get_output_embeddings().weight.data.mul_(1.1)
+
     def stream(self) -> Any:
         return BatchStream(self.generate)
 
@@ -68,7 +73,10 @@ class FakeRemoteEngine(TransformersEngine):
             return self.old.generate(sent)
         with TransformersStream(self) as stream:
             done = answer_all(stream, sent)
-        if self.fault == "constant seed, hidden":
+        if self.fault == "batch sent twice" and len(done) == 8:  # a whole step's answers
+            self.batches.append(done)
+            done = [replace(c, weight_versions=((0, self.version),)) for c in self.batches[-2:][0]]
+        if self.fault in ("constant seed, hidden", "batch sent twice"):
             return [replace(c, seed=r.seed) for c, r in zip(done, requests, strict=True)]
         return done
 
@@ -81,10 +89,11 @@ class FakeRemoteEngine(TransformersEngine):
 
     def _seen(self, prompt: Prompt) -> Prompt:
         """The prompt as this engine sees it: with another picture when it has that fault."""
-        if self.fault != "wrong image" or not prompt.vision:
+        late = self.fault == "image dropped later" and self.version > 0
+        if not (late or self.fault == "wrong image") or not prompt.vision:
             return prompt
         if id(prompt) not in self.flipped:
-            vision = {**prompt.vision, "pixel_values": -prompt.vision["pixel_values"]}
+            vision = {**prompt.vision, "pixel_values": (0 if late else -1) * prompt.vision["pixel_values"]}
             self.flipped[id(prompt)] = (prompt, replace(prompt, vision=vision))
         return self.flipped[id(prompt)][1]
 

@@ -319,6 +319,11 @@ run/checkpoint.py < run/test_checkpoint.py trainer/test_trainer_again.py trainer
 run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_trainer_again.py ! slow
     skipped check | if sets != old_sets: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
+replay.py < trainer/test_replay.py ! slow
+    * version of weights | if s < step - staleness]) ==> if s < step])
+    swapped stage | "advantage": ("advantage", "turn advantages"), ==> "advantage": ("reward",),
+    skipped check | is_close = isinstance(old, float) and ==> is_close = isinstance(old, (int, float)) and
+    dropped factor | - logged[n]), _square(logged[n] - before[n])) ==> - logged[n]), _square(logged[n]))
 run/same_run.py < run/test_changed_rows.py
     skipped check | 2 * len(moved) > len(changed) ==> len(changed) < 0
     wrong row | changed += [(first + index, x, y) ==> changed += [(index, x, y)

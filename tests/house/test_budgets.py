@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 46_150, "tests": 43_500}
+BUDGETS = {"mm_grpo": 46_900, "tests": 44_200}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import field_bugs
 import pytest
 import yaml
 from helpers.metrics_page import metrics_of_the_page, not_on_the_page
@@ -75,8 +76,23 @@ def test_every_page_is_in_the_sites_nav() -> None:
 
 def test_the_docs_stay_short() -> None:
     assert len(read("README.md")) <= 8000
-    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")]
+    pages = [
+        page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md") if page != field_bugs.PAGE
+    ]
     assert len(pages) <= 22 and sum(len(page.split()) for page in pages) <= 24_500
+
+
+def test_the_page_of_the_fields_bugs_is_that_of_its_tests() -> None:
+    """Each record has a test unless it is open, and a message that is quoted stands in the file of a test."""
+    records, marked = field_bugs.bugs(), field_bugs.tests()
+    assert sorted(bug.key for bug in records if bug.verdict != "open") == sorted(marked)
+    for bug in (bug for bug in records if bug.verdict in ("stopped", "warned")):
+        files = [read("tests/" + name.partition("::")[0]) for name in marked[bug.key]]
+        assert any(bug.here.removeprefix("guard ") in file for file in files), bug.key
+    verdicts = [bug.verdict for bug in records]
+    assert {*verdicts} == {*field_bugs.VERDICTS}
+    assert verdicts.count("impossible") + verdicts.count("stopped") >= 50
+    assert read("docs/field-bugs.md") == field_bugs.text()
 
 
 def test_the_page_of_fields_is_current() -> None:

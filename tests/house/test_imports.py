@@ -37,6 +37,7 @@ LAYERS = tuple(
         "open_run",
         "exports warm_start",
         "trainer",
+        "replay",
         "cli",
     )
 )

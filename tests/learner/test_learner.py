@@ -68,6 +68,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.field_bug("mixed-batch", "last-micro-batch", "accumulated-twice")
 def test_the_update_equals_that_of_a_plain_loop(case: dict[str, Any], models: dict[str, Any]) -> None:
     path = models["qwen2_5_vl"]
     optim = {**case.get("optim", {}), "max_tokens_per_pack": 60}

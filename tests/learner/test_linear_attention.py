@@ -74,6 +74,7 @@ def in_float64(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.field_bug("leaked-state")
 def test_a_pack_equals_its_sequences(rows: str, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     in_float64(layer, monkeypatch)
     segments = segments_of(ROWS[rows])

@@ -50,6 +50,7 @@ def test_a_step_of_one_update_by_hand() -> None:
     assert weights == pytest.approx([1 / 21] * 6, abs=1e-15)
 
 
+@pytest.mark.field_bug("accumulated-twice")
 def test_two_updates_each_have_their_own_denominator() -> None:
     # slots 0 and 1 make the first update: 2 + 8 + 3 + 3 tokens; slot 2 is empty, and 3 has 4 + 1
     first, second = minibatches(optim={"updates_per_step": 2})

@@ -23,7 +23,7 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import Parts, build_parts
 from mm_grpo.config import ModelConfig
 from mm_grpo.errors import ConfigError
-from mm_grpo.learner.model import check_saveable, load_model, resolve_device
+from mm_grpo.learner.model import check_saveable, load_model, resolve_device, resolve_dtype
 from mm_grpo.learner.transformers_patches import PREFIX_ATTENTION
 from mm_grpo.processors.base import load_processor
 
@@ -302,6 +302,16 @@ def test_a_gpu_that_is_not_the_process_s_own_is_refused(monkeypatch: pytest.Monk
     assert resolve_device("cuda:0") == torch.device("cuda:0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
+
+
+def test_a_gpu_that_emulates_bfloat16_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernel for attention in it, and torch calls emulation support."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for native, dtype in ((1, torch.bfloat16), (0, torch.float32)):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=1, n=native: including_emulation or n
+        )
+        assert resolve_dtype("auto", torch.device("cuda")) == dtype
 
 
 def test_servers_are_sent_the_base_of_a_model_that_is_passed_in(models: dict[str, Path]) -> None:

@@ -32,6 +32,7 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", tiny.HYBRID])
+@pytest.mark.field_bug("old-log-probs")
 def test_old_reference_and_new_log_probs_agree_on_one_policy(family: str, models: dict[str, Any]) -> None:
     """Old and reference are run in other packs than new, without gradients, over the same weights."""
     learner = learner_of(models[family], algorithm={"beta": 0.1}, optim={"max_tokens_per_pack": 120})

@@ -25,6 +25,7 @@ ONE_SIZE = ("internvl", "llava_onevision")
 
 
 @pytest.mark.parametrize("family", VIDEOS)
+@pytest.mark.field_bug("dropped-video")
 def test_log_probs_depend_on_every_frame(family: str, models: dict[str, Path]) -> None:
     """The last frame too, which has no partner in families that join two."""
     processor: Any = load_processor(str(models[family]))

@@ -90,6 +90,7 @@ def test_the_time_of_a_pair_is_between_its_frames(family: str, models: dict[str,
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.field_bug("video-times")
 def test_other_positions_than_the_definitions_would_be_seen(
     family: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

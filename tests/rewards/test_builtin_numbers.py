@@ -1,6 +1,7 @@
 """Numbers in a text, and math in processes and threads. Scores by hand are in test_builtin_values.py."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -57,6 +58,10 @@ def test_numeric_reads_every_float_as_python_writes_it(value):
     assert numeric(other, value, tolerance=1e-9) in (0.0, float(math.isinf(value * 2)))
 
 
-def test_math_runs_isolated_and_masks_what_hangs():
+@pytest.mark.field_bug("math-thread")
+def test_math_scores_from_any_thread_and_masks_what_hangs(rows, scorer):
     options = get("math").options
     assert options.isolated and options.on_timeout == "mask"
+    batch = rows(["so \\boxed{\\frac{1}{2}}", "2"], answer=["0.5", "3"])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(scorer("math").score, *batch, step=1).result().totals == [1.0, 0.0]

@@ -37,6 +37,7 @@ def entries(outcome: Any, weight: float = 0.2) -> list[Any]:
         (1, -0.2, [0.8, 0.5, 0.2, -0.2]),  # b: and what a negative weight makes a gain goes
     ],
 )
+@pytest.mark.field_bug("phantom-advantages")
 def test_gains_are_withheld_where_the_outcome_is_no_success(rows, outcome, weight, totals):
     scores = Scorer(entries(outcome, weight)).score(*rows(TEXTS), step=1)
     assert scores.totals == pytest.approx(totals)

@@ -35,6 +35,7 @@ def test_a_plain_function_with_a_time_out_scores_as_without(rows):
     assert threads[2] is threads[3] is threading.main_thread()
 
 
+@pytest.mark.field_bug("hangs")
 def test_a_plain_function_that_hangs_stops_the_run_whatever_the_policy(rows, caplog):
     release = threading.Event()
 

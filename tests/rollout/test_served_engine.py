@@ -31,7 +31,7 @@ def test_one_server_and_two_answer_alike_and_share_the_work(make: Made) -> None:
     assert done == one.generate(asked)
     assert [c.seed for c in done] == [r.seed for r in asked]
     assert len({c.token_ids for c in done}) == 48 and {len(c.token_ids) for c in done} == {5}
-    assert {c.weight_versions for c in done} == {((0, 0),)}
+    assert {(c.weight_versions, c.ids_compared == 0) for c in done} == {(((0, 0),), False)}
     assert sorted(len(fake.asked) for fake in fakes)[0] >= 3  # of 12 groups
     body = fakes[0].asked[0]
     params = body["sampling_params"]

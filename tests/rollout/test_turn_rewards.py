@@ -144,6 +144,7 @@ def test_an_answer_of_a_worker_is_what_it_was() -> None:
     assert unpack_result(pack_result(said)) == said
 
 
+@pytest.mark.field_bug("default-zero")
 def test_what_a_call_does_not_set_is_not_paid_again() -> None:
     config = small_config("model", rollout={"environment_workers": 0})
     with closing(Toolbox(config, [], Paying)) as toolbox:

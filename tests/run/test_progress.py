@@ -110,7 +110,8 @@ def test_a_notebook_table_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with progress_of_run(300, headline="8 prompts\n4 generations") as progress:
         progress.print("<b>accuracy</b> 0.25")
         for step in range(1, 301):
-            progress.on_log(step, {"reward": step / 1000, "kl": 0.5, "step_time": 2.0})
+            later = {"loss": 1.0} if step > 1 else {}
+            progress.on_log(step, {"reward": step / 1000, "kl": 0.5, "step_time": 2.0, **later})
             progress.evaluating("heldout", step, 300)
     assert calls == [True] and len(shown) == 302 and capsys.readouterr().out == ""
     assert [re.findall("<td>([^<]*)", row) for row in shown[2].split("<tr>")[1:]] == [
@@ -118,6 +119,8 @@ def test_a_notebook_table_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         ["1/300", "0.001", "0 s", "2.0", "0.5000"],
     ]
     assert shown[2].endswith("</table>8 prompts<br>4 generations<br>&lt;b&gt;accuracy&lt;/b&gt; 0.25")
+    header = re.findall("<td>([^<]*)", next(html for html in shown if "loss" in html).split("</tr>")[0])
+    assert header == ["step", "reward", "left", "s/step", "loss", "kl"]  # a late column has its place
     rows = re.findall("<td>([^<]*)/300</td><td>([^<]*)", shown[-1])
     assert (rows[0], rows[-1]) == (("101", "0.101"), ("300", "0.300"))
 

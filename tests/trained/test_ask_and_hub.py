@@ -65,6 +65,7 @@ def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path
 
 
 @pytest.mark.parametrize("maker", ["export", "peft"])
+@pytest.mark.field_bug("lora-keys")
 def test_an_adapter_folder_without_all_of_its_layers_is_refused(
     maker: str, runs: Runs, exported: Path, command: Any, tmp_path: Path
 ) -> None:

@@ -37,6 +37,7 @@ def run(path: Path, folder: Path, reward: Any, **rollout: Any) -> tuple[list[dic
     return rows_of(folder), seen
 
 
+@pytest.mark.field_bug("flat-groups")
 def test_flat_groups_make_room_for_others(model: Path, tmp_path: Path) -> None:
     metrics, learned = run(model, tmp_path / "r", partly_flat)
     order = PromptOrder(6, 4, seed=5)

@@ -117,6 +117,7 @@ def test_sampling_goes_on_meanwhile(
 
 
 @pytest.mark.slow
+@pytest.mark.field_bug("lost-order")
 def test_a_resumed_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None) -> None:
     rollout = {"max_staleness": 2, "max_attempts": 2}
     changes: dict[str, Any] = {"rollout": rollout, "reward": partly_flat, "data": {"pass_rate": 0.5}}

@@ -43,6 +43,7 @@ def test_a_healthy_run_raises_no_alarm(model: Path, tmp_path: Path, caplog: pyte
     assert all(-10 < row["completions/mean_logprob"] < -1 for row in rows)
 
 
+@pytest.mark.field_bug("blind-on-both-sides")
 def test_images_that_do_not_reach_the_text_stop_the_first_step(model: Path, tmp_path: Path) -> None:
     trainer = trainer_for(model, tmp_path / "r", vowels)
     score = trainer.learner.score
@@ -80,6 +81,7 @@ OFF = {"update_happens": "off", "logp_gap": "off"}
         (1e15, "float32", OFF),  # logits are NaN, and the engine is to sample from them
     ],
 )
+@pytest.mark.field_bug("nan-loss")
 def test_a_rate_that_is_far_too_large_stops_the_run_with_one_message(
     rate: float, dtype: str, guards: dict[str, str], models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -245,4 +245,5 @@ def completion_of(request: Request, processor: Processor, sampled: Sampled, vers
         finish_reason=cast(FinishReason, sampled.finish_reason),
         seed=request.seed,
         weight_versions=((0, version),),
+        ids_compared=len(request.prompt.token_ids),  # by `check_ids`
     )
