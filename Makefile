@@ -98,7 +98,7 @@ gpu-wheels:  ## download what gpu-proof needs on a GPU machine without an index 
 # The reference is read out of the source without importing it, so none of our own dependencies are installed.
 docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
-	@echo "open build/docs/index.html; with search: python3 -m http.server -d build/docs"
+	@echo "open build/docs/index.html"
 
 EXTRAS := $(addprefix --extra ,qlora math text json judge masks openenv tensorboard dev)
 requirements: setup  ## compile cpu.txt and docs.txt from their .in, and lowest.txt from pyproject.toml

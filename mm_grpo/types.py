@@ -251,9 +251,9 @@ class Group:
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Columns that rewards logged."""
     turn_rewards: tuple[tuple[float | None, ...], ...] = ()
-    """[G][K], totals by turn of the model; () for a completion without turns."""
+    """`[G][K]`, totals by turn of the model; () for a completion without turns."""
     turn_advantages: tuple[tuple[float, ...], ...] = ()
-    """[G][K] with `algorithm.turn_gamma`, else empty."""
+    """`[G][K]` with `algorithm.turn_gamma`, else empty."""
 
     def without_local_state(self) -> Group:
         """Return a copy for another process: without vision tensors, observations and live objects."""

@@ -86,7 +86,8 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport, ranks: Ranks)
     refuse_too_large(config, processes=ranks.world)
     # with this schedule and loss every step updates; the model stays the same
     optim = {"optim.lr_scheduler_type": "constant", "optim.warmup_steps": 0, "optim.updates_per_step": 1}
-    updating = config.with_values({**optim, "algorithm": {"beta": config.algorithm.beta}})
+    slots = {"rollout.prompts_per_step": max(rollout.prompts_per_step, count)}  # all in one update
+    updating = config.with_values({**optim, **slots, "algorithm": {"beta": config.algorithm.beta}})
     parts = build_parts(updating, 100, [rows], ranks=ranks, toolbox=toolbox)
     model, limit = parts.model, parts.sync.limit
     report.dtype, report.device = str(model.dtype).removeprefix("torch."), str(model.device)

@@ -38,9 +38,8 @@ SHIFT_FREE: dict[str, Estimate] = {
 
 def of_squares(rewards: Table) -> list[tuple[float, ...]]:
     """maxrl, which takes no reward below 0."""
-    return with_config(advantage_estimator="maxrl")(
-        [[None if r is None else r * r for r in row] for row in rewards]
-    )
+    squares = [[None if r is None else r * r for r in row] for row in rewards]
+    return with_config(advantage_estimator="maxrl")(squares)
 
 
 ALL = {**SHIFT_FREE, "batch": with_config(scale_rewards="batch"), "two rewards": of_two, "maxrl": of_squares}
@@ -109,8 +108,6 @@ def test_equal_rewards_give_exact_zeros_whatever_the_others_do(
 @given(data=st.data())
 def test_a_group_may_be_shifted(name: str, data: st.DataObject) -> None:
     rewards = data.draw(TABLE)
-    shifted = [
-        [None if r is None else r + shift for r in row]
-        for row, shift in ((row, data.draw(EIGHTHS)) for row in rewards)
-    ]
+    shifts = [data.draw(EIGHTHS) for _ in rewards]
+    shifted = [[None if r is None else r + by for r in row] for row, by in zip(rewards, shifts, strict=True)]
     assert close(SHIFT_FREE[name](shifted), SHIFT_FREE[name](rewards))

@@ -119,9 +119,8 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
     lengths = MASK.sum(1)
     chosen = top_entropy_mask(given["entropy"], MASK, config.top_entropy_quantile)
-    loss_inputs = LossInputs(
-        given["advantages"].double(), token_weights(config.loss_type, lengths, LIMIT), int(chosen.sum())
-    )
+    weights = token_weights(config.loss_type, lengths, LIMIT)
+    loss_inputs = LossInputs(given["advantages"].double(), weights, int(chosen.sum()))
     statistics, total = LossStatistics(), torch.zeros(())
     for rows in ([3, 1, 5], [0, 4, 2]):
         keep = MASK[rows].bool()

@@ -35,10 +35,8 @@ def test_pgpo_by_hand() -> None:
 
 
 def test_vppo_by_hand() -> None:
-    """Means 1, 3 and 2 of an update, the last elsewhere: n = 0, 1, 0.5, their mean 0.5, so beta_max = 0.9 + 0.1 / 0.5.
-
-    Of five tokens two are kept, of one the only one.
-    """
+    """Means 1, 3 and 2 of an update, the last elsewhere: n = 0, 1, 0.5, their mean 0.5, so beta_max = 0.9 + 0.1 /
+    0.5. Of five tokens two are kept, of one the only one."""
     first, second = vppo([of(0.0, 2.0, 0.0, 2.0, 1.0), of(3.0)], [1.0, 3.0, 2.0], top_share=0.4, beta_min=0.9)
     assert first.tolist() == pytest.approx([0.0, 0.9, 0.0, 0.9, 0.0])
     assert second.tolist() == pytest.approx([1.1])

@@ -53,9 +53,8 @@ def test_what_is_not_active_neither_counts_nor_stays() -> None:
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_top_entropy_mask_is_trls(share: float, ties: bool) -> None:
     trl = pytest.importorskip("trl", reason="trl is not installed; it is among requirements/cpu.txt")
-    trainer = SimpleNamespace(
-        accelerator=SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
-    )
+    accelerator = SimpleNamespace(pad_across_processes=lambda x, **_: x, gather=lambda x: x)
+    trainer = SimpleNamespace(accelerator=accelerator)
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         entropies = 3 * torch.rand(7, 11 + seed, generator=generator)

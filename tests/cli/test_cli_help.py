@@ -36,21 +36,6 @@ def test_every_command_has_examples_in_its_help(command: Any) -> None:
     assert command("train", "-h").out == command("train", "--help").out
 
 
-@pytest.mark.parametrize("name", sorted(EXAMPLES))
-def test_the_examples_are_commands_that_parse(name: str) -> None:
-    import shlex
-
-    from typer.main import get_command
-
-    group = get_command(app)
-    for line in EXAMPLES[name]:
-        words = [word for word in shlex.split(line.partition(" > ")[0])[1:]]
-        with group.make_context("mm-grpo", words, resilient_parsing=False) as context:
-            found, one, rest = group.resolve_command(context, words)  # type: ignore[attr-defined]
-            assert one is not None
-            one.make_context(found, rest, parent=context)  # raises what the command line would say
-
-
 def test_the_help_shows_every_command_in_a_group_with_its_sentence(command: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     done = command("--help")

@@ -132,11 +132,8 @@ def test_a_config_of_ms_swift() -> None:
     assert converted.values["optim"] == {**schedule, "weight_decay": 0.1, "adam_beta2": 0.95}
     # nothing is accumulated: the 8 completions of a batch are a group
     assert converted.values["rollout"] == {"prompts_per_step": 1, "temperature": 0.9}
-    assert converted.values["algorithm"] == {
-        "beta": 0.04,
-        "loss_type": "grpo",
-        "importance_sampling_mode": "none",
-    }
+    algorithm = {"beta": 0.04, "loss_type": "grpo", "importance_sampling_mode": "none"}
+    assert converted.values["algorithm"] == algorithm
     model = {"path": "Qwen/Q", "lora": lora, "dtype": "bfloat16", "freeze_vision": True}
     assert converted.values["model"] == model and converted.values["run"] == {"max_steps": 10}
     assert converted.values["data"] == {"train": ["a.jsonl"]} and converted.values["rewards"] == ["format"]

@@ -15,15 +15,9 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_sections_are_merged_and_everything_else_is_replaced() -> None:
-    base = {
-        "model": {"path": "m", "lora": {"rank": 8, "alpha": 4.0}},
-        "data": {
-            "train": {"task": "shapes", "size": 4},
-            "eval": {"a": "a.jsonl"},
-            "columns": {"answer": "x"},
-        },
-        "rewards": ["iou", "format"],
-    }
+    model = {"path": "m", "lora": {"rank": 8, "alpha": 4.0}}
+    data = {"train": {"task": "shapes", "size": 4}, "eval": {"a": "a.jsonl"}, "columns": {"answer": "x"}}
+    base = {"model": model, "data": data, "rewards": ["iou", "format"]}
     layer = {
         "model": {"lora": {"rank": 2}},
         "data": {"train": {"path": "b.jsonl"}, "eval": {"b": "b.jsonl"}, "columns": {"box": "y"}},

@@ -116,15 +116,12 @@ def test_rows_are_opened_with_their_frames_changed() -> None:
     dataset = Dataset(rows, config)
     (video,) = dataset.sample(0).videos
     for source, uid in ((dataset, "train:0"), (MixedDataset("train", [dataset, dataset], (1, 1)), "train:0")):
-        (moved,), (still,) = (
-            source.control(control).sample(0).videos for control in ("frames", "first_frame")
-        )
+        controls = (source.control(name) for name in ("frames", "first_frame"))
+        (moved,), (still,) = (control.sample(0).videos for control in controls)
         wanted = reordered(video.frames, random.Random(f"frames/{uid}"))
-        assert (
-            [f.tobytes() for f in moved.frames]
-            == [f.tobytes() for f in wanted]
-            != [f.tobytes() for f in video.frames]
-        )
+        every = (moved.frames, wanted, video.frames)
+        shown, reordered_ones, plain = ([frame.tobytes() for frame in frames] for frames in every)
+        assert shown == reordered_ones != plain
         assert {frame.tobytes() for frame in still.frames} == {video.frames[0].tobytes()}
         assert moved.times == still.times == video.times and len(still.frames) == len(video.frames)
         assert source.control("frames").sample(1).videos == ()

@@ -52,9 +52,7 @@ def test_fingerprints_hash_the_contents_of_images(held: Callable[[Path], Any], t
     assert held is Path.read_bytes or of([row(image=held(file)), row()]) != found, "gone"
 
 
-def test_of_many_rows_some_are_looked_at_with_their_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_some_of_many_rows_are_read_with_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All rows in memory are compared, and their image files for rows 0, 3 and 6 of 7."""
     monkeypatch.setattr(module, "SAMPLED_ROWS", 3)
     for n in range(8):

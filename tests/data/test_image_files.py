@@ -159,18 +159,16 @@ def test_sizes_that_the_model_refuses_are_bad_images(
     if on_disk and isinstance(image, bytes):
         (tmp_path / "p").write_bytes(image)
         image = str(tmp_path / "p")
-    given = dataset(
-        [{"prompt": "?", "image": image}, *({"prompt": "?", "image": Image.new("RGB", (64, 64))},) * 9]
-    )
+    sound = {"prompt": "?", "image": Image.new("RGB", (64, 64))}
+    given = dataset([{"prompt": "?", "image": image}, *(sound,) * 9])
     processor = load_processor(str(models["qwen2_5_vl"]))
     assert len(readable(given, "drop", Ranks(), processor)) == 10 - bad
     with pytest.raises(BadMedia, match=r"train row 0|train:0") if bad else nullcontext():
         processor.prompt(given.sample(0))
     with pytest.raises(DataError, match="train row 0") if bad else nullcontext():
         readable(given, "stop", Ranks(), processor)
-    assert (
-        len(readable(given, "stop" if not bad or "size in" not in kind else "drop", Ranks())) >= 9
-    )  # no rule
+    policy = "stop" if not bad or "size in" not in kind else "drop"
+    assert len(readable(given, policy, Ranks())) >= 9  # no rule
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (image, _) in SIZES.items() if isinstance(image, bytes)])
@@ -193,10 +191,8 @@ def test_a_rule_may_depend_on_how_an_image_lies(tmp_path: Path) -> None:
     (tmp_path / "tall.jpg").write_bytes(encoded((60, 40), exif=TURNED))
     (tmp_path / "flat.jpg").write_bytes(encoded((60, 40)))
     parts = [{"type": "image", "max_pixels": 5000}, {"type": "text", "text": "?"}]
-    rows = [
-        {"prompt": [{"role": "user", "content": parts}], "image": str(tmp_path / f"{n}.jpg")}
-        for n in ("tall", "flat")
-    ]
+    files = [str(tmp_path / f"{n}.jpg") for n in ("tall", "flat")]
+    rows = [{"prompt": [{"role": "user", "content": parts}], "image": file} for file in files]
     processor = SimpleNamespace(refusal=refusal)
     with pytest.raises(DataError, match=r"^train row 1: .*flat.jpg' is flat"):
         readable(dataset(rows), "stop", Ranks(), processor)

@@ -127,9 +127,8 @@ def test_what_is_not_used_beside_an_image_is_named_once(
 
 def test_numbered_columns_as_a_message_advises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = [row(image=picture("red"), depth=picture("blue"), image_3=None)]
-    rows = load_train(
-        config(columns={"image_1": "image", "image_2": "depth"}), datasets.Dataset.from_list(table)
-    )
+    columns = {"image_1": "image", "image_2": "depth"}
+    rows = load_train(config(columns=columns), datasets.Dataset.from_list(table))
     assert [colour_of(image) for image in rows.sample(0).images] == [(255, 0, 0), (0, 0, 255)]
     assert not caplog.records
     features = {"prompt": ["?"], "image_1": [picture("blue")], "image_2": [picture("red")], "image_3": [None]}

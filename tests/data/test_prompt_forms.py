@@ -91,12 +91,8 @@ def test_parts_number_their_images() -> None:
 
 TEN = [f"{n}.png" for n in range(1, 11)]
 STORED = {"bytes": None, "path": "b.png"}
-MMMU = {
-    "question": "Which of <image 1> is in <image 2>?",
-    "options": "['left', '<image 3>']",
-    "image_4": None,
-}
-MMMU |= {"image_3": "c.png", "image_1": "a.png", "image_2": "b.png", "image_10": None}
+MMMU = {"question": "Which of <image 1> is in <image 2>?", "options": "['left', '<image 3>']"}
+MMMU |= {"image_4": None, "image_3": "c.png", "image_1": "a.png", "image_2": "b.png", "image_10": None}
 
 
 @pytest.mark.parametrize(
@@ -110,10 +106,8 @@ MMMU |= {"image_3": "c.png", "image_1": "a.png", "image_2": "b.png", "image_10":
 )  # fmt: skip
 def test_numbered_columns_are_the_images_in_the_order_of_their_numbers(row: Any, images: Any) -> None:
     fields = read({"prompt": "What?", **row})
-    assert fields.images == images and fields.messages[0]["content"] == [
-        *[IMAGE] * len(images),
-        text("What?"),
-    ]
+    content = [*[IMAGE] * len(images), text("What?")]
+    assert fields.images == images and fields.messages[0]["content"] == content
 
 
 @pytest.mark.field_bug("several-images")
@@ -123,9 +117,8 @@ def test_numbered_tags_take_the_numbered_columns() -> None:
     assert [part.get("text") for part in fields.messages[0]["content"]] == [
         "Which of ", None, " is in ", None, "?\n['left', '", None, "']",
     ]  # fmt: skip
-    assert "images in the row: 1" in refusal(
-        MMMU, prompt_template="{question}\n{options}", columns={"images": "image_1"}
-    )
+    columns = {"images": "image_1"}
+    assert "images in the row: 1" in refusal(MMMU, prompt_template="{question}\n{options}", columns=columns)
 
 
 @pytest.mark.parametrize("names", [("image_1", "image_3"), ("image_0", "image_2"), ("image_1", "image1")])
@@ -168,15 +161,13 @@ def test_messages_kept_as_json_text_are_messages(row: Any, roles: list[str], ans
 
 def test_parts_kept_as_json_text_are_parts() -> None:
     content = json.dumps([IMAGE, text("What?")])
-    assert read({"messages": [{"role": "user", "content": content}], "image": "a.png"}).messages == (
-        {"role": "user", "content": [IMAGE, text("What?")]},
-    )
+    row = {"messages": [{"role": "user", "content": content}], "image": "a.png"}
+    assert read(row).messages == ({"role": "user", "content": [IMAGE, text("What?")]},)
 
 
 def test_a_wrong_message_keeps_its_number_behind_a_system_text() -> None:
-    assert "messages[0]" in refusal(
-        {"system": "Be short.", "messages": [{"human": "What?"}], "image": "a.png"}
-    )
+    row = {"system": "Be short.", "messages": [{"human": "What?"}], "image": "a.png"}
+    assert "messages[0]" in refusal(row)
 
 
 @pytest.mark.parametrize(
@@ -196,12 +187,8 @@ def test_text_that_begins_with_a_bracket_stays_text(prompt: str) -> None:
 
 
 def test_history_and_system_stand_before_a_text_prompt() -> None:
-    row = {
-        "query": "Sure?",
-        "history": [["<image>2 + 2?", "4"], ["And 3?", "5"]],
-        "system": "Be brief.",
-        "image": "a.png",
-    }
+    history = [["<image>2 + 2?", "4"], ["And 3?", "5"]]
+    row = {"query": "Sure?", "history": history, "system": "Be brief.", "image": "a.png"}
     fields = read(row, columns={"prompt": "query"}, system_prompt="Be long.")
     roles = ["system", "user", "assistant", "user", "assistant", "user"]
     assert [m["role"] for m in fields.messages] == roles

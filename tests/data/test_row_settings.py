@@ -47,9 +47,8 @@ def test_the_narrowest_limits_hold(part: Any, kwargs: Any, source: Any, expected
 def test_images_at_tags_and_in_front_have_the_limits_of_their_source() -> None:
     images = [tiny.picture(n) for n in range(2)]
     for prompt in ("<image> or <image>?", "which?"):
-        rows = load_train(
-            config(), Mixture([{"path": [{"prompt": prompt, "images": images}], "max_pixels": 50}])
-        )
+        source = {"path": [{"prompt": prompt, "images": images}], "max_pixels": 50}
+        rows = load_train(config(), Mixture([source]))
         assert limits_of(rows) == [{"max_pixels": 50}] * 2
 
 
@@ -105,9 +104,8 @@ def test_template_arguments_of_a_row(value: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("value", ["enable_thinking", "[1]", 3, ["a"], {"f": print}])
 def test_what_is_no_mapping_is_refused(value: Any) -> None:
-    assert refusal([row(), row(chat_template_kwargs=value)]).startswith(
-        "train row 1: chat_template_kwargs is "
-    )
+    message = refusal([row(), row(chat_template_kwargs=value)])
+    assert message.startswith("train row 1: chat_template_kwargs is ")
 
 
 def test_settings_count_in_the_fingerprint_but_not_when_rows_are_compared() -> None:
@@ -123,8 +121,6 @@ def test_settings_count_in_the_fingerprint_but_not_when_rows_are_compared() -> N
 def test_other_images_get_the_limits_of_their_place() -> None:
     rows = [row({"max_pixels": n}) | {"image": tiny.picture(n)} for n in (8, 9)]
     shuffled = read(rows).control("shuffled")
-    assert [pixel_limits(shuffled.sample(i).messages) for i in range(2)] == [
-        [{"max_pixels": 8}],
-        [{"max_pixels": 9}],
-    ]
+    limits = [pixel_limits(shuffled.sample(i).messages) for i in range(2)]
+    assert limits == [[{"max_pixels": 8}], [{"max_pixels": 9}]]
     assert pixel_limits(read(rows).control("removed").sample(0).messages) == []

@@ -96,9 +96,8 @@ def test_a_part_may_set_what_is_shown_of_its_entry() -> None:
     limits = {"min_pixels": 100, "max_pixels": 900}
     assert fields.messages[0]["content"] == [{**VIDEO, **limits}, VIDEO]
     # limits of a source are of images
-    fields = read(
-        {"prompt": user(IMAGE, VIDEO), "image": "a.png", "video": "a.mp4"}, pixel_limits={"max_pixels": 9}
-    )
+    row = {"prompt": user(IMAGE, VIDEO), "image": "a.png", "video": "a.mp4"}
+    fields = read(row, pixel_limits={"max_pixels": 9})
     assert fields.messages[0]["content"] == [{**IMAGE, "max_pixels": 9}, VIDEO]
 
 
@@ -273,9 +272,7 @@ def test_published_sets_of_videos(name: str, kind: str, tmp_path: Path) -> None:
         (PUBLISHED["Charades-STA"][0], {}, ("no column 'prompt'", "data.columns.prompt=query")),
     ],
 )
-def test_a_published_set_that_needs_a_setting_says_which(
-    row: Any, columns: Any, words: tuple[str, ...]
-) -> None:
+def test_a_set_that_needs_a_setting_says_which(row: Any, columns: Any, words: tuple[str, ...]) -> None:
     message = rows_refusal([row], columns=columns)
     assert message.startswith("train row 0: ") and all(word in message for word in words), message
 
@@ -316,19 +313,15 @@ def test_media_that_are_not_shown_beside_others_are_named(
     columns: dict[str, Any], named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     load_train(config(), [{"prompt": "?", **columns}])
-    assert [named in record.getMessage() for record in caplog.records if named] == [True] * (
-        named is not None
-    )
-    assert named or not caplog.records
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (named is not None) and all(str(named) in message for message in messages)
 
 
 def test_videos_that_datasets_would_decode_stay_encoded() -> None:
-    features = datasets.Features(
-        {n: datasets.Video() for n in ("video", "other")} | {"prompt": datasets.Value("string")}
-    )
-    rows = datasets.Dataset.from_dict(
-        {"video": ["a.mp4"], "other": ["b.mp4"], "prompt": ["?"]}, features=features
-    )
+    videos = {n: datasets.Video() for n in ("video", "other")}
+    features = datasets.Features(videos | {"prompt": datasets.Value("string")})
+    columns = {"video": ["a.mp4"], "other": ["b.mp4"], "prompt": ["?"]}
+    rows = datasets.Dataset.from_dict(columns, features=features)
     fields = load_train(config(), rows).fields(0)
     assert sources(fields) == [{"bytes": None, "path": "a.mp4"}]
     assert load_train(config(), rows)._rows[0]["other"] == {"bytes": None, "path": "b.mp4"}  # type: ignore[attr-defined]
@@ -344,18 +337,13 @@ def test_the_key_of_a_video_is_of_its_source_and_of_what_is_shown(tmp_path: Path
     ]
     assert media_key(video) not in map(media_key, others)
     same = VideoSource([Image.new("RGB", (4, 4), "red"), "x.png"])
-    assert (
-        media_key(VideoSource((PICTURE, "x.png")))
-        == media_key(same)
-        != media_key(VideoSource(["x.png", PICTURE]))
-    )
+    other = VideoSource(["x.png", PICTURE])
+    assert media_key(VideoSource((PICTURE, "x.png"))) == media_key(same) != media_key(other)
     assert media_key(video, tmp_path) == media_key(VideoSource(str(tmp_path / "a.mp4"), fps=2.0, start=1.0))
 
 
 def dataset(*media: tuple[list[str], list[str]]) -> Dataset:
-    rows = [
-        {"prompt": f"q{n}", "images": images, "videos": videos} for n, (images, videos) in enumerate(media)
-    ]
+    rows = [{"prompt": f"q{n}", "images": i, "videos": v} for n, (i, v) in enumerate(media)]
     return Dataset(rows, config().data)
 
 
@@ -363,9 +351,8 @@ def test_videos_are_exchanged_among_rows_with_as_many_images_and_videos() -> Non
     rows = dataset((["a.png"], ["a.mp4"]), ([], ["b.mp4"]), (["c.png"], ["c.mp4"]), ([], ["d.mp4"]), ([], []))
     shuffled = rows.control("shuffled")
     assert shuffled._image_rows == [2, 3, 0, 1, 4]
-    with pytest.raises(
-        DataError, match=r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
-    ):
+    words = r"^train row 0: .* 0 image\(s\) and 1 video\(s\) .*: 2 of 2 are equal"
+    with pytest.raises(DataError, match=words):
         dataset(([], ["a.mp4"]), ([], ["a.mp4"])).control("shuffled")
 
 

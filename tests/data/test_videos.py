@@ -87,9 +87,8 @@ def test_constant_rate(suffix: str, codec: str, rate: Fraction, number: int, tmp
     times = constant(90, rate)
     reordered = {"bf": "2"} if codec in ("libx264", "mpeg4", "mpeg2video") else None
     pixels = "rgb8" if codec == "gif" else "yuv420p"
-    path = write_clip(
-        tmp_path / f"a.{suffix}", times, codec=codec, rate=rate, options=reordered, pixels=pixels
-    )
+    options: Any = {"codec": codec, "rate": rate, "pixels": pixels, "options": reordered}
+    path = write_clip(tmp_path / f"a.{suffix}", times, **options)
     video = opened(path)
     assert numbers(video) == nearest(times, number)
     assert video.times == pytest.approx([float(times[index]) for index in numbers(video)], abs=1.1e-3)
@@ -268,15 +267,8 @@ def test_transparency_is_laid_over_white(tmp_path: Path) -> None:
 def test_every_kind_of_source(clip: Path) -> None:
     data, expected = clip.read_bytes(), [0, 18, 36, 53, 71, 89]
     url = "data:video/mp4;base64," + base64.b64encode(data).decode()
-    for source in (
-        clip,
-        str(clip),
-        clip.as_uri(),
-        data,
-        {"bytes": data},
-        {"path": str(clip), "bytes": None},
-        url,
-    ):
+    paths = clip, str(clip), clip.as_uri(), {"path": str(clip), "bytes": None}
+    for source in (*paths, data, {"bytes": data}, url):
         assert numbers(opened(source)) == expected
         look_at_video(VideoSource(source), "row", None, None)
     assert numbers(opened("clip.mp4", image_dir=clip.parent)) == expected
@@ -307,11 +299,8 @@ def test_a_list_of_frames(tmp_path: Path) -> None:
     assert opened(sources, fps=4.0, image_dir=tmp_path).times[-1] == 2  # the config's rate
     thinned = opened(VideoSource(sources, fps=3, max_frames=5), image_dir=tmp_path)
     assert numbers(thinned) == [0, 3, 5, 8] and thinned.fps == pytest.approx(4 / 3)
-    assert numbers(opened(VideoSource(tuple(sources), fps=1, start=2.0, end=4.5), image_dir=tmp_path)) == [
-        2,
-        3,
-        4,
-    ]
+    part = VideoSource(tuple(sources), fps=1, start=2.0, end=4.5)
+    assert numbers(opened(part, image_dir=tmp_path)) == [2, 3, 4]
     look_at_video(VideoSource(sources), "row", tmp_path, None)
 
 
@@ -467,9 +456,8 @@ def test_limits_of_the_part(limit: str, value: float, clip: Path, monkeypatch: p
 def test_frames_larger_than_the_header_says_are_refused(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decoder refuses before it allocates them."""
     data = write_clip(clip.parent / "a.webm", constant(9, 30), codec="libvpx").read_bytes()
-    small = data.replace(
-        bytes([0xB0, 0x81, SIZE[0], 0xBA, 0x81, SIZE[1]]), bytes([0xB0, 0x81, 2, 0xBA, 0x81, 2])
-    )
+    sizes = [bytes([0xB0, 0x81, width, 0xBA, 0x81, height]) for width, height in (SIZE, (2, 2))]
+    small = data.replace(*sizes)
     assert small != data
     monkeypatch.setattr(images, "MAX_PIXELS", 1000)
     assert "damaged" in refusal(small) and "3072" in refusal(data)

@@ -134,11 +134,8 @@ def test_what_the_task_for_skypilot_starts(rank: int, tmp_path: Path) -> None:
     task = read(SKYPILOT)
     (mount,) = task["volumes"]
     for name in ("ray", "mm-grpo"):
-        stand_in(
-            tmp_path,
-            name,
-            f'echo {name} "$@" | tee -a {tmp_path}/calls; [ "$(wc -l < {tmp_path}/calls)" != 1 ] || exit {rank}',
-        )
+        stop = f'[ "$(wc -l < {tmp_path}/calls)" != 1 ] || exit {rank}'
+        stand_in(tmp_path, name, f'echo {name} "$@" | tee -a {tmp_path}/calls; {stop}')
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
     script = task["run"].replace("sleep 5", "sleep 0")
     command = ["bash", "-c", script]
@@ -152,7 +149,6 @@ def test_what_the_task_for_skypilot_starts(rank: int, tmp_path: Path) -> None:
     assert started == "ray start --head --port 6379 --disable-usage-stats"
     options = train_options(shlex.split(second))
     assert (options["ray"], options["resume"]) == ("10.0.0.5:6379", True)
-    assert options["processes"] == task["num_nodes"] * int(
-        task["resources"]["accelerators"].partition(":")[2]
-    )
+    gpus = task["resources"]["accelerators"].partition(":")[2]
+    assert options["processes"] == task["num_nodes"] * int(gpus)
     assert options["config"].startswith(mount) and options["overrides"][0].startswith(f"run.dir={mount}/")

@@ -1,7 +1,4 @@
-"""torchrun on two hosts: processes join, and lose each other.
-
-The processes are those of peers.py, which train nothing; test_cluster.py has two hosts of accelerate.
-"""
+"""torchrun on two hosts: processes join, and lose each other."""
 
 from __future__ import annotations
 

@@ -147,9 +147,8 @@ def straight(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 
 def config_of(models: dict[str, Path], folder: Path, **run: Any) -> Path:
-    return write_config(
-        models["qwen2_5_vl"], folder, run={"max_steps": STEPS, "save_every": 1, "eval_every": 0, **run}
-    )
+    run = {"max_steps": STEPS, "save_every": 1, "eval_every": 0, **run}
+    return write_config(models["qwen2_5_vl"], folder, run=run)
 
 
 def assert_the_same(folder: Path, straight: Path) -> None:
@@ -195,9 +194,8 @@ def test_a_run_whose_process_is_killed_goes_on_where_it_was(
 def test_ctrl_c_ends_the_run_with_a_checkpoint(hosts: Hosts, models: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     config = config_of(models, folder, max_steps=4000)
-    with running(
-        folder, *TRAIN, config, "--ray", hosts.cluster.address, "--processes", 2, "--retries", 1
-    ) as command:
+    options = "--ray", hosts.cluster.address, "--processes", 2, "--retries", 1
+    with running(folder, *TRAIN, config, *options) as command:
         assert sorted(command.wait_for(folder / "checkpoints" / "step-000001")) == [0, 1]
         command.process.send_signal(signal.SIGINT)
         code, output = command.end()
@@ -240,10 +238,8 @@ def test_a_lost_process_is_named_and_ends_the_other(hosts: Hosts, tmp_path: Path
         rank = command.wait_for(command.folder / "exchanged")[1]
         os.kill(int(stat(rank)[1]), signal.SIGKILL)
         code, output = command.end()
-    assert (
-        code == 1
-        and f"error: process 1 of 2 (pid {rank}) was ended by the loss of its Ray actor on" in output
-    )
+    lost = f"error: process 1 of 2 (pid {rank}) was ended by the loss of its Ray actor on"
+    assert code == 1 and lost in output
 
 
 @pytest.mark.long
@@ -273,9 +269,8 @@ def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path
             server, actor, key, gpus, *words = starts.read_text().split("\n")[number - 1].split()
             assert (key, gpus, words[0::2]) == (KEY, "0,1", ["--tensor-parallel", "--host", "--port"])
             url = f"http://{words[3]}:{words[5]}"
-            assert words[1] == "2" and re.fullmatch(
-                rf'[01] rollout.server.urls=\["{url}"\]', fields.read_text()
-            )
+            servers = rf'[01] rollout.server.urls=\["{url}"\]'
+            assert words[1] == "2" and re.fullmatch(servers, fields.read_text())
             if number < 3:
                 os.kill(int((server, actor)[number - 1]), signal.SIGKILL)
         hosts.add()

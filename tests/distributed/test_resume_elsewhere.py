@@ -24,9 +24,8 @@ def test_the_second_step_does_not_depend_on_who_wrote_the_first(
     assert codes == [0, 0], processes.outputs(tmp_path / "output", 2)
     names = sorted(p.name for p in (tmp_path / "checkpoints" / "step-000001").iterdir())
     assert names == ["manifest.json", *(f"state-0000{r}-of-00002.safetensors" for r in (0, 1))]
-    results = torch.load(tmp_path / "results-0.pt") | {
-        "two-to-one": resumes.second_step(path, tmp_path, Ranks(), resumes.CASES["replicated"])
-    }
+    results = torch.load(tmp_path / "results-0.pt")
+    results["two-to-one"] = resumes.second_step(path, tmp_path, Ranks(), resumes.CASES["replicated"])
     learner, _ = updates.build(path, resumes.CASES["replicated"], Ranks())
     start = updates.weights_of(learner)
     moved = {n: w - start[n] for n, w in want.items()}

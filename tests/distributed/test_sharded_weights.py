@@ -50,9 +50,8 @@ def results(models: dict[str, Path], root: Path) -> Results:
         "lora": {"lora": 3, "optimizer": "adamw"}, "deep": large, "deep-lora": {**large, "lora": 4},
     }  # fmt: skip
     shared = {"optim": {"zero_stage": 3, "learning_rate": 1e-2}, "algorithm": {"beta": 0.1}}
-    cases = [
-        case(name, **{"set": "uneven", "model": model, **shared, **kind}) for name, kind in kinds.items()
-    ]
+    common = {"set": "uneven", "model": model, **shared}
+    cases = [case(name, **{**common, **kind}) for name, kind in kinds.items()]
     found: Results = {}
     for each in cases:
         function = sharded_weights.bytes_held if each.get("bytes") else sharded_weights.run

@@ -194,10 +194,6 @@ LONG = (
 """Starts of the names of cases that the long test on two processes has; the short one has the others."""
 
 
-def cases_of(*starts: str) -> list[Case]:
-    return [c for c in matrix() + trouble() + sharded() if c["name"].startswith(starts)]
-
-
 def is_long(case: Case) -> bool:
     return case["name"].startswith(LONG) or case["name"].endswith("-0")
 
@@ -220,8 +216,9 @@ def test_the_update_does_not_depend_on_the_processes(launched: Any, alone: Any) 
 @pytest.mark.long
 def test_four_processes_make_the_update_of_one(launched: Any, alone: Any) -> None:
     """What the number of processes touches: how rows, packs and states are dealt, and what makes processes differ."""
-    dealt = cases_of("sgd-2-many", "sgd-3", "clipped-3", "lora", "tower", "uneven", "few", "hole", "first")
-    check_all([c for c in dealt if not is_long(c)], 4, launched, alone)
+    dealt = ("sgd-2-many", "sgd-3", "clipped-3", "lora", "tower", "uneven", "few", "hole", "first")
+    cases = [c for c in matrix() + trouble() + sharded() if c["name"].startswith(dealt) and not is_long(c)]
+    check_all(cases, 4, launched, alone)
 
 
 @pytest.mark.long

@@ -47,11 +47,9 @@ GENERATIONS = 4
 
 
 def make_groups(processor: Processor, rows: str, advantages: str, scale: float) -> list[Group]:
-    """The groups of a set; `advantages` is all, first (one completion alone), odd (slots 1, 3, ...) or none.
-
-    `scale` makes SGD's update large beside the rounding of the weights that it is added to; AdamW's is
-    large anyway, and its elements would only become signs.
-    """
+    """The groups of a set; `advantages` is all, first (one completion alone), odd (slots 1, 3, ...) or none. `scale`
+    makes SGD's update large beside the rounding of the weights that it is added to; AdamW's is large anyway, and its
+    elements would only become signs."""
     images = {
         "i": (tiny.picture(3),),
         "m": (tiny.picture(1), tiny.picture(2, 56, 112)),

@@ -1,7 +1,4 @@
-"""Real vLLM over tiny random models: one engine per family, all in this process.
-
-The whole folder is what a new vLLM version must pass.
-"""
+"""Real vLLM, a new version of which must pass this folder: one tiny engine per family, all in this process."""
 
 from __future__ import annotations
 

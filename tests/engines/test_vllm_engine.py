@@ -51,9 +51,8 @@ def test_equal_seeds_give_equal_completions_however_they_are_asked_for(one: Rig)
 def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(one: Rig) -> None:
     prompt = one.prompts()[0]
     media = sorted(one.processor.media_token_ids)
-    unread = [
-        t for t in media if t not in prompt.engine_prompt.token_ids
-    ]  # as inputs they would change the rest
+    # as inputs they would change the rest
+    unread = [t for t in media if t not in prompt.engine_prompt.token_ids]
     ordinary = one.engine.generate(requests_for([prompt], [range(8)], TWELVE))
     states: list[torch.Tensor] = []
     hook = one.model.lm_head.register_forward_pre_hook(lambda m, args: states.append(args[0][0, -1]))
@@ -63,19 +62,14 @@ def test_media_tokens_cannot_be_sampled_even_when_the_model_wants_them(one: Rig)
         one.model.lm_head.weight[unread] = 20.0 * states[0] / states[0].norm()
     assert max(one.expected(prompt, [t], mask=False)[0] for t in unread) > -2.0  # one would surely be drawn
     one.send(1)
-    for sampling in (
-        TWELVE,
-        Sampling(12, temperature=0.3),
-        Sampling(12, top_p=0.5),
-        Sampling(12, temperature=0.0),
-    ):
+    others = {"temperature": 0.3}, {"top_p": 0.5}, {"temperature": 0.0}
+    for sampling in (TWELVE, *(Sampling(12, **options) for options in others)):
         done = one.engine.generate(requests_for([prompt], [range(8)], sampling))
         assert not {t for c in done for t in c.token_ids} & set(media)
         if sampling.top_p == 1.0:
             assert one.gap([prompt], done, temperature=sampling.temperature or 1.0) <= 1e-5
-    assert [c.token_ids[0] for c in one.engine.generate(requests_for([prompt], [range(8)], TWELVE))] == [
-        c.token_ids[0] for c in ordinary
-    ]
+    again = one.engine.generate(requests_for([prompt], [range(8)], TWELVE))
+    assert [c.token_ids[0] for c in again] == [c.token_ids[0] for c in ordinary]
 
 
 def test_evaluation_sampling(one: Rig) -> None:

@@ -110,9 +110,7 @@ def test_lora_layers_leave_experts_out(folders: dict[str, Path], monkeypatch: py
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0}], ids=["all weights", "lora"])
-def test_vllm_reads_exported_experts_in_either_layout(
-    lora: Any, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_vllm_reads_experts_in_either_layout(lora: Any, folders: dict[str, Path], tmp_path: Path) -> None:
     """The export holds the published layout; transformers' own save_pretrained writes the other one."""
     run = finished(folders["qwen3_vl_moe"], tmp_path / "run", model={"lora": lora, "dtype": "float32"})
     export_run(run.root, tmp_path / "published", checkpoint="last")

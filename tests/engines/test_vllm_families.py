@@ -76,15 +76,13 @@ def test_families_beyond_a_cpus_vllm_are_refused(family: str, words: str, models
 def test_limits_on_images_reach_vllm(models: dict[str, Path]) -> None:
     """Four tiles at most, where the model's own limit is larger: ids are compared by the engine."""
     small, own = (load_processor(str(models["internvl"]), max_pixels=limit) for limit in (4 * 56**2, None))
-    settings = EngineSettings(
-        str(models["internvl"]), "float32", 1024, tuple(mm_processor_kwargs(small).items()), max_images=3
-    )
+    limits = tuple(mm_processor_kwargs(small).items())
+    settings = EngineSettings(str(models["internvl"]), "float32", 1024, limits, max_images=3)
     engine = VLLMEngine(settings, small)
     (prompt,), (whole,) = (prompts_of("three images", p) for p in (small, own))
     assert len(prompt.token_ids) < len(whole.token_ids)
     weights = load(models["internvl"]).named_parameters(remove_duplicate=False)
-    WeightLedger().send(
-        engine, ((name, p.detach()) for name, p in weights), 0
-    )  # a running engine is taken over
+    # a running engine is taken over
+    WeightLedger().send(engine, ((name, p.detach()) for name, p in weights), 0)
     done = engine.generate(requests_for([prompt], [range(4)], Sampling(4)))
     assert len({c.token_ids for c in done}) > 1

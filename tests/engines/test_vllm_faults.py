@@ -61,9 +61,8 @@ def test_death_in_mid_step_is_one_error_with_its_cause(one: Rig, monkeypatch: py
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "step", failing)
-        with pytest.raises(
-            EngineError, match=r"sampled 12 request\(s\) \(one, two, none\): RuntimeError: worker lost"
-        ) as e:
+        words = r"sampled 12 request\(s\) \(one, two, none\): RuntimeError: worker lost"
+        with pytest.raises(EngineError, match=words) as e:
             one.engine.generate(requests_for(one.prompts(), [range(4)] * 3, TWELVE))
     assert isinstance(e.value.__cause__, RuntimeError)
     assert not engine.has_unfinished_requests()

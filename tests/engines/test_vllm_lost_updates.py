@@ -68,9 +68,8 @@ class Run:
         self.sync = VerifiedSync(self.engine, self.learner, config)
         self.sync.start()
         self.rng = random.Random(0)
-        self.prompts = [
-            self.processor.prompt(tiny.sample(f"r:{i}", "what", (tiny.picture(i),))) for i in range(2)
-        ]
+        samples = [tiny.sample(f"r:{i}", "what", (tiny.picture(i),)) for i in range(2)]
+        self.prompts = [self.processor.prompt(sample) for sample in samples]
         self.sync.calibrate(self.prompts[0])
 
     def group(self, slot: int, prompt: Prompt) -> Group:
@@ -103,9 +102,7 @@ def blind(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nothing be read back from vLLM's layers."""
     read_back = run.engine._handle.read_back  # type: ignore[attr-defined]
     monkeypatch.setattr(read_back, "_views", {})
-    monkeypatch.setattr(
-        adapters, "read_back", lambda model, factors: {name: digest(f) for name, f in factors.items()}
-    )
+    monkeypatch.setattr(adapters, "read_back", lambda model, sent: {n: digest(f) for n, f in sent.items()})
 
 
 @pytest.mark.parametrize("readable", [False, True])

@@ -57,9 +57,8 @@ class Both:
         canary = self.sync.canary([group])
         report = self.learner.update([group])
         assert report.metrics["sampling/sampling_logp_difference/max"] < self.limit
-        return self.sync.update(
-            version, canary, noise=report.metrics["sampling/sampling_logp_difference/max"]
-        )
+        noise = report.metrics["sampling/sampling_logp_difference/max"]
+        return self.sync.update(version, canary, noise=noise)
 
 
 def test_a_sound_engine_follows_every_update(one: Any) -> None:

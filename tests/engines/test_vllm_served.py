@@ -80,13 +80,12 @@ class Half(Rig):
     def engine_of(
         self, urls: Sequence[str], transfer: ServedTransfer | None = None, **limits: Any
     ) -> ServedEngine:
+        given = {"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}
         engine = ServedEngine(
             [ServerClient(url, key=KEY, timeout=60) for url in urls],
             transfer or FileTransfer(timeout=60.0),
             self.processor,
-            limits=ServerLimits(
-                **{"probe_timeout": 20.0, "wait_timeout": 120.0, "max_model_len": 512, **limits}
-            ),
+            limits=ServerLimits(**given),
             max_media={"image": 3, "video": 1},
         )
         self.engines.append(engine)
@@ -109,9 +108,8 @@ class Half(Rig):
             sent, params = prompt.engine_prompt, {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
             work = EngineRequest("row", (*sent.token_ids, *IDS), sent.media, params)
             answer = wait(in_background(ask(client, str(BASE), work, 60.0)))
-            pairs = zip(
-                answer.prompt_logprobs[-len(IDS) :], self.expected(prompt, IDS, mask=False), strict=True
-            )
+            expected = self.expected(prompt, IDS, mask=False)
+            pairs = zip(answer.prompt_logprobs[-len(IDS) :], expected, strict=True)
             found = max(found, *(abs(theirs - ours) for theirs, ours in pairs if theirs is not None))
         return found
 
@@ -245,9 +243,8 @@ def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: 
 def test_a_server_that_another_models_trainer_spoilt_takes_the_next_whole_update(half: Half) -> None:
     """It fails within a fused layer, of which one source has arrived."""
     tensors = list(half.tensors())
-    at = next(
-        i for i, (name, _) in enumerate(tensors) if "language_model" in name and "k_proj.weight" in name
-    )
+    keys = (i for i, (n, _) in enumerate(tensors) if "language_model" in n and "k_proj.weight" in n)
+    at = next(keys)
     others = [*tensors[:at], (tensors[at][0], torch.ones(24, 40)), *tensors[at + 1 :]]
     stranger, transfer = (FileTransfer(timeout=60.0) for _ in range(2))
     stranger.chunk_bytes = transfer.chunk_bytes = 1 << 14
@@ -407,10 +404,8 @@ def test_two_ranks_that_lose_a_server_make_the_run_of_one(half: Half, tmp_path: 
         rows = rollouts_of(tmp_path / "killed", step)
         assert [r["seed"] for r in rows] == [s for slot in range(PROMPTS) for s in plan.group(step, slot)]
         assert {json.dumps(row["weight_versions"]) for row in rows} == {f"[[0, {step - 1}]]"}
-        bytes_of = {
-            n: (tmp_path / n / f"rollouts/step-{step:06d}.jsonl").read_bytes()
-            for n in ("one", "shared", "killed")
-        }
+        file = f"rollouts/step-{step:06d}.jsonl"
+        bytes_of = {n: (tmp_path / n / file).read_bytes() for n in ("one", "shared", "killed")}
         assert bytes_of["one"] == bytes_of["shared"] == bytes_of["killed"]
     for server in half.servers:  # asked to sleep and to wake
         assert "POST /sleep?level=2" in server.log.read_text()

@@ -107,9 +107,8 @@ def test_a_shared_base_learns_to_the_bit_what_a_base_of_its_own_does(
     shared.sync._ledger.forget()
     update(shared, 4)
     assert {p.data_ptr() for p in lent} == places
-    assert all(
-        torch.equal(p, first[name]) for name, p in shared.model.named_parameters() if not p.requires_grad
-    )
+    frozen = {name: p for name, p in shared.model.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, first[name]) for name, p in frozen.items())
     shared.learner.save(tmp_path / "model")
     saved = load_file(tmp_path / "model" / "model.safetensors")
     assert torch.equal(saved["model.embed_tokens.weight"], first["model.language_model.embed_tokens.weight"])

@@ -52,9 +52,8 @@ def story(box: Toolbox) -> list[Any]:
     prepared = [box.prepare(row) for row in rows]
     episodes = box.episodes(prepared)
     calls = [(e, "act", {}) for e in episodes for _ in range(2)]
-    calls += [
-        (episodes[0], "act", {"how": how}) for how in ("raise", "huge image", "half a character", "sys.exit")
-    ]
+    faults = ("raise", "huge image", "half a character", "sys.exit")
+    calls += [(episodes[0], "act", {"how": how}) for how in faults]
     calls += [
         (episodes[1], "unknown", {}),
         (episodes[2], "act", {"what": 1}),
@@ -87,10 +86,8 @@ def test_videos_are_opened_where_the_tool_is_called(make: Make, tmp_path: Path) 
 
 
 def test_answers_are_equal_in_and_out_of_the_process(make: Make) -> None:
-    inside, outside = (
-        story(make([nap], World, environment_workers=n, tool_timeout=20, on_tool_error="reply"))
-        for n in (0, 2)
-    )
+    options = {"tool_timeout": 20, "on_tool_error": "reply"}
+    inside, outside = (story(make([nap], World, environment_workers=n, **options)) for n in (0, 2))
     assert inside == outside
     shown, done, rewards, _ = inside
     assert done == [False, True, False] and rewards == [9 / 3, 100 / 3, 14 / 3]
@@ -142,11 +139,8 @@ def test_a_call_without_an_answer(make: Make, how: str, fault: str) -> None:
     for policy in ("reply", "mask"):
         box = make([misbehave, nap], None, tool_timeout=limit, on_tool_error=policy)
         one, other = begun(box, 2)
-        calls = [
-            (one, "misbehave", {"how": how}),
-            (one, "nap", {"seconds": 0}),
-            (other, "nap", {"seconds": 0}),
-        ]
+        naps = [(episode, "nap", {"seconds": 0}) for episode in (one, other)]
+        calls = [(one, "misbehave", {"how": how}), *naps]
         seen = call_all(box, calls)
         masked = how == "hang" or policy == "mask"  # functions hold nothing that could be lost
         assert [s.fault for s in seen] == [fault, "died" if masked else None, None]

@@ -1,47 +1,26 @@
-"""The README as a newcomer follows it: its commands, on rows, pictures and a reward of one's own.
+"""The README as a newcomer follows it, from the clone to an export, with rows and a reward of one's own.
 
-Each of its commands is in RUN, which has more, or with the reason in NOT_RUN; one in neither fails the quick test.
+Its commands as they stand, and those of all pages, are run by house/test_commands.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from helpers import forkserver, processes
 from helpers.demo import check_the_demo, copy_sources
-from PIL import Image, ImageDraw
+from helpers.documents import COLOURS, QUESTION, draw_circles, write_readme_files
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PROGRAMS = ("make", "mm-grpo", "pip", "python", "python3", "torchrun", "accelerate", "git", ".")
-QUESTION = "What colour is the circle?"
-COLOURS = {
-    "red": (222, 38, 44),
-    "green": (32, 150, 66),
-    "blue": (48, 84, 214),
-    "yellow": (236, 204, 30),
-    "purple": (146, 54, 182),
-}
 RUN = {  # what is run, in the order in which one can run it, and what its output holds
-    "mm-grpo env": "torch",
-    "mm-grpo init first": "next: mm-grpo check first/config.yaml --smoke",
-    "mm-grpo recipes clicking --copy copied": "copied",
-    "mm-grpo rewards my_rewards.py:says_a_number": "weight: 0.5",
-    "mm-grpo rewards try my_rewards.py:says_a_number --completion 3 --column answer=3": "1\n",
-    "mm-grpo convert trl.yaml": "num_generations: 4",
-    "mm-grpo doctor shapes": "prompt ids equal: yes",
-    "mm-grpo check mine.yaml --smoke": "\nok",
-    "mm-grpo train mine.yaml --smoke rollout.engine=transformers": "done: 2 steps",
     "mm-grpo check own.yaml": "\nok",
     "mm-grpo estimate own.yaml --gpu 80": "fits",
     "mm-grpo train own.yaml layer.yaml run.max_steps=16": "next: mm-grpo eval own.yaml --model runs/mine",
@@ -52,35 +31,6 @@ RUN = {  # what is run, in the order in which one can run it, and what its outpu
     "mm-grpo export runs/mine merged --checkpoint best": "by plain transformers: the largest difference",
     f"mm-grpo ask adapter '{QUESTION}' --image heldout/2.png": "blue",
 }
-
-NOT_RUN = {
-    "make test": "runs this test",
-    "python3 -m venv .venv": "`make demo` has made it",
-    ". .venv/bin/activate": "as above",
-    "pip install '.[vllm]'": "takes vLLM for a GPU; tests/house/test_wheel.py installs the package",
-    "mm-grpo train mine.yaml --processes 8": "needs 8 GPUs; tests/cli/test_cli_processes.py has 2 processes",
-    "mm-grpo export runs/mine model": "below, of the run that is made here",
-}
-
-
-def commands_of(text: str) -> list[str]:
-    """The commands in a page: lines of fenced blocks without a language."""
-    lines = [line for each in re.findall(r"(?ms)^```\n(.*?)^```$", text) for line in each.splitlines()]
-    parts = [part.split(" #")[0].strip() for line in lines for part in line.removeprefix("$ ").split(" && ")]
-    return [*dict.fromkeys(part for part in parts if part.split(" ")[0] in PROGRAMS)]
-
-
-def test_every_command_of_the_readme_is_run_or_excepted() -> None:
-    found = commands_of(README)
-    assert len(found) >= 8 and {"make demo", "mm-grpo doctor shapes", "mm-grpo check mine.yaml"} <= set(found)
-    new = set(found) - set(NOT_RUN) - {"make demo"}
-    assert [one for one in new if not any(command.startswith(one) for command in RUN)] == []
-
-
-def block(language: str, text: str) -> str:
-    """The first block of the README in a language that holds `text`."""
-    blocks = re.findall(rf"(?ms)^```{language}\n(.*?)^```$", README)
-    return str(next(one for one in blocks if text in one))
 
 
 def clone(folder: Path) -> Path:
@@ -106,36 +56,14 @@ def make_demo(folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-def draw(folder: Path, seed: int, count: int) -> list[dict[str, str]]:
-    """Rows with a picture each of one circle, and the pictures."""
-    draws, rows = random.Random(seed), []
-    folder.mkdir()
-    for number in range(count):
-        name = list(COLOURS)[number % len(COLOURS)]
-        r = draws.randint(12, 24)
-        x, y = draws.randint(r, 83 - r), draws.randint(r, 83 - r)
-        picture = Image.new("RGB", (84, 84), "white")
-        fill = tuple(level + draws.randint(-8, 8) for level in COLOURS[name])
-        ImageDraw.Draw(picture).ellipse((x - r, y - r, x + r, y + r), fill=fill)
-        picture.save(folder / f"{number}.png")
-        rows.append({"prompt": QUESTION, "image": f"{folder.name}/{number}.png", "answer": name})
-    return rows
-
-
 def write_own_files(folder: Path) -> None:
-    """The README's own files as they stand, and a config made from its config: other rows, reward, model and engine."""
-    (folder / "mine.yaml").write_text(block("yaml", "rows.jsonl"))
-    row = json.loads(block("json", "images/0.png"))
-    (folder / "rows.jsonl").write_text("".join(json.dumps({**row, "answer": a}) + "\n" for a in "123"))
-    (folder / "images").mkdir()
-    Image.new("RGB", (112, 84), "white").save(folder / "images" / "0.png")
-    (folder / "my_rewards.py").write_text(block("python", "# my_rewards.py"))
+    """The README's files, and a config made from its config: other rows, reward, model and engine."""
+    config = write_readme_files(folder)
     own = 'def right(completion: str, answer: str) -> float:\n    """1 for the answer and nothing else."""\n'
     (folder / "own_rewards.py").write_text(f"{own}    return float(completion.strip() == answer)\n")
     for name, seed, count in (("train", 1, 160), ("heldout", 2, 50)):
-        rows = draw(folder / name, seed, count)
+        rows = draw_circles(folder / name, seed, count)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config: dict[str, Any] = yaml.safe_load(block("yaml", "rows.jsonl"))
     config["model"]["path"] = "examples/shapes/base"
     config["data"] = {"train": "train.jsonl", "eval": "heldout.jsonl"}
     config["rollout"] |= {"engine": "transformers", "prompts_per_step": 8, "max_completion_length": 6}
@@ -146,7 +74,6 @@ def write_own_files(folder: Path) -> None:
     config["model"]["lora"] = {"rank": 16}
     (folder / "own.yaml").write_text(yaml.safe_dump(config))
     (folder / "layer.yaml").write_text("run: {save_every: 8}\n")
-    (folder / "trl.yaml").write_text("model_name_or_path: a/b\nnum_generations: 4\nlearning_rate: 1.0e-6\n")
 
 
 BY_VLLM = """
@@ -192,6 +119,5 @@ def test_the_readme_from_the_clone_to_an_export_that_vllm_answers_with(tmp_path:
 
     pictures = [f"heldout/{number}.png" for number in range(5)]
     asked = ("merged", QUESTION, *pictures)
-    wanted = list(COLOURS)
     said = finished("vllm", "-c", BY_VLLM, *asked, preload=forkserver.VLLM)
-    assert re.findall(r"^answer: (.*)$", said, re.MULTILINE) == wanted, said
+    assert re.findall(r"^answer: (.*)$", said, re.MULTILINE) == [*COLOURS], said

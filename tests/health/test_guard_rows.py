@@ -232,9 +232,8 @@ def test_warm_is_advised_where_no_reward_was_above_0(
     """In each message of a run whose rewards are alike, also at its end; where there are none, in no message."""
     messages: list[str] = []
     watching = guards(log=lambda step, name, action, message: messages.append(message))
-    for step, row in enumerate(
-        rows((12, {**(flat(value) if rewarded else EMPTY), "learner/update_norm": moved})), 1
-    ):
+    moved_row = {**(flat(value) if rewarded else EMPTY), "learner/update_norm": moved}
+    for step, row in enumerate(rows((12, moved_row)), 1):
         watching.on_log(step, row)
     with pytest.raises(GuardStop):
         watching.on_train_end(12)

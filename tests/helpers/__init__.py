@@ -40,6 +40,7 @@ To start processes and wait for them::
 
 To look at the tests and docs themselves::
 
+    documents       pages, their blocks and commands, and the files that the README has a reader write
     mutations       the table of mutations, and whether the tests catch each
     metrics_page    names in docs/metrics.md
     slips           mistakes that type checkers find in users' programs

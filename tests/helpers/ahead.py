@@ -35,9 +35,8 @@ def trainer_of(
     reward = changes.pop("reward", vowels)
     config = config_for(path, folder, **merged({"run": LITTLE}, changes))
     evaluated = HELDOUT if config.run.eval_every else None
-    return GRPOTrainer(
-        config, train=ROWS, eval=evaluated, rewards=[reward], callbacks=callbacks, resume=resume
-    )
+    hooks: Any = {"callbacks": callbacks, "resume": resume}
+    return GRPOTrainer(config, train=ROWS, eval=evaluated, rewards=[reward], **hooks)
 
 
 def noting_seeds(patch: pytest.MonkeyPatch, engine: Any) -> list[int]:

@@ -60,9 +60,8 @@ def write_clip(
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))
         for start in range(0, int(sound * 8000), 1024) if silence else ():
-            samples = av.AudioFrame.from_ndarray(
-                np.zeros((1, 1024), np.float32), format="fltp", layout="mono"
-            )
+            zeros = np.zeros((1, 1024), np.float32)
+            samples = av.AudioFrame.from_ndarray(zeros, format="fltp", layout="mono")
             samples.sample_rate, samples.pts, samples.time_base = 8000, start, Fraction(1, 8000)
             file.mux(silence.encode(samples))
         if silence:

@@ -36,10 +36,8 @@ def conversation(
 
 
 def cases(processor: Any, seed: int, groups: int = 3, each: int = 4) -> tuple[list[Conversation], list[int]]:
-    """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures.
-
-    In families with videos the prompt with one image has a video too, and one of the pictures is a video.
-    """
+    """Conversations of 1 to 4 turns after prompts with two images, one and none; they share some pictures. In
+    families with videos the prompt with one image has a video too, and one of the pictures is a video."""
     rng = random.Random(seed)
     shown = [processor.picture(tiny.picture(50 + i, *size), row="a") for i, size in enumerate(SIZES)]
     images = [(tiny.picture(1, 84, 84), tiny.picture(2, 56, 140)), (tiny.picture(3, 112, 84),), ()]
@@ -64,11 +62,9 @@ def items_of(conversations: list[Conversation], groups: list[int]) -> list[Item]
 
 
 def plain(model: Any, processor: Any, c: Conversation) -> Tensor:
-    """Log-probs [T] of what was sampled, by transformers' own processor and forward of the whole conversation.
-
-    Its processor is given all media of the conversation at once, and no text but their placeholders. Positions after
-    videos are those of the definition (helpers/positions.py).
-    """
+    """Log-probs [T] of what was sampled, by transformers' own processor and forward of the whole conversation. Its
+    processor is given all media of the conversation at once, and no text but their placeholders. Positions after
+    videos are those of the definition (helpers/positions.py)."""
     ids = torch.tensor([transformers_ids(processor, c.prompt.token_ids)])
     media = c.prompt.engine_prompt.media
     inputs: dict[str, Any] = {}

@@ -104,11 +104,8 @@ def use_engine(patch: pytest.MonkeyPatch, fault: str = "") -> None:
 
 
 class FakeServer(FakeRemoteEngine):
-    """A remote engine for several threads at once, which take turns token by token.
-
-    `delay` are the seconds that a token takes besides, in which other threads run. Weights that are sent while it
-    samples raise RuntimeError.
-    """
+    """A remote engine for several threads at once, which take turns token by token. `delay` are the seconds that a
+    token takes besides, in which other threads run. Weights that are sent while it samples raise RuntimeError."""
 
     remote = True
 

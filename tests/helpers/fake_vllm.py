@@ -27,18 +27,11 @@ from torch import Tensor
 from helpers import tiny
 from helpers.patience import PATIENCE, until
 from mm_grpo.rollout.engine import Request, Sampling, requests_for
+from mm_grpo.rollout.served import protocol
 from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
-from mm_grpo.rollout.served.protocol import (
-    ADAPTER_LAYERS,
-    ENDPOINTS,
-    GENERATE,
-    INFO,
-    RPC,
-    SLEEP,
-    ServerLimits,
-)
+from mm_grpo.rollout.served.protocol import ENDPOINTS, GENERATE, INFO, RPC, SLEEP, ServerLimits
 from mm_grpo.rollout.served.transfer import transfer_of
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.weights import digest
@@ -357,7 +350,7 @@ class FakeVLLM:
 
     def called(self, body: Any) -> list[Any]:
         """The answers of all workers to a method of their extension."""
-        if body["method"] == ADAPTER_LAYERS:
+        if body["method"] == protocol.ADAPTER_LAYERS:
             layers, rank = json.loads(body["args"][0])
             own, most = self.lora or (set(), 0)
             return [sorted(own & set(layers)) if rank <= most else [] for _ in self.workers]

@@ -62,10 +62,8 @@ def limit_of(name: str) -> float:
 
 
 def is_rounding(name: str) -> bool:
-    """Whether the gradient of a parameter of this name is rounding and nothing else.
-
-    A bias of keys without rotary positions moves all scores of a query alike.
-    """
+    """Whether the gradient of a parameter of this name is rounding and nothing else. A bias of keys without rotary
+    positions moves all scores of a query alike."""
     return bool(_BALANCED.search(name))
 
 
@@ -81,11 +79,8 @@ def prompts_of(kind: str, processor: Processor) -> list[Prompt]:
     with an image between two of them, or both and a text."""
     text = tiny.sample("text", "no picture at all")
     one = tiny.sample("one", "and that one there", (tiny.picture(3, 112, 84),))
-    three = tiny.sample(
-        "three",
-        "what is it",
-        (tiny.picture(1, 84, 84), tiny.picture(2, 56, 140), tiny.picture(4, 230, 97)),
-    )
+    pictures = tiny.picture(1, 84, 84), tiny.picture(2, 56, 140), tiny.picture(4, 230, 97)
+    three = tiny.sample("three", "what is it", pictures)
     video = tiny.sample("video", "and that one there", videos=(tiny.video(3, 6, 84, 56),))
     # the first is longer in time than in space, and has an odd number of frames
     lengths = video_lengths(processor, 9, 4)
@@ -156,9 +151,7 @@ def groups_of(processor: Processor, kind: str = "mixed") -> list[Group]:
 
 def plain_inputs(processor: Any, prompt: Prompt, answer: Sequence[int] = ()) -> dict[str, Tensor]:
     """What transformers' own processor makes of the row, its media at their final size, with an answer behind.
-
-    Positions after a video are those of the definition, because transformers' are others (helpers/positions.py).
-    """
+    Positions after a video are those of the definition, because transformers' are others (helpers/positions.py)."""
     hf = processor.hf
     options = {"chat_template": processor.template, **prompt.sample.chat_template_kwargs}
     messages = list(prompt.sample.messages)
@@ -184,9 +177,8 @@ def transformers_ids(processor: Any, token_ids: Sequence[int]) -> list[int]:
 def media_inputs(processor: Any, text: str, media: Sequence[Medium]) -> dict[str, Tensor]:
     """What transformers' own processor makes of a text with placeholders of media, which are at their final size."""
     videos = [medium for medium in media if isinstance(medium, Video)]
-    options: dict[str, Any] = {
-        "images": [medium for medium in media if not isinstance(medium, Video)] or None
-    }
+    images = [medium for medium in media if not isinstance(medium, Video)]
+    options: dict[str, Any] = {"images": images or None}
     if videos:
         options["videos"] = [np.stack([np.asarray(frame) for frame in video.frames]) for video in videos]
         options["video_metadata"] = list(map(metadata_of, videos))

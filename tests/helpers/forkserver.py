@@ -129,10 +129,8 @@ def start(
     stderr: IO[Any],
     preload: Sequence[str] = (),
 ) -> Forked:
-    """Run `python ARGUMENTS` in a fork of the server, in a process group of its own.
-
-    `preload` are modules that the server imports before, once.
-    """
+    """Run `python ARGUMENTS` in a fork of the server, in a process group of its own. `preload` are modules that the
+    server imports before, once."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     job = {"arguments": list(map(str, arguments)), "env": dict(env), "cwd": str(cwd), "preload": preload}
     message = json.dumps(job).encode()
@@ -169,9 +167,8 @@ def preload(*names: str) -> dict[str, str]:
     """Import modules; the environment variables that they set."""
     before = dict(os.environ)
     for name in names:
-        with contextlib.suppress(
-            Exception
-        ):  # an older version may not have it, or need what is not installed
+        # an older version may not have it, or need what is not installed
+        with contextlib.suppress(Exception):
             importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{names}: an import has started {len(threads) - 1} threads"
@@ -231,10 +228,8 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:  #
 
 
 def become(job: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
-    """Turn this fork into the program of `job`, and end as an interpreter ends.
-
-    All but the freeing of every module, which takes longer than a small program.
-    """
+    """Turn this fork into the program of `job`, and end as an interpreter ends. All but the freeing of every module,
+    which takes longer than a small program."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     os.dup2(stdout, 1)

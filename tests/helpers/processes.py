@@ -95,12 +95,9 @@ def launch(
     kill: tuple[int | None, Callable[[], bool]] | None = None,
     preload: Sequence[str] = (),
 ) -> list[int]:
-    """Run `script` in `world` ranks; returns their exit codes. Output lies in `folder`/rank-N.txt.
-
-    `script` is a file, or what stands in its place: ("-m", "module"). `kill` names a rank, or all by
-    None, to be killed once a condition holds. Raises AssertionError with the ends of all outputs when the deadline
-    (seconds) passes.
-    """
+    """Run `script` in `world` ranks; returns their exit codes. Output lies in `folder`/rank-N.txt. `script` is a
+    file, or what stands in its place: ("-m", "module"). `kill` names a rank, or all by None, to be killed once a
+    condition holds. Raises AssertionError with the ends of all outputs when the deadline (seconds) passes."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     program = [script] if isinstance(script, Path) else script

@@ -49,10 +49,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_the_same_run(folder: Path, other: Path, steps: int, *, weights: float = 1e-3) -> None:
-    """The completions, rewards and seeds of `folder` are those of `other`; losses and weights agree.
-
-    `weights` bounds the distance of a weight from the other run's, as a share of how far that run moved it.
-    """
+    """The completions, rewards and seeds of `folder` are those of `other`; losses and weights agree. `weights` bounds
+    the distance of a weight from the other run's, as a share of how far that run moved it."""
     mine, theirs = ("".join(rollouts_of(f).values()).splitlines() for f in (folder, other))
     rows = [json.loads(line) for line in mine]
     assert len(rollouts_of(folder)) == steps and len({row["completion"] for row in rows}) > steps

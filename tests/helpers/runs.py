@@ -16,9 +16,8 @@ def group(
 ) -> Group:
     content = [{"type": "image"}, {"type": "text", "text": f"What colour? {text}"}]
     images = (Image.new("RGB", (side, side // 2), (slot, 0, 0)),)
-    sample = Sample(
-        f"rows:{slot}{text}", [{"role": "user", "content": content}], images, (), {"answer": text, "n": 3}
-    )
+    messages = [{"role": "user", "content": content}]
+    sample = Sample(f"rows:{slot}{text}", messages, images, (), {"answer": text, "n": 3})
     prompt = Prompt(sample, (1,), EnginePrompt((1,), images), None, {})  # type: ignore[arg-type]
     completions = tuple(Completion((1, 2), (-1.0, -1.0), text, "stop", g) for g in range(len(rewards)))
     known = [r for r in rewards if r is not None]
@@ -44,13 +43,6 @@ def run(path: Path, text: str = "red", steps: int = 30, before: float = 0.125) -
         )
         folder.write_rollouts(step, both)
     scores = {"before": before, "after": 0.75}
-    folder.write_summary(
-        {
-            "accuracy_before": before,
-            "accuracy_after": 0.75,
-            "seconds": 125,
-            "steps": steps,
-            "eval": {"heldout": scores},
-        }
-    )
+    summary = {"accuracy_before": before, "accuracy_after": 0.75, "seconds": 125, "steps": steps}
+    folder.write_summary({**summary, "eval": {"heldout": scores}})
     return folder

@@ -17,10 +17,8 @@ def call(name: str, **arguments: Any) -> str:
 
 
 class ScriptedEngine:
-    """Samples at most `tokens` tokens a turn from `engine`, and says that they mean `script(seed, turn)`.
-
-    `seen` are the requests of each call.
-    """
+    """Samples at most `tokens` tokens a turn from `engine`, and says that they mean `script(seed, turn)`. `seen` are
+    the requests of each call."""
 
     def __init__(self, engine: RolloutEngine, script: Callable[[int, int], str], tokens: int = 6) -> None:
         self.engine, self.script, self.tokens = engine, script, tokens
@@ -41,11 +39,9 @@ class ScriptedEngine:
 
 
 class ScriptedStreamEngine:
-    """As `ScriptedEngine`, over the stream of `engine`: each request is answered when it is done.
-
-    `script(seed, turn)` gets the seed of a conversation's first turn, and so does `tokens(seed)`, the most tokens of
-    its turns; `order` are (seed, turn) as they were answered.
-    """
+    """As `ScriptedEngine`, over the stream of `engine`: each request is answered when it is done. `script(seed,
+    turn)` gets the seed of a conversation's first turn, and so does `tokens(seed)`, the most tokens of its turns;
+    `order` are (seed, turn) as they were answered."""
 
     def __init__(self, engine: Any, script: Callable[[int, int], str]) -> None:
         self.engine, self.script = engine, script
@@ -69,18 +65,16 @@ class ScriptedStream:
     def add_request(self, request: Request, follows: Follows | None = None) -> int:
         seed, turn = (request.seed, -1) if follows is None else self.turns[follows.number]
         most = min(self.owner.tokens(seed), request.sampling.max_tokens)
-        number: int = self.inner.add_request(
-            replace(request, sampling=replace(request.sampling, max_tokens=most)), follows
-        )
+        shorter = replace(request, sampling=replace(request.sampling, max_tokens=most))
+        number: int = self.inner.add_request(shorter, follows)
         self.turns[number] = seed, turn + 1
         return number
 
     def step(self) -> list[tuple[int, Completion]]:
         done = self.inner.step()
         self.owner.order += [self.turns[number] for number, _ in done]
-        return [
-            (n, replace(c, text=self.owner.script(*self.turns[n]), finish_reason="stop")) for n, c in done
-        ]
+        script, turns = self.owner.script, self.turns
+        return [(n, replace(c, text=script(*turns[n]), finish_reason="stop")) for n, c in done]
 
     def release(self, number: int) -> None:
         self.inner.release(number)

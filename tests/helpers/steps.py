@@ -24,13 +24,12 @@ from mm_grpo.types import Completion, Group
 
 ADVANTAGES = ((1.0, -0.5, -0.5), (0.0, 0.0, 0.0), (-1.2, 0.2, 1.0), (0.7, -0.7, 0.0))
 LENGTHS = ((3, 6, 2), (4, 4, 4), (1, 8, 5), (2, 2, 7))
-
-
 STEP = {
     "rollout": {"max_completion_length": 8, "temperature": 0.8},
     "optim": {"adam_epsilon": 1e-4, "max_grad_norm": 0.5},
     "run": {"max_steps": 10},
 }
+processor_at = lru_cache(load_processor)
 
 
 def config_for(path: Any, **changes: Any) -> GRPOConfig:
@@ -49,10 +48,8 @@ def learner_of(path: Any, policy: Any = None, **changes: Any) -> Learner:
 
 
 def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
-    """Four groups: two images, no image, one image, the first row again with another image.
-
-    With `videos` the third one has a video in the place of its image, and the last one after its first image.
-    """
+    """Four groups: two images, no image, one image, the first row again with another image. With `videos` the third
+    one has a video in the place of its image, and the last one after its first image."""
     samples = [
         tiny.sample("r:0", "what", (tiny.picture(1), tiny.picture(2, 56, 112))),
         tiny.sample("r:1", "just words"),
@@ -70,15 +67,9 @@ def make_groups(processor: Processor, *, videos: bool = False) -> list[Group]:
             ids = tuple((torch.randint(10, 270, (n,), generator=generator)).tolist())
             reason = "length" if n == 8 else "stop"
             completions.append(Completion(ids, (-5.0,) * n, "", reason, seed=slot * 3 + g))  # type: ignore[arg-type]
-        groups.append(
-            Group(slot, processor.prompt(sample), tuple(completions), (0.0,) * len(lengths), advantages)
-        )
+        zeros = (0.0,) * len(lengths)
+        groups.append(Group(slot, processor.prompt(sample), tuple(completions), zeros, advantages))
     return groups
-
-
-@lru_cache
-def processor_at(path: str) -> Any:
-    return load_processor(path)
 
 
 def plain_logp(model: Any, config: GRPOConfig, group: Group, c: Completion) -> Tensor:

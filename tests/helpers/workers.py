@@ -53,12 +53,8 @@ def _is_long(file: str) -> bool:
 
 def sort(items: list[pytest.Item]) -> None:
     """Long tests first, so that no process is left with one at the end."""
-    items.sort(
-        key=lambda item: (
-            group_of(item.nodeid) not in TOGETHER,
-            not _is_long(item.nodeid.partition("::")[0]),
-        )
-    )
+    items.sort(key=lambda item: not _is_long(item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: group_of(item.nodeid) not in TOGETHER)
 
 
 def scheduler(config: pytest.Config, log: Any) -> Any:

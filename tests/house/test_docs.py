@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import textwrap
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import field_bugs
 import pytest
 import yaml
+from helpers.documents import PAGES, ROOT, blocks, read, write_readme_files
 from helpers.metrics_page import metrics_of_the_page, not_on_the_page
 from PIL import Image
 
@@ -20,30 +20,8 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.sources import load_train
 from mm_grpo.data.videos import VideoSource
 from mm_grpo.errors import ConfigError, DataError
-from mm_grpo.preflight.check import check_config
 from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.rewards.scorer import Scorer
-from mm_grpo.testing.tiny_models import build
-
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted(ROOT.glob("examples/**/*.md")),
-    *sorted((ROOT / "benchmarks").glob("**/*.md")),
-]
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text(encoding="utf-8")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    """The fenced blocks in this language, without their indentation."""
-    found = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```", text, re.DOTALL | re.MULTILINE)
-    return [textwrap.dedent(block) for _, block in found]
 
 
 def anchors(page: Path) -> set[str]:
@@ -66,12 +44,6 @@ def test_pages_that_the_package_names_exist() -> None:
     source = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "mm_grpo").rglob("*.py"))
     named = set(re.findall(r"docs/[\w-]+\.md", source))
     assert len(named) > 5 and [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_every_page_is_in_the_sites_nav() -> None:
-    nav = read("mkdocs.yml").partition("\nnav:")[2]
-    listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
-    assert sorted(listed) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 def test_the_docs_stay_short() -> None:
@@ -123,21 +95,13 @@ def test_a_config_of_the_docs_is_legal(values: dict[str, Any]) -> None:
     GRPOConfig.from_dict(whole).check()
 
 
-def test_the_readmes_files_pass_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    readme = read("README.md")
-    (row,), (config,), (reward, _, loop) = (blocks(readme, kind) for kind in ("json", "yaml", "python"))
-    assert loop in read("examples/loop.py")
-    for name, text in (("rows.jsonl", row), ("mine.yaml", config), ("my_rewards.py", reward)):
-        (tmp_path / name).write_text(text)
-    image = tmp_path / json.loads(row)["image"]
-    image.parent.mkdir()
-    Image.new("RGB", (64, 64), "white").save(image)
-    build("qwen2_5_vl", tmp_path / "model")
-    assert check_config(GRPOConfig.from_yaml("mine.yaml", ["model.path=model"])), capsys.readouterr().out
-    score = runpy.run_path("my_rewards.py")["says_a_number"]
+def test_the_reward_and_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_readme_files(tmp_path)
+    monkeypatch.setattr("mm_grpo.rewards.registry._REGISTRY", {})  # other tests register it too
+    score = runpy.run_path(str(tmp_path / "my_rewards.py"))["says_a_number"]
     for completion, answer, expected in (("it is 12", "12", 1.0), ("it is 3", "12", 0.0), ("3", "red", None)):
         assert score(completion, answer) == expected
+    assert blocks(read("README.md"), "python")[-1] in read("examples/loop.py")
 
 
 @pytest.mark.parametrize("name", ["data", "turns"])
@@ -226,6 +190,9 @@ def test_names_of_other_trainers_are_answered_as_the_page_says() -> None:
         for name in re.findall(r"\w+", names):
             with pytest.raises(ConfigError, match=re.escape(here)):
                 GRPOConfig.from_dict({"model": {"path": "m"}, name: 1})
+    with pytest.raises(ConfigError) as refused:
+        GRPOConfig.from_dict({"model": {"path": "m"}, "per_device_train_batch_size": 4})
+    assert f"error: {refused.value}" in " ".join(read("docs/coming-from.md").split())
 
 
 def test_the_page_on_installing_names_every_extra_and_the_versions_of_the_pins() -> None:

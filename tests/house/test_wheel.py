@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.demo import copy_sources, source_files
-from PIL import Image, ImageDraw
+from helpers.documents import draw_circles
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -81,15 +81,9 @@ def test_the_wheel_holds_each_file_once(wheel: Path) -> None:
 
 def write_rows(folder: Path) -> None:
     """Pictures of circles, and rows about them in a table of one's own."""
-    (folder / "photos").mkdir()
-    rows = []
-    for number, colour in enumerate(["red", "green", "blue", "yellow", "purple"] * 4):
-        picture = Image.new("RGB", (84, 84), "white")
-        ImageDraw.Draw(picture).ellipse((10 + number, 20, 50 + number, 60), fill=colour)
-        picture.save(folder / "photos" / f"{number}.png")
-        rows.append((f"{number}.png", "What colour is the circle?", colour))
-    lines = [",".join(row) + "\n" for row in [("file", "question", "label"), *rows]]
-    (folder / "labels.csv").write_text("".join(lines))
+    rows = draw_circles(folder / "photos", seed=0, count=20)
+    lines = [f"{Path(row['image']).name},{row['prompt']},{row['answer']}\n" for row in rows]
+    (folder / "labels.csv").write_text("".join(["file,question,label\n", *lines]))
 
 
 @pytest.mark.long

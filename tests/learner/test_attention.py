@@ -58,9 +58,8 @@ def test_blocks_equal_the_dense_mask_also_after_prompts_that_are_run_apart(name:
         places = [(b, s) for b, row in enumerate(segments) for s in chosen if bool((row == s).any())]
         states = [PromptState(int((segments[b] == s).sum())) for b, s in places]
         for state, (b, s) in zip(states, places, strict=True):
-            state.keep(
-                7, lambda b=b, s=s: (k[b : b + 1, :, segments[b] == s], v[b : b + 1, :, segments[b] == s])
-            )
+            part = segments[b] == s
+            state.keep(7, lambda b=b, part=part: (k[b : b + 1, :, part], v[b : b + 1, :, part]))
         counts = [sum(b == number for b, _ in places) for number in range(len(segments))]
         layout = None if dense else prefix_layout(whole, before=width)
         mask = attention_mask(whole)[:, :, width:]
@@ -91,9 +90,8 @@ def test_a_prompt_that_is_run_alone_keeps_its_own_places() -> None:
     q, k, v = (torch.randn(1, h, 8, 4) for h in (4, 2, 2))
     layout = prefix_layout(torch.tensor([[0] * 3 + [PADDING] * 5]))
     prefix_attention(module, q, k, v, None, prefix=layout, keep_prompt=state)
-    assert all(
-        torch.equal(kept, whole[:, :, :3]) for kept, whole in zip(state.layers[7], (k, v), strict=True)
-    )
+    pairs = zip(state.layers[7], (k, v), strict=True)
+    assert all(torch.equal(kept, whole[:, :, :3]) for kept, whole in pairs)
 
 
 @pytest.mark.parametrize("layers", [("full_attention", "sliding_attention"), None])
@@ -123,6 +121,5 @@ def _taken(x: Tensor, columns: Tensor) -> Tensor:
     """[B, N, ...] at the columns of each row; PADDING where there is none, of other than segments 0."""
     index = columns.clamp(0).view(*columns.shape, *[1] * (x.ndim - 2)).expand(*columns.shape, *x.shape[2:])
     found = x.gather(1, index)
-    return found.masked_fill(
-        (columns < 0).view(*columns.shape, *[1] * (x.ndim - 2)), PADDING if x.ndim == 2 else 0
-    )
+    fill = PADDING if x.ndim == 2 else 0
+    return found.masked_fill((columns < 0).view(*columns.shape, *[1] * (x.ndim - 2)), fill)

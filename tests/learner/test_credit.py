@@ -134,9 +134,8 @@ def test_only_rows_that_can_change_are_run_once_more(models: dict[str, Any]) -> 
     path = models["qwen2_5_vl"]
     groups = rows_of(path, forward_of(config_for(path)))
     groups[2] = replace(groups[2], advantages=(0.0,) * 3)
-    runs = [
-        learner_of(path, sharp(path), algorithm=a).update(groups).metrics for a in ({}, {"credit": "pgpo"})
-    ]
+    policies = [(learner_of(path, sharp(path), algorithm=a)) for a in ({}, {"credit": "pgpo"})]
+    runs = [learner.update(groups).metrics for learner in policies]
     # 3 has one completion of advantage 0
     more = sum(len(groups[s].prompt.token_ids) for s in (0, 3)) + 3 + 6 + 2 + 2 + 2
     for name, count in (("tokens", more), ("images_encoded", 4)):
@@ -212,11 +211,7 @@ def test_what_credit_is_refused_with(field: str, changes: Any) -> None:
 
 def test_features_share_the_masked_prompts_of_a_step(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(
-        perception,
-        "masked_prompt",
-        lambda *arguments: calls.append(arguments[-1]) or masked_prompt(*arguments),
-    )
+    monkeypatch.setattr(perception, "masked_prompt", lambda *a: calls.append(a[-1]) or masked_prompt(*a))
     path = models["qwen2_5_vl"]
     groups = make_groups(load_processor(str(path)))
     learner = learner_of(path, algorithm={"credit": "pgpo", "perception_coef": 0.01})

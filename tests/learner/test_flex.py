@@ -291,9 +291,8 @@ def test_a_kernel_that_is_wrong_is_found_out_and_not_used(
     table = flex._table
 
     def lost_square(wanted: Tensor) -> Any:  # of the second row: one completion in both blocks, and no prompt
-        return table(
-            wanted & (torch.arange(wanted.numel()).view(wanted.shape) != wanted[0].numel() + 2 * 4 + 1)
-        )
+        place = wanted[0].numel() + 2 * 4 + 1
+        return table(wanted & (torch.arange(wanted.numel()).view(wanted.shape) != place))
 
     with monkeypatch.context() as patch:
         patch.setattr(flex, "_table", lost_square)
@@ -301,9 +300,8 @@ def test_a_kernel_that_is_wrong_is_found_out_and_not_used(
     monkeypatch.setattr(flex, "_compiled", lambda: no_gradient_of_values)
     flex.fault.cache_clear()
     config = ModelConfig(path=str(models["qwen2_vl"]), attn="flex_attention")
-    with pytest.raises(
-        ConfigError, match="'flex_attention' does not work on cpu: its gradient of the value is"
-    ):
+    words = "'flex_attention' does not work on cpu: its gradient of the value is"
+    with pytest.raises(ConfigError, match=words):
         Masks(load_model(config, QwenVLFamily()), config.attn)
 
 

@@ -39,9 +39,8 @@ def packs_of(processor: Processor) -> dict[str, Pack]:
         "long": [[items["text"], *more]],
     }
     media = processor.media_token_ids
-    return {name: layout(each, media) for name, each in rows.items()} | {
-        "dummy_pack": dummy_pack(legal[0], processor.family.position_axes)
-    }
+    packs = {name: layout(each, media) for name, each in rows.items()}
+    return packs | {"dummy_pack": dummy_pack(legal[0], processor.family.position_axes)}
 
 
 @pytest.mark.slow

@@ -25,9 +25,8 @@ from mm_grpo.types import Group
 def plain_step(model: Any, config: GRPOConfig, groups: list[Group]) -> None:
     """The same updates by the book: every completion alone, losses written out, torch's AdamW."""
     algorithm, optim = config.algorithm, config.optim
-    adam = torch.optim.AdamW(
-        model.parameters(), lr=optim.learning_rate, eps=optim.adam_epsilon, weight_decay=0.0
-    )
+    options: Any = {"lr": optim.learning_rate, "eps": optim.adam_epsilon, "weight_decay": 0.0}
+    adam = torch.optim.AdamW(model.parameters(), **options)
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     with torch.no_grad():
         old = {c.seed: plain_logp(model, config, g, c)[0] for g, c, _ in rows}
@@ -35,11 +34,8 @@ def plain_step(model: Any, config: GRPOConfig, groups: list[Group]) -> None:
     for _ in range(algorithm.num_iterations):
         for part in range(optim.updates_per_step):
             mine = [(g, c, a) for g, c, a in rows if g.slot // size == part]
-            masked = {
-                c.seed
-                for _, c, _ in mine
-                if algorithm.mask_truncated_completions and c.finish_reason == "length"
-            }
+            may_mask = mine if algorithm.mask_truncated_completions else []
+            masked = {c.seed for _, c, _ in may_mask if c.finish_reason == "length"}
             tokens = sum(len(c.token_ids) for _, c, _ in mine if c.seed not in masked)
             loss = torch.zeros(())
             for g, c, a in mine:
@@ -112,9 +108,8 @@ def test_groups_without_advantage_are_left_out_and_change_nothing(models: dict[s
 
 def test_an_update_whose_prompts_were_dropped_is_skipped(models: dict[str, Any]) -> None:
     """Slots 2 and 3 are empty, and they are all of the second update."""
-    learner = learner_of(
-        models["qwen2_vl"], algorithm={"loss_type": "dr_grpo"}, optim={"updates_per_step": 2}
-    )
+    changes: Any = {"algorithm": {"loss_type": "dr_grpo"}, "optim": {"updates_per_step": 2}}
+    learner = learner_of(models["qwen2_vl"], **changes)
     report = learner.update(make_groups(learner.processor)[:2])
     assert [u.stepped for u in report.updates] == [True, False]
 
@@ -140,11 +135,9 @@ def test_the_loss_of_a_step_is_the_mean_of_its_updates(models: dict[str, Any]) -
     """With a rate of 0 every iteration has the same loss."""
     losses = []
     for iterations in (1, 2):
-        learner = learner_of(
-            models["qwen2_vl"],
-            algorithm={"num_iterations": iterations, "entropy_coef": 0.1},
-            optim={"learning_rate": 0.0, "updates_per_step": 2},
-        )
+        algorithm = {"num_iterations": iterations, "entropy_coef": 0.1}
+        optim = {"learning_rate": 0.0, "updates_per_step": 2}
+        learner = learner_of(models["qwen2_vl"], algorithm=algorithm, optim=optim)
         report = learner.update(make_groups(learner.processor))
         assert len(report.updates) == 2 * iterations
         losses.append(report.metrics["loss"])

@@ -91,9 +91,8 @@ def test_a_pack_equals_its_sequences(rows: str, layer: Any, monkeypatch: pytest.
     theirs = torch.zeros_like(hidden)
     other = hidden.clone().requires_grad_()
     several = [row if isinstance(row[0], list) else [row] for row in ROWS[rows]]
-    for b, group, lengths in (
-        (b, g * GROUP, own) for b, row in enumerate(several) for g, own in enumerate(row)
-    ):
+    numbered = ((b, g * GROUP, own) for b, row in enumerate(several) for g, own in enumerate(row))
+    for b, group, lengths in numbered:
         for k in range(1, len(lengths)):
             places = ((segments[b] == group) | (segments[b] == group + k)).nonzero()[:, 0]
             out = layer(other[b, places][None])[0]
@@ -118,9 +117,7 @@ def test_the_rule_of_transformers_is_the_papers(layer: Any) -> None:
 
 def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float, float]:
     """(log-probs, gradients) of packs of four groups against the plain forward of `reference`: largest differences.
-
-    That of a gradient is a share of its norm; parameters without a gradient on one side have none on the other.
-    """
+    That of a gradient is a share of its norm; parameters without a gradient on one side have none on the other."""
     processor, config = load_processor(str(path)), config_for(path, **changes)
     groups = make_groups(processor)
     items = make_items(groups, config.algorithm)

@@ -97,12 +97,8 @@ class Live(torch.utils._python_dispatch.TorchDispatchMode):
         made = out if isinstance(out, (tuple, list)) else [out]
         self.refs += [weakref.ref(t) for t in made if isinstance(t, torch.Tensor)]
         self.refs = [r for r in self.refs if r() is not None]
-        held = {
-            s.data_ptr(): s.nbytes()
-            for r in self.refs
-            if (t := r()) is not None
-            for s in [t.untyped_storage()]
-        }
+        storages = [t.untyped_storage() for r in self.refs if (t := r()) is not None]
+        held = {s.data_ptr(): s.nbytes() for s in storages}
         self.most = max(self.most, sum(n for place, n in held.items() if place not in self.before))
         return out
 
@@ -125,9 +121,8 @@ def test_memory_is_one_chunk_beside_gradients_and_states() -> None:
 def test_a_stretch_of_the_vocabulary_may_be_banned_as_a_whole() -> None:
     # tiles of two entries; the first and the last hold nothing legal
     head = torch.tensor([[9.0], [9.0], [0.0], [1.0], [9.0], [9.0]])
-    logp, entropy, _ = token_logprobs(
-        torch.tensor([[1.0]]), head, torch.tensor([3]), banned=[0, 1, 4, 5], chunk_bytes=24
-    )
+    hidden, target = torch.tensor([[1.0]]), torch.tensor([3])
+    logp, entropy, _ = token_logprobs(hidden, head, target, banned=[0, 1, 4, 5], chunk_bytes=24)
     p = 1 / (1 + math.exp(-1))  # of e and 1
     assert float(logp) == pytest.approx(math.log(p), abs=1e-6)
     assert float(entropy) == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p), abs=1e-6)
@@ -147,12 +142,9 @@ def test_large_logits_keep_their_digits_and_bf16_sums_are_fp32(chunk_bytes: int)
     assert float((entropy - expected[1]).detach().abs().max()) < 1
     logp[legal].sum().backward()
     assert h.grad is not None and w.grad is not None and w.grad.dtype == torch.bfloat16
-    exact = torch.autograd.grad(
-        plain(hidden.double(), w2 := head.double().requires_grad_(), targets, 1.0, [0], hidden.double())[0][
-            legal
-        ].sum(),
-        w2,
-    )[0]
+    w2 = head.double().requires_grad_()
+    wanted = plain(hidden.double(), w2, targets, 1.0, [0], hidden.double())[0]
+    (exact,) = torch.autograd.grad(wanted[legal].sum(), w2)
     assert float((w.grad - exact).norm() / exact.norm()) < 0.02
 
 

@@ -21,15 +21,9 @@ from mm_grpo import GRPOTrainer
 from mm_grpo.build import _share_base
 from mm_grpo.config import LoRAConfig, ModelConfig
 from mm_grpo.errors import ConfigError
+from mm_grpo.learner import lora as lora_module
 from mm_grpo.learner.learner import Learner
-from mm_grpo.learner.lora import (
-    adapted_layers,
-    add_adapters,
-    has_adapters,
-    merge_lost,
-    merged_tensors,
-    without_adapters,
-)
+from mm_grpo.learner.lora import adapted_layers, has_adapters, merge_lost, merged_tensors
 from mm_grpo.learner.model import load_model
 from mm_grpo.processors.base import load_processor
 from mm_grpo.processors.qwen_vl import QwenVLFamily
@@ -108,11 +102,8 @@ def test_a_run_saves_its_adapter_for_peft_and_reports_losses(
     from peft import PeftModel
 
     path = models["qwen2_5_vl"]
-    model = {
-        "dtype": "bfloat16",
-        "device": "cpu",
-        "lora": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
-    }
+    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj"]}
+    model = {"dtype": "bfloat16", "device": "cpu", "lora": lora}
     config = small_config(path, tmp_path / "run", model=model, optim={"learning_rate": None})
     trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
     with caplog.at_level(logging.WARNING, "mm_grpo"):
@@ -177,7 +168,7 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
     assert moved > 1e-6
     ids = [c.token_ids for c in groups[0].completions]
     plain = learner_for(path, load_model(ModelConfig(path=str(path), device="cpu"), FAMILY))
-    with without_adapters(model):
+    with lora_module.without_adapters(model):
         assert learner.score(groups[0].prompt, ids) == plain.score(groups[0].prompt, ids)
     assert learner.score(groups[0].prompt, ids) != plain.score(groups[0].prompt, ids)
 
@@ -186,10 +177,9 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
 def test_a_target_that_is_not_there_names_those_that_are(models: dict[str, Path]) -> None:
     model = load_model(ModelConfig(path=str(models["qwen2_vl"]), device="cpu"), FAMILY)
     for names in (["query"], ["q_proj", "query"]):
-        with pytest.raises(
-            ConfigError, match=r"target_modules: no linear layer .* is named query; .* q_proj"
-        ):
-            add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
+        words = r"target_modules: no linear layer .* is named query; .* q_proj"
+        with pytest.raises(ConfigError, match=words):
+            lora_module.add_adapters(model, LoRAConfig(target_modules=names), FAMILY)
     assert not has_adapters(model)
 
 
@@ -221,9 +211,8 @@ def test_experts_and_routers_get_no_adapters(
     layers = adapted_layers(model)
     assert {layer.rpartition(".")[2] for layer in layers} == adapted
     assert not any(".experts" in layer or layer.endswith("mlp.gate") for layer in layers)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
-        f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"
-    }
+    factors = {f"{layer}.lora_{part}.default.weight" for layer in layers for part in "AB"}
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == factors
 
 
 @pytest.mark.parametrize(
@@ -241,17 +230,14 @@ def test_adapters_alone_train_and_merges_are_the_adapted_model(
 ) -> None:
     path, lora = models[family], LoRAConfig(rank=2, target_modules=names, vision=vision)
     processor = load_processor(str(path))
-    model = load_model(
-        ModelConfig(path=str(path), device="cpu", dtype="float32", lora=lora), processor.family
-    )
+    config = ModelConfig(path=str(path), device="cpu", dtype="float32", lora=lora)
+    model = load_model(config, processor.family)
     factors = {id(p) for n, p in model.named_parameters() if ".lora_" in n}
     assert {id(p) for p in model.parameters() if p.requires_grad} == factors
     adapted = {n for n, part in model.named_modules() if hasattr(part, "lora_A")}
     plain: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    text, tower = (
-        {id(part) for part in of(plain).modules()}
-        for of in (processor.family.language_model, processor.family.tower)
-    )
+    parts_of = processor.family.language_model, processor.family.tower
+    text, tower = ({id(part) for part in of(plain).modules()} for of in parts_of)
     wanted = {
         n
         for n, part in plain.named_modules()
@@ -312,13 +298,9 @@ def test_engines_take_factors_or_merges_by_layer(dtype: str, models: dict[str, P
             own, factors = found[f"{name}.weight"], f"base_model.model.{name}.lora_"
             if name in learner.factored:
                 assert torch.equal(own, base) and not torch.equal(merge, base)
-                wanted = {
-                    f"{factors}A.weight": a.to(base.dtype),
-                    f"{factors}B.weight": (2.0 * b).to(base.dtype),
-                }
-                assert all(
-                    torch.equal(found[n], t) and found[n].dtype == base.dtype for n, t in wanted.items()
-                )
+                for x, tensor in (("A", a), ("B", 2.0 * b)):
+                    factor = found[f"{factors}{x}.weight"]
+                    assert factor.dtype == base.dtype and torch.equal(factor, tensor.to(base.dtype))
             else:
                 assert torch.equal(own, merge) and not any(n.startswith(factors) for n in found)
                 with torch.no_grad():
@@ -342,17 +324,14 @@ def test_factors_of_a_layer_at_rest_are_not_sent_again(models: dict[str, Path]) 
     ledger.send(engine, learner.named_tensors(), 0)  # type: ignore[arg-type]
     whole = {n for n, _ in merged_tensors(model)} | {n for n, _ in learner.named_tensors(frozen=False)}
     assert engine.sent.keys() == whole and any(n.endswith("lora_B.weight") for n in whole)
-    first = learner.adapted_layers[0]
+    moved = learner.adapted_layers[1:]
     with torch.no_grad():
-        for name in learner.adapted_layers[1:]:
+        for name in moved:
             layer: Any = model.get_submodule(name)
             layer.lora_A["default"].weight.mul_(1.5)
     engine.sent.clear()
     ledger.send(engine, learner.named_tensors(frozen=False), 1)  # type: ignore[arg-type]
-    names = [
-        f"base_model.model.{n}.lora_{x}.weight" for n in learner.adapted_layers if n != first for x in "AB"
-    ]
-    assert list(engine.sent) == names
+    assert list(engine.sent) == [f"base_model.model.{n}.lora_{x}.weight" for n in moved for x in "AB"]
 
 
 class FactorEngine:

@@ -14,14 +14,8 @@ from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.config.sections import CorrectionMode
 from mm_grpo.distributed.ranks import Ranks
+from mm_grpo.learner import minibatch
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
-from mm_grpo.learner.minibatch import (
-    check_groups,
-    has_dense_objective,
-    make_minibatches,
-    split_by_completion,
-    to_pack_order,
-)
 from mm_grpo.learner.step_report import LossStatistics
 from mm_grpo.types import Completion, EnginePrompt, Group, Prompt
 
@@ -42,7 +36,7 @@ GROUPS = [group(0, (2, 8), (1.0, -1.0)), group(1, (3, 3), (0.0, 0.0)), group(3, 
 
 def minibatches(**changes: Any) -> list[tuple[list[int], list[int], list[float], int]]:
     """Of each: the completions, those that can change the update, the weights of all, and the tokens."""
-    made = make_minibatches(GROUPS, config_for("x", **changes), Ranks(), torch.device("cpu"))
+    made = minibatch.make_minibatches(GROUPS, config_for("x", **changes), Ranks(), torch.device("cpu"))
     return [
         ([i.index for i in m.items], [i.index for i in m.live], m.inputs.weights.tolist(), m.inputs.tokens)
         for m in made
@@ -68,9 +62,9 @@ def test_two_updates_each_have_their_own_denominator() -> None:
 
 @pytest.mark.parametrize("slot", [-1, 4, 5])
 def test_a_slot_outside_of_the_step_is_refused(slot: int) -> None:
-    check_groups(GROUPS, slots=4)
+    minibatch.check_groups(GROUPS, slots=4)
     with pytest.raises(ValueError, match=rf"^r:0: slot {slot} "):
-        check_groups([*GROUPS, group(slot, (2, 2), (1.0, -1.0))], slots=4)
+        minibatch.check_groups([*GROUPS, group(slot, (2, 2), (1.0, -1.0))], slots=4)
 
 
 @pytest.mark.parametrize("dense", [{}, {"beta": 0.1}, {"entropy_coef": 0.1}])
@@ -83,9 +77,8 @@ def test_masked_completions_have_no_weight_and_are_not_run(
         first, second = GROUPS[0].completions
         masked = replace(GROUPS[0], completions=(first, replace(second, masked=kept_out)))
         monkeypatch.setitem(globals(), "GROUPS", [masked, *GROUPS[1:]])
-    ((items, live, weights, tokens),) = minibatches(
-        algorithm={"mask_truncated_completions": truncated, **dense}
-    )
+    algorithm = {"mask_truncated_completions": truncated, **dense}
+    ((items, live, weights, tokens),) = minibatches(algorithm=algorithm)
     live = [index for index in live if not dense or index not in (2, 3)]  # these have no advantage
     assert (items, live, tokens) == ([0, 1, 2, 3, 4, 5], [0, 4, 5], 13)
     assert weights == pytest.approx([1 / 13, 0.0, 1 / 13, 1 / 13, 1 / 13, 1 / 13], abs=1e-15)
@@ -101,22 +94,19 @@ def test_masked_completions_have_no_weight_and_are_not_run(
     ],
 )
 def test_penalty_and_bonus_keep_completions_without_advantage(fields: dict[str, Any], dense: bool) -> None:
-    assert has_dense_objective(config_for("x", algorithm=fields).algorithm) is dense
+    assert minibatch.has_dense_objective(config_for("x", algorithm=fields).algorithm) is dense
     ((_, live, _, _),) = minibatches(algorithm=fields)
     assert (2 in live) is dense
 
 
 def test_values_are_cut_by_completion_and_put_back_in_another_order() -> None:
     values = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
-    kept = split_by_completion(values, [7, 7, 3, 5, 5])
-    assert {index: piece.tolist() for index, piece in kept.items()} == {
-        7: [1.0, 2.0],
-        3: [3.0],
-        5: [4.0, 5.0],
-    }
+    kept = minibatch.split_by_completion(values, [7, 7, 3, 5, 5])
+    pieces = {index: piece.tolist() for index, piece in kept.items()}
+    assert pieces == {7: [1.0, 2.0], 3: [3.0], 5: [4.0, 5.0]}
     default = torch.tensor([-1.0, -2.0, -3.0, -4.0])
     # completion 9 has no kept value
-    assert to_pack_order(kept, [3, 9, 7, 7], default).tolist() == [3.0, -2.0, 1.0, 2.0]
+    assert minibatch.to_pack_order(kept, [3, 9, 7, 7], default).tolist() == [3.0, -2.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

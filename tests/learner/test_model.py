@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,10 +76,6 @@ def refused(words: str) -> Iterator[None]:
 # loaded --------------------------------------------------------------------------------------
 
 
-def poison(value: float) -> Callable[[Path], Any]:
-    return lambda folder: weights(folder, lambda tensors: tensors[Q_FILE][1].fill_(value))
-
-
 FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda f: weights(f, lambda t: t.pop(Q_FILE)), rf"{Q} is missing, and would be drawn at random"),
     "shape": (
@@ -89,7 +86,7 @@ FAULTY: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: weights(f, lambda t: t.update({"model.language_model.layers.9.x.weight": torch.zeros(1)})),
         r"model\.language_model\.layers\.9\.x\.weight is none of the model's",
     ),
-    "NaN": (poison(float("nan")), rf"{Q} holds NaN or infinite numbers"),
+    "NaN": (lambda f: weights(f, lambda t: t[Q_FILE][1].fill_(math.nan)), rf"{Q} holds NaN or infinite numbers"),
     "config of another shape": (
         lambda f: edit(f / "config.json", text_config={"hidden_size": "big"}),
         "no model config can be read there .*hidden_size",
@@ -145,10 +142,8 @@ def test_whole_weights_load_to_the_bit_and_a_tied_head_is_not_missing(folder: Pa
     stored = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in stored
     model = load(folder, dtype="bfloat16")
-    on_disk = {
-        n.replace("model.visual", "visual").replace("language_model.", ""): p
-        for n, p in model.named_parameters()
-    }
+    parameters = model.named_parameters()
+    on_disk = {n.replace("model.visual", "visual").replace("language_model.", ""): p for n, p in parameters}
     assert model.training and on_disk.keys() == stored.keys()
     assert all(torch.equal(p, stored[n].bfloat16()) for n, p in on_disk.items())
     assert model.lm_head.weight is model.get_input_embeddings().weight

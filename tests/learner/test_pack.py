@@ -133,12 +133,10 @@ def test_packs_of_ragged_lengths_are_full(multiple: int) -> None:
     ]
     packs = plan(rows, 8192, multiple)
     laid_out = [layout(pack, frozenset(), multiple) for pack in packs]
-    tokens, places = (
-        sum(int(f(p.segments)) for p in laid_out) for f in (lambda s: (s >= 0).sum(), lambda s: s.numel())
-    )
-    assert tokens == sum(
-        len(g[0].prompt.token_ids) + sum(len(i.token_ids) for i in g) for g in by_group(rows)
-    )
+    tokens = sum(int((p.segments >= 0).sum()) for p in laid_out)
+    places = sum(p.segments.numel() for p in laid_out)
+    of_groups = (len(g[0].prompt.token_ids) + sum(len(i.token_ids) for i in g) for g in by_group(rows))
+    assert tokens == sum(of_groups)
     assert tokens / places >= 0.99 and tokens / (8192 * len(packs)) >= 0.95
     assert len(packs) == -(-tokens // 8192)  # no plan has fewer
     assert all(p.segments.numel() <= 8192 for p in laid_out)

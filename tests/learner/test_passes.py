@@ -25,10 +25,8 @@ from mm_grpo.processors.base import load_processor
 
 @pytest.fixture
 def sgd(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """What of the config makes updates the gradients, and so large that the rounding of weights is nothing.
-
-    AdamW's first step divides each gradient by itself, and makes as much of a small one's rounding.
-    """
+    """What of the config makes updates the gradients, and so large that the rounding of weights is nothing. AdamW's
+    first step divides each gradient by itself, and makes as much of a small one's rounding."""
     monkeypatch.setattr(optimizer, "adamw", lambda params, *_, **__: torch.optim.SGD(params, lr=1.0))
     return {"learning_rate": 1000.0}
 
@@ -91,12 +89,9 @@ def test_features_of_a_frozen_tower_are_kept(models: dict[str, Any], monkeypatch
     def frozen() -> Learner:
         model = load(models["qwen3_vl"])
         model.model.visual.requires_grad_(False)
-        return learner_of(
-            models["qwen3_vl"],
-            model,
-            algorithm={"beta": 0.2, "num_iterations": 2, "top_entropy_quantile": 0.7},
-            optim={"updates_per_step": 2, "max_tokens_per_pack": 60},
-        )
+        algorithm = {"beta": 0.2, "num_iterations": 2, "top_entropy_quantile": 0.7}
+        optim = {"updates_per_step": 2, "max_tokens_per_pack": 60}
+        return learner_of(models["qwen3_vl"], model, algorithm=algorithm, optim=optim)
 
     learner = frozen()
     groups = make_groups(learner.processor)
@@ -117,28 +112,22 @@ def test_features_are_those_of_the_tower_in_any_order(models: dict[str, Any]) ->
     features.of([one])
     found = features.of([two, one, two])
     assert features.encoded == 3
-    pixels, grids = (
-        torch.cat([p.vision[key] for p in (two, one, two)]) for key in ("pixel_values", "image_grid_thw")
-    )
+    media = [p.vision for p in (two, one, two)]
+    pixels, grids = (torch.cat([m[key] for m in media]) for key in ("pixel_values", "image_grid_thw"))
     direct = model.model.get_image_features(pixels, grids, return_dict=True)
     assert len(found.images) == 5 and len(found.levels) == 1
     output = processor.family.output(found)
-    for ours, theirs in zip(
-        (output.pooler_output, *output.deepstack_features),
-        (direct.pooler_output, *direct.deepstack_features),
-        strict=True,
-    ):
+    levels = [(o.pooler_output, *o.deepstack_features) for o in (output, direct)]
+    for ours, theirs in zip(*levels, strict=True):
         torch.testing.assert_close(ours, theirs)  # image by image, or one tensor, as levels were before 5.19
 
 
 @pytest.mark.parametrize("max_tokens", [16384, 60], ids=["one-pack", "many-packs"])
 def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models: dict[str, Any]) -> None:
     """Against the loss by the book: tokens below the quantile have no term, and count in the denominator."""
-    learner = learner_of(
-        models["qwen2_vl"],
-        algorithm={"top_entropy_quantile": 0.4, "entropy_coef": 0.3},
-        optim={"max_tokens_per_pack": max_tokens},
-    )
+    algorithm = {"top_entropy_quantile": 0.4, "entropy_coef": 0.3}
+    optim = {"max_tokens_per_pack": max_tokens}
+    learner = learner_of(models["qwen2_vl"], algorithm=algorithm, optim=optim)
     processor, config = learner.processor, learner.config
     groups = make_groups(processor)
     ours, metrics = update_of(learner, groups)

@@ -155,9 +155,8 @@ def test_groups_over_packs_equal_plain_forwards(
 
     def loss(pack: Pack, logp: Tensor, entropy: Tensor) -> Tensor:
         numbers = dict.fromkeys(pack.completion_index.tolist())
-        for got, want in zip(
-            (logp, entropy), zip(*(reference.expected[i] for i in numbers), strict=True), strict=True
-        ):
+        wanted = zip(*(reference.expected[i] for i in numbers), strict=True)
+        for got, want in zip((logp, entropy), wanted, strict=True):
             assert float((got - torch.cat(want)).detach().abs().max()) <= 1e-5
         return weighted(pack, logp, entropy)
 

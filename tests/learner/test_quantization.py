@@ -53,9 +53,8 @@ def learner_for(path: Path, model: Any, **changes: Any) -> Learner:
 def by_hand(weight: Any) -> Tensor:
     """The numbers of a quantised weight from its codes, two in a byte, with a scale in eight bits for each 64."""
     state = weight.quant_state
-    codes = torch.stack([weight.data.view(-1) >> 4, weight.data.view(-1) & 15], 1).view(-1)[
-        : state.shape.numel()
-    ]
+    nibbles = torch.stack([weight.data.view(-1) >> 4, weight.data.view(-1) & 15], 1)
+    codes = nibbles.view(-1)[: state.shape.numel()]
     nested = state.state2.absmax.repeat_interleave(256)[: len(state.absmax)]
     scales = state.state2.code[state.absmax.long()] * nested + state.offset
     numbers = torch.tensor(NF4)[codes.long()] * scales.repeat_interleave(64)[: len(codes)]
@@ -84,9 +83,8 @@ def test_the_language_models_linear_layers_are_quantised(family: str, models: di
         for n, m in plain.named_modules()
         if isinstance(m, nn.Linear) and id(m) in inside and m.in_features % 64 == 0
     }
-    found = {
-        n.replace(".base_layer", ""): p for n, p in model.named_parameters() if hasattr(p, "quant_state")
-    }
+    quantised = [(n, p) for n, p in model.named_parameters() if hasattr(p, "quant_state")]
+    found = {n.replace(".base_layer", ""): p for n, p in quantised}
     assert set(found) == linear and len(linear) >= 12
     merged = dict(merged_tensors(model))
     assert set(merged) == {n for n, _ in plain.named_parameters(remove_duplicate=False)}

@@ -56,11 +56,8 @@ def test_without_rewards_the_policy_goes_to_the_teacher(models: dict[str, Path],
 def test_adapters_learn_from_a_teacher(models: dict[str, Path], teacher: Path) -> None:
     from mm_grpo.build import build_parts
 
-    config = config_for(
-        models["qwen2_5_vl"],
-        model={"lora": {"rank": 4}},
-        algorithm={"beta": 1.0, "reference_path": str(teacher)},
-    )
+    algorithm = {"beta": 1.0, "reference_path": str(teacher)}
+    config = config_for(models["qwen2_5_vl"], model={"lora": {"rank": 4}}, algorithm=algorithm)
     learner = build_parts(config, 3, []).learner
     assert learner.reference is not None and learner.reference.model is not learner.model
     assert not hasattr(learner.reference.model, "peft_config")

@@ -47,10 +47,8 @@ def film_groups(learner: Learner) -> list[Group]:
     ]
     samples = [tiny.sample(f"r:{slot}", "what", *shown) for slot, shown in enumerate(media)]
     lists = make_groups(learner.processor)
-    return [
-        replace(lists[slot % 4], slot=slot, prompt=learner.processor.prompt(sample))
-        for slot, sample in enumerate(samples)
-    ]
+    prompts = map(learner.processor.prompt, samples)
+    return [replace(lists[slot % 4], slot=slot, prompt=prompt) for slot, prompt in enumerate(prompts)]
 
 
 def by_plain(learner: Learner, group: Group, lender: Group) -> list[Tensor]:
@@ -104,9 +102,8 @@ def test_videos_are_lent_by_rows_with_videos_and_their_order_is_measured(
             rng = random.Random(f"frames/{group.prompt.uid}")
             videos = group.prompt.engine_prompt.videos
             moved = tuple(replace(video, frames=reordered(video.frames, rng)) for video in videos)
-            assert any(
-                a.frames != b.frames and a.times == b.times for a, b in zip(videos, moved, strict=True)
-            )
+            pairs = zip(videos, moved, strict=True)
+            assert any(a.frames != b.frames and a.times == b.times for a, b in pairs)
             wanted = differences(learner, group, videos=moved)
         for ours, theirs in zip(one.tokens, wanted, strict=True):
             assert float(theirs.abs().max()) > 1e-4
@@ -142,10 +139,8 @@ def test_an_image_is_encoded_once_and_is_no_work_of_the_step(learner: Learner, g
 
 def test_a_row_that_no_longer_fits_a_pack_is_left_out(learner: Learner, groups: list[Group]) -> None:
     whole = {one.slot: one for one in measure(groups, learner, PACK, Ranks())}
-    tokens = {
-        s: len(groups[s].prompt.token_ids) + max(map(lambda c: c.run_length, groups[s].completions))
-        for s in whole
-    }
+    longest = {s: max(c.run_length for c in groups[s].completions) for s in whole}
+    tokens = {s: len(groups[s].prompt.token_ids) + longest[s] for s in whole}
     assert tokens[2] < min(tokens[0], tokens[3])
     assert [one.slot for one in measure(groups, learner, tokens[2], Ranks())] == [2]
 
@@ -157,9 +152,8 @@ def test_rows_without_images_are_never_measured(learner: Learner, groups: list[G
 
 def test_a_conversation_goes_on_after_the_other_prompt(learner: Learner, groups: list[Group]) -> None:
     """A tail without observations is the completion itself, wherever the prompt before it ends."""
-    groups[3] = replace(
-        groups[3], prompt=learner.processor.prompt(tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),)))
-    )
+    other = tiny.sample("r:3", "who", (tiny.picture(7, 140, 140),))
+    groups[3] = replace(groups[3], prompt=learner.processor.prompt(other))
 
     def talking(group: Group, c: Completion) -> Completion:
         first, count = group.prompt.next_position, len(c.token_ids)

@@ -41,11 +41,8 @@ def test_an_unread_mask_keeps_a_text_model_from_making_one(
 ) -> None:
     """Positions of one axis that start anew at each completion, as in a shared-prefix row."""
     made: list[Any] = []
-    monkeypatch.setitem(
-        AttentionMaskInterface._global_mapping,
-        patches.PREFIX_ATTENTION,
-        lambda *a, **options: made.append(options),
-    )
+    mapping = AttentionMaskInterface._global_mapping
+    monkeypatch.setitem(mapping, patches.PREFIX_ATTENTION, lambda *a, **options: made.append(options))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(num_hidden_layers=1, vocab_size=20, **sizes)
     model = LlamaModel(config)

@@ -221,9 +221,8 @@ def test_limits_of_a_row_are_the_students_alone_and_put_on_once(limits: Any, mod
     (seen,) = prompt.engine_prompt.images
     assert seen.width * seen.height <= limits.get("max_pixels", 784)
     assert masked_prompt(processor, prompt, 0.5, 1).token_ids == prompt.token_ids
-    twin = TwinPrompts(
-        processor, config_for(path, algorithm={"twin_view": MORE}, data={"max_pixels": SEEN})
-    ).twin(prompt)
+    config = config_for(path, algorithm={"twin_view": MORE}, data={"max_pixels": SEEN})
+    twin = TwinPrompts(processor, config).twin(prompt)
     whole = load_processor(str(path), max_pixels=LIMIT).prompt(row)
     assert twin is not None and twin.token_ids == whole.token_ids
 
@@ -287,6 +286,5 @@ def test_a_set_without_what_the_view_needs_is_refused() -> None:
     texts: list[dict[str, Any]] = [{"prompt": "say", "answer": "a", "box": [0, 0, 8, 8]}]
     for several_turns, given, column in ((True, rows, None), (False, texts, "box"), (False, rows, "box")):
         with pytest.raises(ConfigError, match=r"algorithm\.twin_view"):
-            require_images(
-                Dataset(given, DataConfig()), "twin_view", several_turns=several_turns, column=column
-            )
+            rows = Dataset(given, DataConfig())
+            require_images(rows, "twin_view", several_turns=several_turns, column=column)

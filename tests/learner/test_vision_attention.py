@@ -63,9 +63,8 @@ def test_features_and_gradients_are_those_of_one_call_per_length(
 
 
 def test_one_length_is_a_matter_of_views() -> None:
-    assert towers.varlen_batches(torch.tensor([0, 64, 128, 192])) == towers.VarlenBatches(
-        ((3, 64),), None, None
-    )
+    found = towers.varlen_batches(torch.tensor([0, 64, 128, 192]))
+    assert found == towers.VarlenBatches(((3, 64),), None, None)
     mixed = towers.varlen_batches(torch.tensor([0, 2, 5, 7]))
     assert mixed.batches == ((2, 2), (1, 3))
     assert mixed.order is not None and mixed.order.tolist() == [0, 1, 5, 6, 2, 3, 4]

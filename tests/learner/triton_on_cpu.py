@@ -140,11 +140,9 @@ def assemble(seen: list[dict[str, Any]]) -> None:
 
 
 def main(interpreted: bool, case: str) -> dict[str, Any]:
-    """What `fault` said, and what was seen.
-
-    Interpreted: the distances by number of rows, and launches by kernel. Assembled: the bytes of shared memory,
-    threads, and registers and bytes spilled per thread, of each kernel; `fault` has compared what lay in memory.
-    """
+    """What `fault` said, and what was seen. Interpreted: the distances by number of rows, and launches by kernel.
+    Assembled: the bytes of shared memory, threads, and registers and bytes spilled per thread, of each kernel;
+    `fault` has compared what lay in memory."""
     heads, kv_heads, size, dtype = case.split("/")
     seen: list[Any] = []
     distances: dict[int, dict[str, float]] = {}

@@ -19,10 +19,8 @@ def values(*numbers: float) -> Tensor:
 
 
 class Sides:
-    """Log-probs of a learner that moves by `step` an update, and of an engine that takes `share` of each move.
-
-    Both are rounded apart with a standard deviation of `rounding`, anew for each version, as in bfloat16.
-    """
+    """Log-probs of a learner that moves by `step` an update, and of an engine that takes `share` of each move. Both
+    are rounded apart with a standard deviation of `rounding`, anew for each version, as in bfloat16."""
 
     def __init__(self, step: float, rounding: float, seed: int = 0) -> None:
         self.random = torch.Generator().manual_seed(seed)

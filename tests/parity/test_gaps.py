@@ -39,9 +39,8 @@ class Both:
         section = {"num_generations": 4, "max_completion_length": 12, **rollout}
         self.config = small_config(path, model={"dtype": str(dtype).removeprefix("torch.")}, rollout=section)
         self.processor = load_processor(str(path))
-        self.learner = Learner(
-            load_model(self.config.model, self.processor.family), self.processor, self.config, 10
-        )
+        model = load_model(self.config.model, self.processor.family)
+        self.learner = Learner(model, self.processor, self.config, 10)
         self.engine: TransformersEngine = (
             TransformersEngine(self.learner.model, self.processor)
             if fault is None
@@ -69,9 +68,8 @@ class Both:
         canary = self.sync.canary(groups)
         assert canary is not None and canary.prompt is self.pictured
         report = self.learner.update(groups)
-        return self.sync.update(
-            version, canary, noise=report.metrics["sampling/sampling_logp_difference/max"]
-        )
+        noise = report.metrics["sampling/sampling_logp_difference/max"]
+        return self.sync.update(version, canary, noise=noise)
 
 
 def made(tokens: Sequence[int], seed: int, version: int = 0) -> Completion:

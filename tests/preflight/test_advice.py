@@ -41,10 +41,6 @@ def talk(n: int) -> list[Row]:
     return [said(f"What is it, {n}?"), said(f"red{n}", "assistant")]
 
 
-def lengthy(n: int) -> str:
-    return "word " * (3000 if n == 1 else 1)
-
-
 FAULTY: dict[str, tuple[list[Row], Values]] = {
     "a prompt of another name": (rows("prompt", question="What?"), {}),
     "a prompt that nobody could guess": (rows("prompt", textfield="What is it?"), {}),
@@ -62,7 +58,7 @@ FAULTY: dict[str, tuple[list[Row], Values]] = {
     "two prompts": (rows(problem="What?"), {}),
     "two answers": (rows("prompt", messages=talk, answer="blue{}".format), {}),
     "a prompt that ends with the answer": (rows("answer", prompt=talk), {}),
-    "a long prompt": (rows(prompt=lengthy), {}),
+    "a long prompt": (rows(prompt=lambda n: "word " * (3000 if n == 1 else 1)), {}),
     "a picture that is not there": (rows(count=12, image=lambda n: f"images/{n or 99}.png"), {}),
     "boxes of shares": (rows(box=lambda n: [0.1 * n, 0.2, 0.5, 0.6]), {"rewards": ["iou"]}),
     "an answer of another name": (rows("answer", label="red{}".format), {}),

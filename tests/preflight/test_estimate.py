@@ -76,9 +76,8 @@ def test_weights_gradients_and_states_are_those_of_a_learner_to_the_byte(
     sizes, _ = sizes_of(config.with_values({"model.path": str(bare)}))
     found = learner_memory(sizes, tokens=1, checkpointing=False)
     held = sum(bytes_of(p) + scales_of(p) for p in learner.model.parameters())
-    assert found["weights"] == pytest.approx(
-        held, rel=1e-3 if kind == "qlora" else 0
-    )  # blocks are rounded up
+    # blocks are rounded up
+    assert found["weights"] == pytest.approx(held, rel=1e-3 if kind == "qlora" else 0)
     assert bool(sizes.quantised) == (kind == "qlora")
     assert (found["gradients"], found["optimizer"]) == (gradients[0], states)
     assert ModelSizes.of(learner.model) == sizes
@@ -155,10 +154,8 @@ def test_twin_states_are_counted_where_the_device_is_the_host(bare: Path) -> Non
     config = config_for(bare, algorithm={"twin_view": {"view": "crop"}})
     sizes, image = sizes_of(config)
     on = {gpu: memory_of_run(sizes, image, config, GB, processes=1, gpu=gpu).learner for gpu in (False, True)}
-    assert (
-        on[False]["twin views' states"] == 4 * 3 * 8 * 2 * sizes.hidden
-        and "twin views' states" not in on[True]
-    )
+    views = "twin views' states"
+    assert on[False][views] == 4 * 3 * 8 * 2 * sizes.hidden and views not in on[True]
 
 
 def test_four_bits_that_vllm_shares_are_counted_once(bare: Path) -> None:
@@ -244,9 +241,8 @@ def test_servers_beside_and_on_the_learners_gpus_by_hand(bare: Path) -> None:
     beside = phases(config, 10 * GB, processes=2, servers=Servers(tensor_parallel=2))
     shared = phases(config, 10 * GB, processes=2, servers=Servers(tensor_parallel=2, share_gpus=True))
     assert alone.server == {} and (beside.learner, beside.rollout) == (alone.learner, alone.rollout)
-    assert (
-        sum(beside.server.values()) == beside.peak == 5 * GB + 2 * GB + GB // 2 + 8 * 1024 * sizes.vocabulary
-    )
+    peak = 5 * GB + 2 * GB + GB // 2 + 8 * 1024 * sizes.vocabulary
+    assert sum(beside.server.values()) == beside.peak == peak
     assert shared.server == {} and shared.learner == {
         **alone.learner, "vLLM": 0, "vLLM's CUDA graphs": 2 * GB, "vLLM's CUDA context": GB // 2
     }  # fmt: skip

@@ -222,7 +222,6 @@ def test_many_rows_are_quick() -> None:
     warnings, golds = GoldWarnings(specs), itertools.cycle([*WORDS, "['a', 'b']", "3", "A"])
     started = time.process_time()
     for number in range(10_000):
-        warnings.add(
-            "train", f"row {number}", [{"role": "user", "content": LETTER * 3}], {"answer": next(golds)}
-        )
+        messages = [{"role": "user", "content": LETTER * 3}]
+        warnings.add("train", f"row {number}", messages, {"answer": next(golds)})
     assert time.process_time() - started < 6

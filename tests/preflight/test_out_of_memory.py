@@ -15,12 +15,7 @@ from mm_grpo.cli.unexpected import describe
 from mm_grpo.errors import ConfigError, EngineError, RewardError
 from mm_grpo.preflight import out_of_memory
 from mm_grpo.preflight.memory import GB
-from mm_grpo.preflight.out_of_memory import (
-    OutOfDeviceMemory,
-    is_out_of_memory,
-    memory_explained,
-    refuse_too_large,
-)
+from mm_grpo.preflight.out_of_memory import OutOfDeviceMemory, memory_explained, refuse_too_large
 
 
 @pytest.fixture
@@ -47,11 +42,8 @@ def test_a_phase_past_the_card_is_refused_before_weights_are_loaded(
 
 def test_the_first_remedy_beside_vllm_is_that_it_sleeps(models: dict[str, Path], card: Any) -> None:
     """What each holds fits, and both together do not."""
-    config = config_for(
-        models["qwen2_5_vl"],
-        "unused",
-        rollout={"engine": "vllm", "vllm": {"gpu_memory_utilization": 0.6, "sleep_level": 0}},
-    )
+    vllm = {"gpu_memory_utilization": 0.6, "sleep_level": 0}
+    config = config_for(models["qwen2_5_vl"], "unused", rollout={"engine": "vllm", "vllm": vllm})
     card(round(6.4 * GB))  # 3.84 vLLM's, 2 its graphs', 0.5 CUDA's, and 0.09 the learner's
     with pytest.raises(ConfigError, match=r"set rollout.vllm.sleep_level=2 \("):
         refuse_too_large(config)
@@ -81,12 +73,8 @@ def test_a_full_card_ends_in_the_settings_that_help(
             raise EngineError("vLLM failed while it took memory back") from error
         raise error
 
-    with (
-        pytest.raises(
-            OutOfDeviceMemory, match=r"set rollout.vllm.sleep_level=2.*learns.*samples.*of 7.2 GB"
-        ) as found,
-        memory_explained(config, processes=1),
-    ):
+    words = r"set rollout.vllm.sleep_level=2.*learns.*samples.*of 7.2 GB"
+    with pytest.raises(OutOfDeviceMemory, match=words) as found, memory_explained(config, processes=1):
         fail()
     assert not isinstance(found.value, (ConfigError, EngineError))  # exit code 1
     assert str(found.value) in describe(found.value)  # not cut short
@@ -94,7 +82,7 @@ def test_a_full_card_ends_in_the_settings_that_help(
     for other in (RewardError("judge: CUDA out of memory"), ValueError("out of memory")):
         with pytest.raises(type(other)), memory_explained(config, processes=1):
             raise other from error if isinstance(other, RewardError) else None
-    assert not is_out_of_memory(None)
+    assert not out_of_memory.is_out_of_memory(None)
 
 
 def test_a_model_that_the_estimate_cannot_read_is_let_through(

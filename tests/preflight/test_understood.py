@@ -54,9 +54,8 @@ def config(tmp_path: Path, models: dict[str, Path]) -> Callable[..., GRPOConfig]
         tiny.picture(0, 80, 80).save(tmp_path / "other.png")
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"train": str(tmp_path / "rows.jsonl"), **data}
-        return GRPOConfig.from_dict(
-            {"model": {"path": str(models[model])}, "data": data, "rewards": ["exact_match"]}
-        )
+        values = {"model": {"path": str(models[model])}, "data": data, "rewards": ["exact_match"]}
+        return GRPOConfig.from_dict(values)
 
     return make
 
@@ -66,9 +65,8 @@ def lines_of(config: GRPOConfig, *rewards: Any, **options: Any) -> list[str]:
     rows, toolbox = load_train(config, verify=False), toolbox_of(config, None, None)
     builder = PromptBuilder(load_processor(config.model.path), config, None, preparer=toolbox)
     specs = [resolve_entry(reward) for reward in rewards]
-    check = RewardCheck(
-        specs, template=config.data.gold_template, several_turns=toolbox is not None, **options
-    )
+    several_turns = toolbox is not None
+    check = RewardCheck(specs, template=config.data.gold_template, several_turns=several_turns, **options)
     try:
         return list(understood(rows, builder, check, other_uses(config, rows, toolbox)))
     finally:
@@ -147,27 +145,23 @@ def test_what_a_reward_reads(
 def test_columns_inside_of_others_and_other_layouts(config: Callable[..., GRPOConfig]) -> None:
     nested = {"prompt": "?", "image": "other.png", "objects": {"bbox": [1, 1, 9, 9]}, "meta": {"a": 1}}
     lines = lines_of(config(nested, columns={"box": "objects.bbox"}), "iou")
-    assert lines[-2:] == [
-        "  objects.bbox as box -> iou, prompt, images <- image",
-        "  not used: meta",
-    ]
+    assert lines[-2] == "  objects.bbox as box -> iou, prompt, images <- image"
+    assert lines[-1] == "  not used: meta"
     verl = {"prompt": [{"role": "user", "content": "?"}], "images": ["scene.png"], "id": 1}
     graded = lines_of(config({**verl, "reward_model": {"ground_truth": "3"}}), "exact_match")
     assert "answer <- reward_model, answer -> exact_match" in " ".join(" ".join(graded).split())
     assert graded[-1] == "  not used: id"
     mapped = {"prompt": "?", "image": "scene.png", "bbox": [1, 1, 9, 9]}
-    assert lines_of(config(mapped, columns={"box": "bbox"}), "iou")[-1] == (
-        "  bbox as box -> iou, prompt, images <- image"
-    )
+    (*_, last) = lines_of(config(mapped, columns={"box": "bbox"}), "iou")
+    assert last == "  bbox as box -> iou, prompt, images <- image"
     filled = lines_of(config({"image": "scene.png", "kind": "cat"}, prompt_template="A {kind}?"), "length")
     assert "prompt template <- kind" in filled[-1] and "A cat?" in filled[1]
 
 
 def test_the_first_row_that_can_be_used_is_shown(config: Callable[..., GRPOConfig]) -> None:
     good = {"prompt": "good", "image": "scene.png"}
-    assert (
-        "rows.jsonl:3 " in lines_of(config({**good, "image": "none.png"}, {"prompt": ""}, good), "length")[0]
-    )
+    first, *_ = lines_of(config({**good, "image": "none.png"}, {"prompt": ""}, good), "length")
+    assert "rows.jsonl:3 " in first
     (line,) = lines_of(config({"prompt": "", "image": "scene.png"}), "length")
     assert "none of the first 1" in line
 
@@ -267,9 +261,8 @@ def test_a_processor_of_the_users_own_is_shown_without_its_template(
 
 
 def test_three_lines_without_a_call(config: Callable[..., GRPOConfig]) -> None:
-    made = config(
-        {"prompt": "What?", "image": "scene.png", "answer": ["a", "b"], "id": 1}, system_prompt="Look."
-    )
+    row = {"prompt": "What?", "image": "scene.png", "answer": ["a", "b"], "id": 1}
+    made = config(row, system_prompt="Look.")
     specs = [resolve_entry(reward) for reward in ("length", broken, remote)]
     assert brief_lines(load_train(made), specs, {}) == [
         "train: rows.jsonl:1: system: Look. user: ‹scene.png›What? ",

@@ -65,9 +65,8 @@ class PictureLlamaProcessor:
         if collapsed.count(self.image_token_id) != len(sample.images):
             raise DataError(f"{sample.uid}: {IMAGE} is typed into the text")
         images = tuple(image.resize((self.side, self.side)) for image in sample.images)
-        ids = [
-            t for token in collapsed for t in [token] * (self.features if token == self.image_token_id else 1)
-        ]
+        lengths = {self.image_token_id: self.features}
+        ids = [t for token in collapsed for t in [token] * lengths.get(token, 1)]
         pixels = [torch.from_numpy(np.array(image, dtype=np.float32)).permute(2, 0, 1) for image in images]
         return Prompt(
             sample=sample,
@@ -105,9 +104,8 @@ def build(path: Path) -> Path:
     words = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token=STOP, additional_special_tokens=[IMAGE]
-    )
+    special: Any = {"eos_token": STOP, "additional_special_tokens": [IMAGE]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **special)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     config = PictureLlamaConfig(
         vision_config={

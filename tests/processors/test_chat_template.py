@@ -49,9 +49,8 @@ def test_arguments_change_the_prompt(thinker: Path) -> None:
     assert text_of(thinker, enable_thinking=False) == plain + "<think>\n\n</think>\n\n"
     assert text_of(thinker, enable_thinking=True) == plain
     assert text_of(thinker, style="open") == plain + "<think>\n"
-    processors = [
-        load_processor(str(thinker), chat_template_kwargs=a) for a in ({}, {"enable_thinking": False})
-    ]
+    arguments: Any = {}, {"enable_thinking": False}
+    processors = [load_processor(str(thinker), chat_template_kwargs=a) for a in arguments]
     longest = [processor.max_prompt_tokens(tiny.sample("r", "what"), 0) for processor in processors]
     assert longest[1] == len(processors[1].prompt(tiny.sample("r", "what")).token_ids) > longest[0]
 

@@ -1,7 +1,4 @@
-"""Every family through processor, embedded engine and learner, against transformers' own processor and forward.
-
-`helpers/families.py` has the table of families; tests/engines/test_vllm_families.py runs it with vLLM.
-"""
+"""Every family through processor, embedded engine and learner, against transformers' own processor and forward."""
 
 from __future__ import annotations
 
@@ -354,9 +351,8 @@ def test_the_update_equals_that_of_a_plain_loop(
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     tokens = sum(len(c.token_ids) for _, c, _ in pairs)
     for group, completion, advantage in pairs:  # dapo at the sampling policy: the ratio is 1
-        logp, _ = plain_logprobs(
-            theirs, processor, group.prompt, completion.token_ids, config.rollout.temperature
-        )
+        temperature = config.rollout.temperature
+        logp, _ = plain_logprobs(theirs, processor, group.prompt, completion.token_ids, temperature)
         (-(logp - logp.detach()).exp() * advantage).sum().div(tokens).backward()
     before = dict(load(path).named_parameters())
     want = {n: -1000.0 * p.grad for n, p in theirs.named_parameters() if p.grad is not None and p.grad.any()}

@@ -1,5 +1,4 @@
-"""Qwen-VL's prompts, and what is refused of a row or a model's folder. That prompts equal transformers' own:
-test_families.py."""
+"""Qwen-VL's prompts, and what is refused of a row or a model's folder."""
 
 from __future__ import annotations
 
@@ -39,9 +38,7 @@ def test_pixel_limits_are_ours_when_given_and_the_models_otherwise(models: dict[
         load_processor(path, min_pixels=100_000)
 
 
-def test_videos_that_vllm_would_normalise_as_images_are_refused(
-    models: dict[str, Any], tmp_path: Path
-) -> None:
+def test_videos_that_vllm_would_normalise_as_images_fail(models: dict[str, Any], tmp_path: Path) -> None:
     """It uses the mean and deviation of images for both; JSON's lists equal the classes' tuples."""
     shutil.copytree(models["qwen3_vl"], tmp_path / "model")
     file = tmp_path / "model" / "processor_config.json"

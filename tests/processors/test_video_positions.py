@@ -23,13 +23,8 @@ TEXT, VIDEO, IMAGE, START, END = 1, 2, 3, 4, 5
 
 def positions(processor: Any, ids: list[int], *media: Any) -> list[tuple[int, ...]]:
     """Positions (t, y, x) of ids in the numbers above, with media that have their final sizes."""
-    tokens = {
-        TEXT: 100,
-        VIDEO: processor.video_token_id,
-        IMAGE: processor.image_token_id,
-        START: 101,
-        END: 102,
-    }
+    tokens = {TEXT: 100, VIDEO: processor.video_token_id, IMAGE: processor.image_token_id}
+    tokens |= {START: 101, END: 102}
     side, patch = processor.factor, processor.hf.image_processor.patch_size
     grids = [
         (len(m.frames) // 2 if isinstance(m, Video) else 1, m.size[1] // patch, m.size[0] // patch)
@@ -37,9 +32,8 @@ def positions(processor: Any, ids: list[int], *media: Any) -> list[tuple[int, ..
     ]
     assert all(m.size[0] % side == 0 == m.size[1] % side for m in media)
     vision = {"image_grid_thw": torch.tensor(grids)}
-    return [
-        tuple(column) for column in processor.positions([tokens[t] for t in ids], vision, media).T.tolist()
-    ]
+    found = processor.positions([tokens[t] for t in ids], vision, media)
+    return [tuple(column) for column in found.T.tolist()]
 
 
 @pytest.mark.parametrize(

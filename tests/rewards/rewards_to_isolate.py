@@ -19,9 +19,8 @@ class Opaque(Exception):
 def connection():
     """The socket of a worker."""
     numbers = map(int, os.listdir("/proc/self/fd"))
-    return next(
-        n for n in numbers if os.path.realpath(f"/proc/self/fd/{n}").rpartition("/")[2].startswith("socket:")
-    )
+    names = ((n, os.path.realpath(f"/proc/self/fd/{n}")) for n in numbers)
+    return next(n for n, name in names if "/socket:" in name)
 
 
 def behave(completion, label="none"):

@@ -86,9 +86,7 @@ LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
     ],
 )
 @pytest.mark.field_bug("gold-lists")
-def test_a_list_kept_as_text_is_several_answers(
-    name: str, completion: str, answer: object, score: float
-) -> None:
+def test_a_list_as_text_is_many_answers(name: str, completion: str, answer: object, score: float) -> None:
     assert get(name).fn(completion, answer=answer) == score
 
 

@@ -99,11 +99,8 @@ def test_code_that_a_reward_model_brings_along_is_not_run_and_nobody_is_asked(
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
     (tmp_path / "own.py").write_text("raise AssertionError('it ran')\n")
-    classes = {
-        "AutoConfig": "own.C",
-        "AutoTokenizer": ["own.T", None],
-        "AutoModelForSequenceClassification": "own.M",
-    }
+    classes = {"AutoConfig": "own.C", "AutoTokenizer": ["own.T", None]}
+    classes["AutoModelForSequenceClassification"] = "own.M"
     for name, key, value in (("config", "model_type", "own"), ("tokenizer_config", "tokenizer_class", "Own")):
         (tmp_path / f"{name}.json").write_text(json.dumps({key: value, "auto_map": classes}))
     with pytest.raises(RewardError, match="cannot be loaded as a sequence classifier"):

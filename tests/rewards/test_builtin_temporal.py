@@ -46,9 +46,7 @@ def test_texts_that_hold_no_interval(text: str) -> None:
         ("[1.5, 2]", [[1.5, 2]], ("seconds", "seconds"), 1),
     ],
 )
-def test_spaces_are_converted_by_the_times_of_the_video(
-    text: str, interval: Any, spaces: Any, score: float
-) -> None:
+def test_spaces_are_converted_by_video_times(text: str, interval: Any, spaces: Any, score: float) -> None:
     space, gold_space = spaces
     assert temporal_iou(text, interval, ROW, space=space, gold_space=gold_space) == score
 

@@ -18,20 +18,17 @@ NO_CHOICES = [
 ]  # fmt: skip
 
 
+FORMS_OF_D = [
+    "D", "(D)", "D) a dog", "Answer: D", "The answer is D.", "\\boxed{D}", "It is (D)", "option D", "(d)",
+    "(D) is red, (B) is blue",  # the start decides
+]  # fmt: skip
+LETTERS = {"B": CHOICES_OF_B, "D": FORMS_OF_D, None: NO_CHOICES}
+
+
 @pytest.mark.parametrize(
-    ("text", "letter"), [*((text, "B") for text in CHOICES_OF_B), *((text, None) for text in NO_CHOICES)]
+    ("text", "letter"), [(text, letter) for letter in LETTERS for text in LETTERS[letter]]
 )
 def test_the_letter_that_is_chosen(text, letter):
     assert chosen(text) == letter
     assert choice(text, "B") == float(letter == "B")
     assert choice(text, "A") == 0.0
-
-
-FORMS_OF_D = [
-    "D", "(D)", "D) a dog", "Answer: D", "The answer is D.", "\\boxed{D}", "It is (D)", "option D", "(d)",
-    "(D) is red, (B) is blue",  # the start decides
-]  # fmt: skip
-
-
-def test_another_letter_is_read_in_every_form():
-    assert [text for text in FORMS_OF_D if chosen(text) != "D"] == []

@@ -59,9 +59,8 @@ def test_gdpo_compares_the_scores_that_enter_totals(rows):
     prompts, done = rows("abc")
     scores = scorer.score(prompts, done, step=1)
     groups = with_scores([Group(0, prompts[0], tuple(done))], scores)
-    got = compute_advantages(
-        groups, scorer.specs, AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
-    )
+    config = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
+    got = compute_advantages(groups, scorer.specs, config)
     parts = [Objective(0.2, [[1.0, -1.0, 0.0]]), Objective(1.0, [[1.0, 0.5, 0.4]])]
     assert got == gdpo([scores.totals], parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,6 @@ def of_one(completion: str, problem: str, image: Any, images: Any) -> float:
     return float(len(problem))
 
 
-def with_default(completion: str, messages: Any = None) -> float:
-    return 0.0 if messages is None else float(len(messages))
-
-
-def needing(completion: str, problem: str) -> float:
-    return 1.0
-
-
 @pytest.fixture(autouse=True)
 def _nothing_seen() -> Iterator[None]:
     SEEN.clear()
@@ -77,12 +70,9 @@ def _nothing_seen() -> Iterator[None]:
 
 
 def scores(dataset: Dataset, function: Callable[..., Any], **entry: Any) -> Any:
-    with_columns = Scorer([{"name": function, "as": "r", **entry}], conversational=False)
-    with_columns.check(dataset.columns, dataset.columns_of_rows)
-    try:
+    with closing(Scorer([{"name": function, "as": "r", **entry}], conversational=False)) as with_columns:
+        with_columns.check(dataset.columns, dataset.columns_of_rows)
         return with_columns.score(*batch_of(dataset), step=1).parts["r"]
-    finally:
-        with_columns.close()
 
 
 def test_functions_of_trl_get_every_column(dataset: Dataset) -> None:
@@ -107,12 +97,10 @@ def of_all_videos(completions: list[Any], videos: Any, **kwargs: Any) -> list[fl
 @pytest.mark.parametrize("function", [of_videos, of_all_videos])
 def test_videos_are_those_that_the_model_saw(dataset: Dataset, function: Callable[..., Any]) -> None:
     prompts, completions = batch_of(dataset.head(2))
-    shown = EnginePrompt(
-        (1,), (tiny.picture(0), tiny.video(1, frames=3, fps=2.0), tiny.video(2, frames=5, fps=0.5))
-    )
-    column = replace(
-        prompts[0].sample, columns={**prompts[0].sample.columns, "videos": ["a.mp4"]}
-    )  # ours wins
+    clips = tiny.video(1, frames=3, fps=2.0), tiny.video(2, frames=5, fps=0.5)
+    shown = EnginePrompt((1,), (tiny.picture(0), *clips))
+    sample = prompts[0].sample
+    column = replace(sample, columns={**sample.columns, "videos": ["a.mp4"]})  # ours wins
     prompts[0] = replace(prompts[0], engine_prompt=shown, sample=column)
     scores = Scorer([{"name": function, "as": "r"}], conversational=False).score(prompts, completions, step=1)
     assert scores.parts["r"] == [3 * 2.0 + 5 * 0.5, 0.0]
@@ -121,14 +109,13 @@ def test_videos_are_those_that_the_model_saw(dataset: Dataset, function: Callabl
 def test_functions_of_one_completion_get_the_prompts_columns_by_name(dataset: Dataset) -> None:
     assert scores(dataset.head(2), of_one) == [5.0, 4.0]
     assert SEEN["problem"] == "Who?" and SEEN["image"].size == (20, 30) == SEEN["images"][0].size
-    assert scores(dataset.head(1), needing, when={"problem": "What?"}) == [1.0]
+    assert scores(dataset.head(1), lambda completion, problem: 1.0, when={"problem": "What?"}) == [1.0]
     talk = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}]
-    assert scores(Dataset(talk, DataConfig()), with_default) == [2.0]
+    of_default = scores(Dataset(talk, DataConfig()), lambda completion, messages=(): float(len(messages)))
+    assert of_default == [2.0]
 
 
-def test_images_that_no_reward_reads_are_not_decoded(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_no_reward_reads_stay_encoded(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, decoded = batch_of(dataset.head(3), 16), []
     upright = ImageOps.exif_transpose
     monkeypatch.setattr(ImageOps, "exif_transpose", lambda image: decoded.append(image) or upright(image))
@@ -152,9 +139,8 @@ def test_images_of_every_mode_are_what_the_library_decodes(form: str, mode: str)
 
 
 def test_worker_processes_get_images(dataset: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "areas.py").write_text(
-        "def area(completion, image, problem):\n    return float(image.size[0] * 100 + len(problem))\n"
-    )
+    text = "def area(completion, image, problem):\n    return float(image.size[0] * 100 + len(problem))\n"
+    (tmp_path / "areas.py").write_text(text)
     asked = f"{tmp_path / 'areas.py'}:area"
     assert scores(dataset.head(3), asked, isolated=True) == [3005.0, 2004.0, 3004.0]  # type: ignore[arg-type]
 

@@ -112,9 +112,8 @@ OF_BUILT_INS = {"rapidfuzz", "jsonschema", "openai", "math_verify", "httpx", "sy
     ],
 )  # fmt: skip
 def test_rewards_and_all_built_ins_import_no_heavy_library(statement, absent):
-    code = (
-        f"import sys; before = len(sys.modules); {statement}; print(len(sys.modules) - before, *sys.modules)"
-    )
+    counted = "print(len(sys.modules) - before, *sys.modules)"
+    code = f"import sys; before = len(sys.modules); {statement}; {counted}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     count, *loaded = run.stdout.split()
     assert absent.isdisjoint(loaded)

@@ -47,16 +47,14 @@ def test_a_reward_scores_the_rows_that_it_is_for_and_is_not_called_for_others(ro
     def both(completion):
         return 0.25
 
-    scorer = Scorer(
-        [
-            entry(near, when={"task": "grounding"}),
-            entry(right, when={"task": ["count", "other"]}),
-            entry(both, when={"task": ["count", "grounding"], "level": [2, None]}),
-        ]
-    )
+    entries = [
+        entry(near, when={"task": "grounding"}),
+        entry(right, when={"task": ["count", "other"]}),
+        entry(both, when={"task": ["count", "grounding"], "level": [2, None]}),
+    ]
     texts = rows("abc", task=["grounding", "count", "count"], box=[[0, 1], None, None], answer=[None, "3", "4"],
                  level=[None, 1, 2])  # fmt: skip
-    scores = scorer.score(*texts, step=1)
+    scores = Scorer(entries).score(*texts, step=1)
     assert asked == [("a", [0, 1]), ("b", ["3", "4"])]
     assert scores.parts == {
         "near": [1.0, None, None], "right": [None, 0.5, 0.5], "both": [0.25, None, 0.25],
@@ -138,19 +136,16 @@ def test_only_the_rewards_that_ask_for_it_get_no_thinking(rows):
         got.setdefault("batch", []).append(completions)
         return [0.0] * len(completions)
 
-    scorer = Scorer(
-        [
-            entry(whole),
-            entry(stripped, strip_thinking=True),
-            entry(batch, strip_thinking=True),
-            {"name": batch, "as": "texts", "strip_thinking": True, "completions": "text"},
-            {"name": "contains", "strip_thinking": True},
-            {"name": "contains", "as": "of_all"},
-        ]
-    )
+    entries = [
+        entry(whole),
+        *(entry(function, strip_thinking=True) for function in (stripped, batch)),
+        {"name": batch, "as": "texts", "strip_thinking": True, "completions": "text"},
+        {"name": "contains", "strip_thinking": True},
+        {"name": "contains", "as": "of_all"},
+    ]
     prompts, completions = rows(["<think>3?</think> 4", "4", "hm</think>4", "it is 4"], answer=["4"] * 4)
     prompts[2:] = [dataclasses.replace(prompt, opens_thinking=True) for prompt in prompts[2:]]
-    scores = scorer.score(prompts, completions, step=1)
+    scores = Scorer(entries).score(prompts, completions, step=1)
     assert got["whole"] == ["<think>3?</think> 4", "4", "hm</think>4", "it is 4"]
     assert got["stripped"] == [("4", 19), ("4", 1), ("4", 11), ("", 7)]
     messages = [[{"role": "assistant", "content": text}] for text in ("4", "4", "4", "")]

@@ -1,7 +1,4 @@
-"""Isolated rewards: found, told and answering as in the trainer's process; what hangs or dies fails alone.
-
-What a worker process is and how it ends is tested in tests/user_code/test_workers.py.
-"""
+"""Isolated rewards: found, told and answering as in the trainer's process; what hangs or dies fails alone."""
 
 import os
 import signal
@@ -54,11 +51,8 @@ def test_a_batch_function_in_a_worker(rows, scorer):
 def test_a_worker_gets_videos_of_turns_and_samples(rows, scorer):
     prompts, completions = rows("ab")
     for n, clip in enumerate((tiny.video(1), tiny.video(2, frames=6, fps=3.0))):
-        turns = (
-            Turn("assistant", "watch", 1),
-            Turn("tool", "", 1, videos=(clip,)),
-            Turn("assistant", "x", 1),
-        )
+        watch = Turn("assistant", "watch", 1), Turn("tool", "", 1, videos=(clip,))
+        turns = (*watch, Turn("assistant", "x", 1))
         completions[n] = replace(completions[n], turns=turns)
         sample = replace(prompts[n].sample, videos=(clip,))
         prompts[n] = replace(prompts[n], sample=sample)
@@ -137,9 +131,8 @@ def test_bad_answers_and_exceptions_read_as_without_isolation(rows, scorer):
     with fails(r"raised RewardError: log_metric\('m'\) got nan"):
         scorer(isolated("bad_log")).score(*rows("x"), step=1)
     line = next(i for i, text in enumerate(FILE.read_text().splitlines(), 1) if "raise Opaque" in text)
-    with fails(
-        rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\."
-    ) as caught:
+    blamed = rf"on row 'row:0' with the completion 'opaque', raised Opaque: .* at {FILE}:{line}\."
+    with fails(blamed) as caught:
         scorer(entry).score(*rows(["opaque"]), step=1)
     assert isinstance(caught.value.__cause__, WorkerTrace) and "in behave" in str(caught.value.__cause__)
 

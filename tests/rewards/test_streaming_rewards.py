@@ -72,13 +72,8 @@ def test_scores_are_those_of_a_batch_that_is_scored_at_once(rows, checked, tmp_p
         "    return None if completion == 'none' else len(completion) / box[0]\n"
     )
     apart = isolated("behave", weight=0.5) | {"name": f"{tmp_path}/own.py:apart"}
-    entries = [
-        {"name": judged, "as": "judged", "when": {"task": "x"}},
-        apart,
-        plain,
-        whole,
-        {"name": gated, "as": "gated", "only_if": "plain", "weight": 2},
-    ]
+    streamed = [{"name": judged, "as": "judged", "when": {"task": "x"}}, apart, plain, whole]
+    entries = [*streamed, {"name": gated, "as": "gated", "only_if": "plain", "weight": 2}]
     columns = {"kind": [0, 1, 2, 0, 1, 2], "box": [(4, 2)] * 6}
     columns["task"] = ["x", "x", "y", "x", "y", "x"]
     batch = rows(TEXTS, **columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,8 @@ def conversation(*texts: str) -> Completion:
 
 def score(entries: list[Any], *done: Completion, **options: Any) -> Any:
     prompt = Prompt(sample("r"), (1,), EnginePrompt((1,), ()), torch.arange(1), {})
-    scorer = Scorer(entries, **options)
-    try:
+    with closing(Scorer(entries, **options)) as scorer:
         return scorer.score([prompt] * len(done), done, step=1)
-    finally:
-        scorer.close()
 
 
 def by_turn(answer: Any) -> dict[str, Any]:

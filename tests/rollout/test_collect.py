@@ -17,14 +17,9 @@ from mm_grpo.rollout.scored_groups import compute_advantages, has_zero_std, with
 from mm_grpo.types import Completion, Group, Turn
 
 GDPO = AlgorithmConfig(multi_objective_aggregation="normalize_then_sum")
-
-
 WEIGHTS = {"right": 1.0, "short": 0.5, "seen": 0.0}
-SPECS = resolve_entries(
-    [{"name": "exact_match", "as": name, "weight": weight} for name, weight in WEIGHTS.items()]
-)
-
-
+ENTRIES = [{"name": "exact_match", "as": name, "weight": weight} for name, weight in WEIGHTS.items()]
+SPECS = resolve_entries(ENTRIES)
 SCORES = Scores(
     totals=[1.0, 1.0, None, 1.5],
     parts={"right": [1.0, 0.0, 5.0, 1.0], "short": [0.0, 9.0, 5.0, 1.0], "seen": [7.0, 8.0, 9.0, None]},
@@ -37,9 +32,8 @@ def scored(*sizes: int, kl: tuple[tuple[float, ...], ...] = ((), ())) -> list[Gr
     """The scores, cut for groups of these sizes. Nothing of a prompt or a completion is looked at."""
     anything: Any = SimpleNamespace(masked=None)
     groups = zip((4, 7), sizes, kl, strict=True)
-    return with_scores(
-        [Group(slot, anything, (anything,) * size, kl=cost) for slot, size, cost in groups], SCORES
-    )
+    cut = [Group(slot, anything, (anything,) * size, kl=cost) for slot, size, cost in groups]
+    return with_scores(cut, SCORES)
 
 
 def test_scores_are_cut_in_order() -> None:
@@ -58,10 +52,8 @@ def test_totals_are_what_sum_then_normalize_looks_at() -> None:
 
 
 def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() -> None:
-    want = gdpo(
-        [[1.0, 1.0], [None, 1.5]],
-        [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 9.0], [None, 1.0]])],
-    )
+    parts = [Objective(1.0, [[1.0, 0.0], [None, 1.0]]), Objective(0.5, [[0.0, 9.0], [None, 1.0]])]
+    want = gdpo([[1.0, 1.0], [None, 1.5]], parts)
     got = compute_advantages(scored(2, 2), SPECS, GDPO)
     assert got == want
     assert got[0][0] > 0 > got[0][1] and got[1] == (0.0, 0.0)
@@ -70,10 +62,8 @@ def test_parts_of_unmasked_completions_are_what_normalize_then_sum_looks_at() ->
 def test_the_kl_comes_off_the_totals() -> None:
     config = AlgorithmConfig(kl_in_reward=True, beta=0.5, kl_estimator="k1", scale_rewards="none")
     # 1 - 0.5 * 2 and 1 - 0.5 * -1: 0 and 1.5, less their mean of 0.75
-    assert compute_advantages(scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0))), SPECS, config) == [
-        (-0.75, 0.75),
-        (0.0, 0.0),
-    ]
+    found = compute_advantages(scored(2, 2, kl=((2.0, -1.0), (9.0, 3.0))), SPECS, config)
+    assert found == [(-0.75, 0.75), (0.0, 0.0)]
 
 
 def test_zero_std_is_looked_for_where_advantages_are_and_before_any_kl() -> None:
@@ -91,10 +81,8 @@ def test_metrics_of_groups_by_hand() -> None:
     logprobs = [(-1.0, -2.0), (-3.0,), (-0.5, -0.5, -1.0), ()]
     reasons: list[Any] = ["stop", "length", "stop", "stop"]
     ids = [tuple(range(len(values))) for values in logprobs]
-    answers = [
-        Completion(*one, "", reason, 0)
-        for one, reason in zip(zip(ids, logprobs, strict=True), reasons, strict=True)
-    ]
+    sampled = zip(ids, logprobs, reasons, strict=True)
+    answers = [Completion(tokens, values, "", reason, 0) for tokens, values, reason in sampled]
     groups = [
         Group(0, prompt, tuple(answers[:2]), (1.0, 4.0), kl=(0.5, 1.5)),
         Group(1, prompt, tuple(answers[2:]), (None, 1.0), kl=(2.0, -1.0)),

@@ -27,9 +27,8 @@ from mm_grpo.types import Completion
 
 
 def run(path: Path, folder: Path, reward: Any) -> None:
-    config = config_for(
-        path, folder, rollout={"max_completion_length": 8}, run={"max_steps": 2, "eval_every": 1}
-    )
+    run = {"max_steps": 2, "eval_every": 1}
+    config = config_for(path, folder, rollout={"max_completion_length": 8}, run=run)
     trainer = GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[{"name": reward, "as": "vowels"}])
     trainer.engine.max_rows = 3  # a group at a time, so that some end before others begin
     trainer.train()
@@ -87,9 +86,7 @@ def test_an_engine_that_fails_ends_streamed_calls_and_several_processes_begin_no
     prompt = load_processor(str(models["qwen2_5_vl"])).prompt(tiny.sample("r:0", "what"))
     calls: list[StreamedCalls] = []
     abandon = StreamedCalls.abandon
-    monkeypatch.setattr(
-        StreamedCalls, "abandon", lambda streamed: calls.append(streamed) or abandon(streamed)
-    )
+    monkeypatch.setattr(StreamedCalls, "abandon", lambda begun: calls.append(begun) or abandon(begun))
     runner = RolloutRunner(builder, Broken(), scorer, Ranks())
     with pytest.raises(ConnectionError):
         runner.sample(StepPrompts([1], [prompt], 0), [range(2)], Sampling(1), 1, "rollout", version=0)

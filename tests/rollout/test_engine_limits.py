@@ -21,19 +21,14 @@ CONTEXT = 2048
 
 def rows(*texts: str, images: int = 1) -> list[dict[str, Any]]:
     parts = [{"type": "image"}] * images
-    return [
-        {
-            "prompt": [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}],
-            "images": [tiny.picture(1, 20, 20)] * images,
-        }
-        for text in texts
-    ]
+    shown = [tiny.picture(1, 20, 20)] * images
+    contents = [[*parts, {"type": "text", "text": text}] for text in texts]
+    return [{"prompt": [{"role": "user", "content": content}], "images": shown} for content in contents]
 
 
 def limits(models: Any, given: Any, **changes: Any) -> Any:
-    config = small_config(
-        models["qwen2_5_vl"], rollout={"engine": "vllm", "max_completion_length": 100}, **changes
-    )
+    rollout = {"engine": "vllm", "max_completion_length": 100}
+    config = small_config(models["qwen2_5_vl"], rollout=rollout, **changes)
     processor = processor_of(config)
     return engine_limits(config, processor, [load_train(config, given)], CONTEXT), processor
 
@@ -41,9 +36,8 @@ def limits(models: Any, given: Any, **changes: Any) -> Any:
 def test_the_longest_row_with_images_at_their_largest_decides(models: dict[str, Any]) -> None:
     found, processor = limits(models, rows("short", "x" * 400, images=2))
     # one token a character in the tiny vocabulary; two images of 64 tokens (the model's limit of 224 x 224 pixels)
-    longest = processor.prompt(
-        tiny.sample("r", "x" * 400, (tiny.picture(1, 224, 224), tiny.picture(2, 224, 224)))
-    )
+    pictures = (tiny.picture(1, 224, 224), tiny.picture(2, 224, 224))
+    longest = processor.prompt(tiny.sample("r", "x" * 400, pictures))
     assert 2 * 64 + 400 < len(longest.token_ids) < 2 * 64 + 400 + 60
     assert found.max_model_len == 768  # that, 100 of the completion, 1 for scoring, in steps of 256
     assert found.max_images == 2
@@ -59,10 +53,8 @@ class Begins:
 
 
 def test_media_of_environments_have_room(models: dict[str, Any]) -> None:
-    config = small_config(
-        models["qwen2_5_vl"],
-        rollout={"engine": "vllm", "max_images_per_episode": 3, "environment_workers": 0},
-    )
+    rollout = {"engine": "vllm", "max_images_per_episode": 3, "environment_workers": 0}
+    config = small_config(models["qwen2_5_vl"], rollout=rollout)
     processor, data = load_processor(str(models["qwen2_5_vl"])), [load_train(config, rows("x"))]
     for factory, images, videos in ((Begins, 1 + 2 + 3, 0 + 1 + 3), (Zoom, 1 + 3, 0)):
         box = Toolbox(config, (), factory)
@@ -84,9 +76,8 @@ def test_videos_count_as_long_and_as_large_as_they_may_be(models: dict[str, Any]
     assert found.max_model_len == 512  # 2 x 4 x 32 + 141 to 201
     set_by_hand = {"engine": "vllm", "max_completion_length": 100, "vllm": {"max_videos": 0, "max_images": 3}}
     config = small_config(models["qwen2_5_vl"], rollout=set_by_hand)
-    found = engine_limits(
-        config, load_processor(str(models["qwen2_5_vl"])), [load_train(config, [image])], CONTEXT
-    )
+    processor = load_processor(str(models["qwen2_5_vl"]))
+    found = engine_limits(config, processor, [load_train(config, [image])], CONTEXT)
     assert (found.max_images, found.max_videos) == (3, 0)
 
 
@@ -95,9 +86,8 @@ def test_limits_that_are_set_hold_and_the_context_bounds_the_rest(models: dict[s
     assert (found.max_model_len, found.max_images) == (CONTEXT, 1)
     found, _ = limits(models, rows("x" * 900), data={"max_prompt_length": 300})
     assert found.max_model_len == 512  # 300 + 100 + 1
-    config = small_config(
-        "model", rollout={"engine": "vllm", "vllm": {"max_model_len": 333, "max_images": 4, "max_videos": 0}}
-    )
+    vllm = {"max_model_len": 333, "max_images": 4, "max_videos": 0}
+    config = small_config("model", rollout={"engine": "vllm", "vllm": vllm})
     found = engine_limits(config, None, [], None)  # type: ignore[arg-type]
     assert found == EngineLimits(333, 4, 0)
 
@@ -111,9 +101,7 @@ def test_of_a_long_list_the_longest_rows_are_looked_at(models: dict[str, Any], m
     assert found.max_model_len == 1280
 
 
-def test_some_rows_on_disk_are_read_and_a_longer_one_is_refused(
-    models: dict[str, Any], monkeypatch: Any
-) -> None:
+def test_some_rows_on_disk_are_read_and_longer_ones_fail(models: dict[str, Any], monkeypatch: Any) -> None:
     from datasets import Dataset
 
     monkeypatch.setattr("mm_grpo.rollout.engine_limits.ROWS", 3)
@@ -137,12 +125,8 @@ def test_a_row_too_long_for_a_pack_follows_policy(models: dict[str, Any], coef: 
     for missing, policy, kept in ((0, "drop", True), (1, "drop", False), (1, "stop", True)):
         sample = load_train(small_config(models["qwen2_5_vl"]), asked).sample(0)
         longest = copies * (len(processor.prompt(sample).token_ids) + 6) - missing
-        config = small_config(
-            models["qwen2_5_vl"],
-            data={"on_overlong": policy},
-            algorithm={"perception_coef": coef},
-            optim={"max_tokens_per_pack": longest},
-        )
+        changes: Any = {"data": {"on_overlong": policy}, "optim": {"max_tokens_per_pack": longest}}
+        config = small_config(models["qwen2_5_vl"], algorithm={"perception_coef": coef}, **changes)
         builder, dataset = PromptBuilder(processor, config, CONTEXT), load_train(config, asked)
         assert builder.prompts(dataset, {0: 0}).dropped == (not kept)
         assert builder.evaluation.prompts(dataset, {0: 0}).dropped == 0  # nothing is learned from there

@@ -52,10 +52,8 @@ def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path)
         lambda completion, known=True: 0.5 if known else None,
     )
     found = trainer.evaluate()
-    assert {name: core(one) for name, one in found.items()} == {
-        "new": (None, None, 4, None),
-        "known": (None, 0.5, 1, 0.5),
-    }
+    cores = {name: core(one) for name, one in found.items()}
+    assert cores == {"new": (None, None, 4, None), "known": (None, 0.5, 1, 0.5)}
     assert found["new"].interval is None and found["new"].parts == {}
     measured = as_metrics(found)
     lengths = {
@@ -112,9 +110,8 @@ def test_the_headline_is_the_mean_or_the_share_above_a_mark(models: dict[str, Pa
     mean = made(models["qwen2_vl"], tmp_path / "a", rows, overlap)
     found = mean.evaluate()["eval"]
     assert core(found) == (None, pytest.approx(0.5625), 4, pytest.approx(0.5625))
-    assert (
-        found.interval == found.reward_interval == pytest.approx((0.5625 - 0.3519, 0.5625 + 0.3519), abs=1e-4)
-    )
+    interval = pytest.approx((0.5625 - 0.3519, 0.5625 + 0.3519), abs=1e-4)
+    assert found.interval == found.reward_interval == interval
     assert str(mean.evaluations.headline) == "mean reward"
     marked = made(models["qwen2_vl"], tmp_path / "b", rows, overlap, run={"headline": "overlap >= 0.5"})
     found = marked.evaluate()["eval"]

@@ -42,10 +42,8 @@ def prefetcher(processor: Processor) -> Iterator[Prefetcher]:
 
 
 def rows(count: int, size: int = 84) -> list[dict[str, Any]]:
-    return [
-        {"prompt": f"number {i}", "image": encoded_image(picture(i, size, size)), "answer": str(i)}
-        for i in range(count)
-    ]
+    pictures = [encoded_image(picture(i, size, size)) for i in range(count)]
+    return [{"prompt": f"number {i}", "image": p, "answer": str(i)} for i, p in enumerate(pictures)]
 
 
 def dataset(given: Any, **data: Any) -> Dataset:

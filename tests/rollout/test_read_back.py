@@ -147,9 +147,8 @@ class Packed(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_layers_are_read_by_the_identity(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_back, "IDENTITY_ROWS", 5)  # 12 inputs in parts of 5, 5 and 2
-    weights = {
-        f"layers.0.{name}_proj.weight": torch.randn(6, 12).to(dtype) for name in ("gate", "up", "down")
-    }
+    names = [f"layers.0.{name}_proj.weight" for name in ("gate", "up", "down")]
+    weights = {name: torch.randn(6, 12).to(dtype) for name in names}
     model, layers = torch.nn.Module(), torch.nn.ModuleDict()
     model.layers = torch.nn.ModuleList([layers])
     gate, up, down = weights.values()

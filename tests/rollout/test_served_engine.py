@@ -9,21 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny
+from helpers import fake_vllm, tiny
 from helpers.configs import small_config
-from helpers.fake_vllm import (
-    FIVE,
-    IMAGE,
-    WEIGHTS,
-    FakeVLLM,
-    Made,
-    Processor,
-    back,
-    engine_of,
-    prompt_of,
-    requests,
-    restart,
-)
+from helpers.fake_vllm import FIVE, WEIGHTS, FakeVLLM, Made, back, prompt_of, requests, restart
 from helpers.patience import PATIENCE
 
 from mm_grpo.build import build_engine
@@ -48,7 +36,7 @@ def test_one_server_and_two_answer_alike_and_share_the_work(make: Made) -> None:
     body = fakes[0].asked[0]
     params = body["sampling_params"]
     assert params["n"] == 4 and params["seed"] % 100 == 0 and params["logprobs"] == 0
-    assert body["token_ids"].count(IMAGE) == 1 and len(body["content_parts"]) == 1
+    assert body["token_ids"].count(fake_vllm.IMAGE) == 1 and len(body["content_parts"]) == 1
 
 
 def test_only_consecutive_seeds_are_asked_for_together(make: Made) -> None:
@@ -131,15 +119,14 @@ def test_a_stream_answers_each_as_it_ends(make: Made) -> None:
     fakes[0].stuck.set()
     prompt = prompt_of("a", "x")
     with engine.stream() as stream:
-        numbers = [stream.add_request(Request(prompt, seed, FIVE)) for seed in (3, 4)]
+        asked = [Request(prompt, seed, FIVE) for seed in (3, 4)]
+        numbers = [stream.add_request(request) for request in asked]
         first = stream.step()
         assert len(first) == 1 and stream.unfinished == 1  # the other server is at work
         fakes[0].stuck.clear()
         second = stream.step()
         assert {n for n, _ in first + second} == set(numbers)
-    assert [c for _, c in sorted(first + second)] == engine.generate(
-        [Request(prompt, seed, FIVE) for seed in (3, 4)]
-    )
+    assert [c for _, c in sorted(first + second)] == engine.generate(asked)
     with engine.stream() as stream:
         stream.add_request(Request(prompt, 9, FIVE))
     assert stream.unfinished == 0
@@ -244,7 +231,7 @@ def test_of_two_processes_the_first_sends_and_both_sample(level: int, make: Made
     expected = alone.generate(requests())
     barrier, shared = threading.Barrier(2), dict[str, Any]()
     engines = [
-        engine_of(
+        fake_vllm.engine_of(
             fakes,
             transfer_of("file", timeout=5.0) if rank == 0 else None,
             ranks=ThreadRanks(rank, barrier, shared),
@@ -331,7 +318,7 @@ def test_servers_that_come_late_are_waited_for(make: Made, held: ExitStack) -> N
 def test_no_urls_is_the_configs_fault() -> None:
     config = small_config("unused", rollout={"engine": "vllm_server"})
     with pytest.raises(ConfigError, match=r"rollout\.server\.urls = \[\]"):
-        build_engine(config, None, Processor())  # type: ignore[arg-type]
+        build_engine(config, None, fake_vllm.Processor())  # type: ignore[arg-type]
 
 
 def test_no_server_at_all_is_the_configs_fault(make: Made) -> None:

@@ -26,9 +26,8 @@ def test_a_fault_in_midst_of_a_step_changes_nothing(make: Made, fault: Callable[
     expected = engine.generate(requests())
     engine.update_weights(WEIGHTS.items(), 1)
     done = in_midst(engine, fakes, lambda: fault(fakes[0]))
-    assert [(c.token_ids, c.logprobs, c.seed) for c in done] == [
-        (c.token_ids, c.logprobs, c.seed) for c in expected
-    ]
+    samples, wanted = ([(c.token_ids, c.logprobs, c.seed) for c in made] for made in (done, expected))
+    assert samples == wanted
     assert {c.weight_versions for c in done} == {((0, 1),)}
     back(engine)
     assert fakes[0].name == fakes[1].name and fakes[0].name.endswith(":1")  # a new process was brought up
@@ -104,9 +103,8 @@ def test_a_row_that_every_server_fails_on_ends_the_run(make: Made) -> None:
     engine, fakes = make()
     for fake in fakes:
         fake.status = 1000
-    with pytest.raises(
-        EngineError, match=r"row-0: servers failed 8 times over one request, .*EngineDeadError"
-    ):
+    words = r"row-0: servers failed 8 times over one request, .*EngineDeadError"
+    with pytest.raises(EngineError, match=words):
         engine.generate(requests(1))
 
 

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,26 +25,14 @@ from helpers.processes import alone, free_port
 
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout.served import launch
-from mm_grpo.rollout.served.launch import (
-    ServerProcess,
-    ServerSettings,
-    serve,
-    server_command,
-    server_environment,
-)
+from mm_grpo.rollout.served.launch import ServerProcess, ServerSettings, serve, server_command
 from mm_grpo.rollout.vllm.launch import EngineSettings
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "examples" / "shapes" / "base"
 FAKE = ROOT / "tests" / "helpers" / "fake_server_process.py"
-ENGINE = EngineSettings(
-    str(BASE),
-    "float32",
-    512,
-    mm_processor_kwargs=(("max_pixels", 3136),),
-    max_images=2,
-    engine_kwargs=(("max_num_seqs", 16),),
-)
+OPTIONS: Any = {"mm_processor_kwargs": (("max_pixels", 3136),), "engine_kwargs": (("max_num_seqs", 16),)}
+ENGINE = EngineSettings(str(BASE), "float32", 512, max_images=2, **OPTIONS)
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="the command is that of an installed vLLM")
 
 
@@ -137,18 +126,13 @@ def test_no_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_is_in_none_of_the_trainers_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "VLLM_ENABLE_V1_MULTIPROCESSING",
-    ):
+    of_a_launcher = ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    for name in (*of_a_launcher, "VLLM_ENABLE_V1_MULTIPROCESSING"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("MASTER_KEY", "the user's own")
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    found = server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
-    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
+    found = launch.server_environment(ServerSettings(ENGINE, gpus=("2", "3")))
+    assert not {*of_a_launcher} & found.keys()
     assert found["MASTER_KEY"] == "the user's own"
     if not torch.cuda.is_available():  # engine and worker are one process, whatever the trainer's is
         assert found["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
@@ -190,10 +174,8 @@ def test_a_server_that_ignores_sigterm_or_is_stopped_is_killed(tmp_path: Path, f
 
 def test_a_broken_server_shows_the_end_of_its_log(fakes: Fakes) -> None:
     fakes.use("broken")
-    with (
-        pytest.raises(EngineError, match=r"exited with code 1 (?s:.*) there is no such model"),
-        serve([ServerSettings(ENGINE)]),
-    ):
+    words = r"exited with code 1 (?s:.*) there is no such model"
+    with pytest.raises(EngineError, match=words), serve([ServerSettings(ENGINE)]):
         raise AssertionError("it never was ready")
 
 
@@ -234,9 +216,7 @@ def at(host: str, port: int) -> ServerSettings:
 
 @pytest.mark.parametrize("other", ["127.0.0.1", "0.0.0.0"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::"])
-def test_a_port_that_is_taken_is_refused_before_a_server_is_started(
-    host: str, other: str, fakes: Fakes
-) -> None:
+def test_a_taken_port_is_refused_before_a_server_is_started(host: str, other: str, fakes: Fakes) -> None:
     with (
         other_server(other) as port,
         pytest.raises(ConfigError, match=rf"--port {port}: "),

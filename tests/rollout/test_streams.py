@@ -13,16 +13,9 @@ from helpers import tiny
 from transformers import AutoModelForImageTextToText
 
 from mm_grpo.processors.base import load_processor
+from mm_grpo.rollout import engine
 from mm_grpo.rollout.conversation import Conversation
-from mm_grpo.rollout.engine import (
-    BatchStream,
-    Follows,
-    Request,
-    RolloutEngine,
-    Sampling,
-    answer_all,
-    requests_for,
-)
+from mm_grpo.rollout.engine import BatchStream, Follows, Request, Sampling, answer_all
 from mm_grpo.rollout.transformers_engine import TransformersEngine, TransformersStream
 from mm_grpo.types import Completion, Sample
 
@@ -46,9 +39,8 @@ def setup(models: dict[str, Path]) -> Setup:
 
 
 def close_to(a: Sequence[Completion], b: Sequence[Completion], within: float = 1e-5) -> None:
-    assert [(c.seed, c.token_ids, c.finish_reason) for c in a] == [
-        (c.seed, c.token_ids, c.finish_reason) for c in b
-    ]
+    ours, theirs = ([(c.seed, c.token_ids, c.finish_reason) for c in own] for own in (a, b))
+    assert ours == theirs
     for one, other in zip(a, b, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=within)
 
@@ -139,9 +131,8 @@ def conversations(setup: Setup, stream: TransformersStream, follow: bool) -> tup
 
     for i, (talk, answer) in enumerate(zip(talks, first, strict=True)):
         talk.add_answer(answer)
-        shown = [setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")][
-            : i + 1 if i < 2 else 0
-        ]
+        picture = setup.processor.picture(tiny.picture(10 + i, 56 * (1 + i % 2), 56), row="r")
+        shown = [picture][: i + 1 if i < 2 else 0]
         text = setup.processor.observation([[p.medium for p in shown] + ["seen"]], Sample("r", ()))
         assert talk.add_observation(text, shown) is not None
         follows = Follows(i, shown) if follow else None
@@ -180,7 +171,7 @@ def test_a_prompt_that_does_not_begin_so_is_run_whole(setup: Setup) -> None:
 
 
 def test_a_batch_stream_answers_batches(setup: Setup) -> None:
-    requests = requests_for([setup.prompt(1)], [range(4)], Sampling(3))
+    requests = engine.requests_for([setup.prompt(1)], [range(4)], Sampling(3))
     sizes: list[int] = []
 
     def generate(batch: Sequence[Request]) -> list[Completion]:
@@ -198,7 +189,7 @@ def test_an_engine_with_generate_alone_is_refused() -> None:
     def generate(self: Any, requests: Sequence[Request]) -> list[Completion]:
         raise AssertionError
 
-    for base in (RolloutEngine, TransformersEngine):  # whose own stream would go past it
+    for base in (engine.RolloutEngine, TransformersEngine):  # whose own stream would go past it
         with pytest.raises(TypeError, match=r"^Mine defines `generate` without `stream`.*BatchStream\("):
             type("Mine", (base,), {"generate": generate})
 

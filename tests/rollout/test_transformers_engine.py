@@ -89,9 +89,8 @@ def test_sampling_follows_the_distribution(setup: Setup) -> None:
         setup.model.lm_head.weight.mul_(20.0)  # a peaked distribution has frequencies worth comparing
     try:
         one = Sampling(max_tokens=1)
-        done = TransformersEngine(setup.model, setup.processor, max_rows=4000).generate(
-            requests_for([prompt], [range(4000)], one)
-        )
+        engine = TransformersEngine(setup.model, setup.processor, max_rows=4000)
+        done = engine.generate(requests_for([prompt], [range(4000)], one))
     finally:
         with torch.no_grad():
             setup.model.lm_head.weight.copy_(before)

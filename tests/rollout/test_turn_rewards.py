@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -92,9 +93,8 @@ def test_a_run_learns_turn_by_turn(models: dict[str, Path], tmp_path: Path) -> N
             assert [turn["reward"] for turn in turns] == own
             assert row["reward"] == math.fsum(r for r in own if r is not None)
             assert row["advantage"] == turns[0]["advantage"]
-            returns.append(
-                [math.fsum(0.5**k * (r or 0.0) for k, r in enumerate(own[t:])) for t in range(len(own))]
-            )
+            values = [math.fsum(0.5**k * (r or 0.0) for k, r in enumerate(own[t:])) for t in range(len(own))]
+            returns.append(values)
         for t in range(3):
             known = [own[t] for own in returns if t < len(own)]
             for row, own in zip(rows, returns, strict=True):
@@ -133,14 +133,10 @@ def test_a_reward_of_a_step_that_is_no_number_stops_the_run(left: Any) -> None:
             """
             self.step_reward = left
 
-    toolbox = Toolbox(
-        small_config("model", rollout=TURNS["rollout"] | {"on_tool_error": "reply"}), [], Misspaying
-    )
-    try:
-        with pytest.raises(ToolError, match=r"row: look .*step_reward"):
-            call_tool(toolbox, toolbox.episodes([sample("row")])[0], "look", {"side": 3})
-    finally:
-        toolbox.close()
+    config = small_config("model", rollout=TURNS["rollout"] | {"on_tool_error": "reply"})
+    refused = pytest.raises(ToolError, match=r"row: look .*step_reward")
+    with closing(Toolbox(config, [], Misspaying)) as toolbox, refused:
+        call_tool(toolbox, toolbox.episodes([sample("row")])[0], "look", {"side": 3})
 
 
 def test_an_answer_of_a_worker_is_what_it_was() -> None:
@@ -150,8 +146,8 @@ def test_an_answer_of_a_worker_is_what_it_was() -> None:
 
 @pytest.mark.field_bug("default-zero")
 def test_what_a_call_does_not_set_is_not_paid_again() -> None:
-    toolbox = Toolbox(small_config("model", rollout={"environment_workers": 0}), [], Paying)
-    try:
+    config = small_config("model", rollout={"environment_workers": 0})
+    with closing(Toolbox(config, [], Paying)) as toolbox:
         episode = toolbox.episodes([sample("row")])[0]
         paid = []
         for sides in ((3,), (4,), (5, 4, 3), ()):
@@ -159,8 +155,6 @@ def test_what_a_call_does_not_set_is_not_paid_again() -> None:
                 call_tool(toolbox, episode, "look", {"side": side})
             paid.append(episode.take_step_reward())
         assert paid == [1.0, None, 5.0, None] and reward(toolbox, episode) == 1.0
-    finally:
-        toolbox.close()
 
 
 def group(*rewards: tuple[float | None, ...]) -> Group:

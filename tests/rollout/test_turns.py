@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -139,9 +140,8 @@ def test_a_turn_begins_with_all_that_came_before(models: dict[str, Path]) -> Non
             assert len(prompt.engine_prompt.images) == 1 + turn
         kept = [t for t, was in zip(answer.tail.token_ids, answer.tail.sampled, strict=True) if was]
         assert tuple(kept) == answer.token_ids and len(answer.tail.pictures) == 2
-        between = one.processor.tokenizer.decode(
-            [t for t, was in zip(answer.tail.token_ids, answer.tail.sampled, strict=True) if not was]
-        )
+        others = [t for t, was in zip(answer.tail.token_ids, answer.tail.sampled, strict=True) if not was]
+        between = one.processor.tokenizer.decode(others)
         assert between.count("side 56\n</tool_response><|im_end|>\n<|im_start|>assistant\n") == 2
     pictures = {id(p) for a in answers for p in a.tail.pictures}  # type: ignore[union-attr]
     assert len(pictures) == 1  # the same image in every conversation is one object
@@ -151,9 +151,8 @@ def test_turns_and_tokens_after_the_prompt_are_bounded(models: dict[str, Path]) 
     for tokens in (60, 300):
         one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("look", side=56))
         answers = one.run(tokens=tokens)
-        assert {a.finish_reason for a in answers} == {"length"} and max(
-            a.run_length for a in answers
-        ) <= tokens
+        assert {a.finish_reason for a in answers} == {"length"}
+        assert max(a.run_length for a in answers) <= tokens
         first = one.engine.seen[0][0].prompt.token_ids
         for request in (r for requests in one.engine.seen for r in requests):
             left = tokens - (len(request.prompt.token_ids) - len(first))
@@ -214,9 +213,8 @@ def test_the_engine_runs_the_videos_that_are_learned_from(family: str, models: d
         last, tokens = Conversation(asked[-1], processor), answer.turns[-1].tokens
         last.add_answer(answer_of(answer.token_ids[-tokens:]))
         with torch.no_grad():
-            assert answer.logprobs[-tokens:] == pytest.approx(
-                plain(model, processor, last).tolist(), abs=1e-5
-            )
+            wanted = plain(model, processor, last).tolist()
+            assert answer.logprobs[-tokens:] == pytest.approx(wanted, abs=1e-5)
         (shown,) = answer.turns[1].videos  # three frames and, because they come in pairs, the last one again
         first = float(answer.seed % 2)
         assert shown.times == (first, first + 1, first + 2, first + 2) and len(answer.turns[1].images) == 1
@@ -259,13 +257,7 @@ def test_an_exception_is_told_or_masks(models: dict[str, Path], policy: str, tur
 
 def test_an_environment_begins_answers_and_ends(models: dict[str, Path]) -> None:
     Dice.closed = 0
-    one = Loop(
-        models["qwen2_5_vl"],
-        lambda seed, turn: call("peek") if turn < 3 else "x",
-        tools=(),
-        factory=Dice,
-        environment_workers=0,  # which counts its ends in this process
-    )
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: call("peek") if turn < 3 else "x", (), Dice)
     answers = one.run(answer="blue")
     text = one.processor.tokenizer.decode(one.engine.seen[0][0].prompt.token_ids)
     assert "what is it The box holds 4 letters.<|im_end|>" in text
@@ -314,9 +306,8 @@ def test_turns_are_the_same_together_and_one_by_one(family: str, models: dict[st
     for one, other in zip(found, together, strict=True):
         assert one.token_ids == other.token_ids
         assert [replace(t, videos=()) for t in one.turns] == [replace(t, videos=()) for t in other.turns]
-        assert digest(v for t in one.turns for v in t.videos) == digest(
-            v for t in other.turns for v in t.videos
-        )
+        clips, others = (digest(v for t in c.turns for v in t.videos) for c in (one, other))
+        assert clips == others
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         assert one.tail is not None and other.tail is not None and one.tail.token_ids == other.tail.token_ids
     assert [sum(turn.role == "assistant" for turn in c.turns) for c in found] == [2, 3, 4]
@@ -331,14 +322,11 @@ def test_a_slow_tool_holds_up_its_own_conversation_alone(models: dict[str, Path]
         return calls.get((seed - first, turn)) or (call("note") if turn < 2 else "done")
 
     one = Streamed(models["qwen2_5_vl"], script, (wait_for, make, note), 3, tool_timeout=60)
-    try:
+    with closing(one.toolbox):
         found = one.run()
-    finally:
-        one.toolbox.close()
     order = [(seed - first, turn) for seed, turn in one.stream.order]
-    assert order.index((1, 1)) < order.index((0, 1)) and sorted(order) == [
-        (g, t) for g in range(3) for t in range(3)
-    ]
+    assert order.index((1, 1)) < order.index((0, 1))
+    assert sorted(order) == [(g, t) for g in range(3) for t in range(3)]
     answers = [t.text for c in found for t in c.turns if t.role == "tool"]
     assert answers[:4] == ["it is there", "noted", "noted", "made"]
 
@@ -370,12 +358,10 @@ def test_a_failure_in_the_middle_gives_calls_up(models: dict[str, Path], tmp_pat
 
     one = Streamed(models["qwen2_5_vl"], script, (wait_for, fail), 3, tool_timeout=60, on_tool_error="stop")
     host: Any = one.toolbox.host
-    try:
+    with closing(one.toolbox):
         with pytest.raises(ToolError, match="train:0: fail raised OSError: gone"):
             one.run()
         assert [slot.task for slot in host.slots] == [None] * 3 and not any(slot.queue for slot in host.slots)
-    finally:
-        one.toolbox.close()
 
 
 @pytest.fixture
@@ -409,27 +395,23 @@ def test_tokens_that_are_tokenized_again_are_caught(begun: Any, monkeypatch: pyt
         return list(tokenizer(tokenizer.decode(list(token_ids)))["input_ids"])
 
     merged = next((a, b) for a in range(40, 250) for b in range(40, 250) if again([a, b]) != [a, b])
-    monkeypatch.setattr(
-        processor, "extended", lambda prompt, ids, pictures: real(prompt, again(ids), pictures)
-    )
+    monkeypatch.setattr(processor, "extended", lambda prompt, ids, shown: real(prompt, again(ids), shown))
     with pytest.raises(GuardStop, match="train:0: turn 1 changed tokens that were there before it"):
         conversation.add_answer(answer_of(merged))
 
 
-def other_tokens(made: Prompt) -> Prompt:
-    return replace(made, token_ids=(made.token_ids[0] + 1, *made.token_ids[1:]))
-
-
-def other_positions(made: Prompt) -> Prompt:
-    return replace(made, position_ids=made.position_ids + 1)
-
-
-@pytest.mark.parametrize("change", [other_tokens, other_positions])
-def test_a_prompt_that_changes_is_caught(begun: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["token_ids", "position_ids"])
+def test_a_prompt_that_changes_is_caught(begun: Any, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     processor, conversation = begun
     conversation.add_answer(answer_of([50, 60]))
     real = processor.extended
-    monkeypatch.setattr(processor, "extended", lambda *given: change(real(*given)))
+
+    def changed(*given: Any) -> Prompt:
+        made = real(*given)
+        tokens = (made.token_ids[0] + 1, *made.token_ids[1:])
+        return replace(made, **{field: tokens if field == "token_ids" else made.position_ids + 1})
+
+    monkeypatch.setattr(processor, "extended", changed)
     with pytest.raises(GuardStop, match="changed tokens that were there before it"):
         conversation.add_observation([50], ())
 
@@ -443,11 +425,8 @@ def test_an_image_that_cannot_be_resized_is_told_to_the_model(models: dict[str, 
         """
         return Image.new("RGB", (1, height))
 
-    one = Loop(
-        models["qwen2_5_vl"],
-        lambda seed, turn: "x" if turn == 2 else call("strip", height=(900, 20)[turn]),
-        tools=(strip,),
-    )
+    calls = call("strip", height=900), call("strip", height=20), "x"
+    one = Loop(models["qwen2_5_vl"], lambda seed, turn: calls[turn], tools=(strip,))
     turns = [t for t in one.run(900)[0].turns if t.role == "tool"]
     assert [t.fault for t in turns] == ["bad_result", None] and [len(t.images) for t in turns] == [0, 1]
     assert "1x900: absolute aspect ratio must be smaller than 200" in turns[0].text
@@ -473,14 +452,11 @@ def length(completion: str, completion_ids: list[int], turns: list[dict[str, Any
     return len(turns) + sum(completion_ids) % 7
 
 
-def run(
-    path: Path, folder: Path, tools: Any = (look, watch), rewards: Any = (length,), **changes: Any
-) -> GRPOTrainer:
+def run(path: Path, folder: Path, rewards: Any, **changes: Any) -> GRPOTrainer:
     config = config_for(path, folder, **changes)
-    trainer = GRPOTrainer(config, train=ROWS, rewards=list(rewards), tools=list(tools))
+    trainer = GRPOTrainer(config, train=ROWS, rewards=list(rewards), tools=[look, watch])
     loop: Any = trainer.runner.sampler
-    scripted = ScriptedEngine(loop.engine, script)
-    loop.engine = scripted
+    loop.engine = ScriptedEngine(loop.engine, script)
     trainer.train()
     return trainer
 

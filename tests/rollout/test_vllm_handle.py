@@ -84,9 +84,8 @@ class LLM:
         return True
 
 
-PROCESSOR: Any = SimpleNamespace(
-    family=SimpleNamespace(looks_ahead=False), media_token_ids={7}, stop_token_ids={1}
-)
+FAMILY = SimpleNamespace(looks_ahead=False)
+PROCESSOR: Any = SimpleNamespace(family=FAMILY, media_token_ids={7}, stop_token_ids={1})
 
 
 @pytest.fixture
@@ -115,9 +114,8 @@ def test_factors_at_rest_stay_beside_merges_in_the_engine(handle: Handle, dtype:
     assert handle.adapter is None
     assert made.update_weights((weights | factors).items(), 0) == digests(weights | factors)
     assert handle.adapter is not None
-    for version, part in enumerate(
-        (factors_of("b", dtype=dtype), tensors("c.weight", dtype=dtype), factors_of("a", dtype=dtype)), 1
-    ):
+    parts = factors_of("b", dtype=dtype), tensors("c.weight", dtype=dtype), factors_of("a", dtype=dtype)
+    for version, part in enumerate(parts, 1):
         assert made.update_weights(part.items(), version) == digests(part)
         weights |= {name: tensor for name, tensor in part.items() if name in weights}
         factors |= {name: tensor for name, tensor in part.items() if name in factors}

@@ -55,9 +55,8 @@ class Record:
 
 def trained(record: Any, model: Path, folder: Path, **changes: Any) -> GRPOTrainer:
     run = {"max_steps": 4, "save_every": 2, "report": False, "sight_every": 0, **changes}
-    made = GRPOTrainer(
-        config_for(model, folder, run=run), train=ROWS, eval=HELDOUT, rewards=[vowels], callbacks=[record]
-    )
+    config = config_for(model, folder, run=run)
+    made = GRPOTrainer(config, train=ROWS, eval=HELDOUT, rewards=[vowels], callbacks=[record])
     made.summary = made.train()  # type: ignore[attr-defined]
     return made
 
@@ -88,9 +87,8 @@ def test_events_have_their_step_and_a_callback_ends_a_run(models: dict[str, Path
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert summary["score_after"] == rows[-1]["eval/eval/score"] and "eval/eval/score" not in rows[2]
     # it goes on from there, to the end
-    config = config_for(
-        models["qwen2_vl"], tmp_path / "r", run={"max_steps": 4, "save_every": 2, "sight_every": 0}
-    )
+    run = {"max_steps": 4, "save_every": 2, "sight_every": 0}
+    config = config_for(models["qwen2_vl"], tmp_path / "r", run=run)
     again = Record()
     done = GRPOTrainer(
         config, train=ROWS, eval=HELDOUT, rewards=[vowels], callbacks=[again], resume=True

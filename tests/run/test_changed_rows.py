@@ -73,9 +73,7 @@ def test_rows_changed_in_their_places_are_taken_if_that_is_allowed(
         pytest.param(lambda rows: Mixture([{"path": rows[:4]}, {"path": rows[4:]}]), id="a mixture"),
     ],
 )
-def test_rows_in_another_order_are_refused_even_if_changes_are_allowed(
-    change: Callable[[list[Row]], Any],
-) -> None:
+def test_another_order_is_refused_even_if_changes_are_allowed(change: Callable[[list[Row]], Any]) -> None:
     with pytest.raises(ConfigError, match=r"^data\.train: .*order|^data\.train: .*in their places"):
         check(rows_of(), change(rows_of()))
 
@@ -93,9 +91,8 @@ def test_rows_that_were_read_from_memory_may_all_have_changed() -> None:
     """Of other sources fewer rows have digests, at other places."""
     rows = read(rows_of())
     old = rows.fingerprint()
-    checkpoint = Checkpoint(
-        Path("c"), {"step": 1, "extra": {"rows": {"train": old | {"digests": old["digests"][:12]}}}}
-    )
+    shorter = {"train": old | {"digests": old["digests"][:12]}}
+    checkpoint = Checkpoint(Path("c"), {"step": 1, "extra": {"rows": shorter}})
     now = {"train": old}, {"train": rows}, rows.order(2, 0, False)
     assert check_rows(checkpoint, *now, allowed=True) == [*range(8)]
     with pytest.raises(ConfigError, match="8 of 8"):

@@ -209,9 +209,8 @@ def test_fields_that_decide_only_beside_others(models: dict[str, Path]) -> None:
         (drop | {"max_prompt_length": 92}, True),
         (drop | {"max_prompt_length": 91}, False),
     ):
-        assert (
-            "optim.max_tokens_per_pack" in deciding_fields(config_for(path, data=data, optim=optim))
-        ) == decides
+        fields = deciding_fields(config_for(path, data=data, optim=optim))
+        assert ("optim.max_tokens_per_pack" in fields) == decides
     assert is_neutral("run.dir") and not is_neutral("run.seed")
     for term, decides in (({"credit": "pgpo"}, False), ({"twin_view": {"view": "crop"}}, True)):
         assert ("optim.max_tokens_per_pack" in deciding_fields(config_for(path, algorithm=term))) == decides

@@ -23,16 +23,11 @@ STEPS = 3
 
 
 def trainer(path: Path, folder: Path, heldout: Any = HELDOUT, **changes: Any) -> GRPOTrainer:
-    run = {
-        "max_steps": STEPS,
-        "eval_every": 1,
-        "report": False,
-        "save_model": False,
-        "eval_blind": "shuffled",
-    }
+    run = {"max_steps": STEPS, "eval_every": 1, "report": False, "save_model": False}
+    run |= {"eval_blind": "shuffled", "headline": "vowels mean"}
     values: dict[str, Any] = {
         "rollout": {"prompts_per_step": 2, "num_generations": 2, "max_completion_length": 4},
-        "run": {**run, "headline": "vowels mean"},
+        "run": run,
     }
     config = small_config(path, folder, **merged(values, changes))
     return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels])
@@ -53,9 +48,8 @@ def test_a_row_of_an_evaluation_is_a_row_of_the_log_and_its_set(finished: tuple[
     rows = read_rollouts(paths, STEPS, EVALUATION)
     logged = [key for key in read_rollouts(paths, 1)[0] if key != "sight"]
     assert [*rows[0]] == ["step", "set", "blind", *logged[1:]]
-    found = [
-        (row["set"], row["blind"], row["uid"], row["slot"], row["step"], row["advantage"]) for row in rows
-    ]
+    keys = ("set", "blind", "uid", "slot", "step", "advantage")
+    found = [tuple(row[key] for key in keys) for row in rows]
     assert found == [
         *[("held", blind, f"held:{i}", i, STEPS, None) for blind in (None, "shuffled") for i in range(3)],
         *[("other", None, f"other:{i}", i, STEPS, None) for i in range(2)],

@@ -21,9 +21,8 @@ from mm_grpo.types import Completion, EnginePrompt, Group, Medium, Prompt, Sampl
 
 @pytest.mark.parametrize("blind", [None, Blind("shuffled", 3, 0.5, (0.25, 0.75), None, 0.1, None)])
 def test_a_record_comes_back_through_json(blind: Blind | None) -> None:
-    one = Evaluation(
-        None, 0.5, 3, 0.5, {"count": {"reward": 0.5}}, (0.25, 0.75), parts={"iou": 1.0}, blind=blind
-    )
+    parts = {"count": {"reward": 0.5}}, (0.25, 0.75)
+    one = Evaluation(None, 0.5, 3, 0.5, *parts, parts={"iou": 1.0}, blind=blind)
     assert decode(Evaluation, json.loads(json.dumps(encode(one)))) == one
 
 
@@ -65,10 +64,8 @@ def test_a_conversation_outlives_a_checkpoint(models: dict[str, Any], kind: str)
     assert (again.weight_versions, again.masked, other) == (((0, 2),), "m", plain)
     assert again.turns[0] == turns[0] and again.turns[1].arguments == {"x": [1, 2]}
     assert frames_of(*getattr(again.turns[1], kind)) == frames_of(picture.medium)
-    assert again.tail is not None and (again.tail.token_ids, again.tail.sampled) == (
-        tail.token_ids,
-        tail.sampled,
-    )
+    assert again.tail is not None
+    assert (again.tail.token_ids, again.tail.sampled) == (tail.token_ids, tail.sampled)
     assert torch.equal(again.tail.position_ids, tail.position_ids)
     same, shared = again.tail.pictures
     assert same is shared and same.token_ids == picture.token_ids

@@ -48,9 +48,8 @@ def test_a_box_lies_where_its_space_says(entry: dict[str, Any], columns: dict[st
 
 def test_rewards_with_the_same_gold_share_a_mark() -> None:
     specs = [resolve_entry(name) for name in ("iou", "giou", "box_match", "exact_match")]
-    marks, notes = gold_overlays(
-        specs, prompt(box=[10, 20, 60, 120], boxes=[[10, 20, 60, 120], [0, 0, 50, 100]])
-    )
+    boxes = [[10, 20, 60, 120], [0, 0, 50, 100]]
+    marks, notes = gold_overlays(specs, prompt(box=boxes[0], boxes=boxes))
     assert [(m.label, rounded([m])[0][2]) for m in marks] == [
         ("iou, giou, box_match", BOX),
         ("box_match", [(0.0, 0.0), (28.0, 0.0), (28.0, 42.0), (0.0, 42.0)]),

@@ -89,10 +89,8 @@ def test_the_time_that_is_left_and_a_long_evaluation(monkeypatch: pytest.MonkeyP
         progress.begin()
         now[0] = 157.5
         progress.on_log(1, {"step_time": 2.0})
-    assert out.getvalue().splitlines() == [
-        "evaluating held 64/300",
-        "step 1/101  4 min 10 s left  2.0 s/step",
-    ]
+    lines = ["evaluating held 64/300", "step 1/101  4 min 10 s left  2.0 s/step"]
+    assert out.getvalue().splitlines() == lines
 
 
 def test_a_notebook_table_grows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

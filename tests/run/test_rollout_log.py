@@ -28,13 +28,10 @@ def group(
 ) -> Group:
     """A group of two: the first right, the second cut off."""
     images = () if image is None else (image,)
-    columns, hidden = (
-        {"problem": "?", **(columns or {})},
-        frozenset({"problem"}),
-    )  # the messages are logged instead
-    sample = Sample(
-        f"rows:{slot}", [{"role": "user", "content": content}], images, (), columns, prompt_columns=hidden
-    )
+    # the messages are logged instead
+    columns, hidden = {"problem": "?", **(columns or {})}, frozenset({"problem"})
+    messages = [{"role": "user", "content": content}]
+    sample = Sample(f"rows:{slot}", messages, images, (), columns, prompt_columns=hidden)
     prompt = Prompt(sample, (1, 2, 3), EnginePrompt((1, 3), images), None, {})  # type: ignore[arg-type]
     completions = (
         Completion((7, 8), (-0.5, -0.25), "red", "stop", 41, ((0, 3),)),

@@ -72,7 +72,6 @@ def test_temporary_folders_of_the_killed_are_removed(tmp_path: Path, monkeypatch
             os.utime(tmp_path / name, (1, 1))
         with temporary_folder("x") as folder:
             assert folder.is_dir() and folder.name.startswith("mm_grpo_tmp_x_")
-        assert names(tmp_path) == sorted(
-            ["mm_grpo_other", "mm_grpo_other/inner", "mm_grpo_tmp_new", "mm_grpo_tmp_new/inner", held.name]
-        )
+        folders = ["mm_grpo_other", "mm_grpo_other/inner", "mm_grpo_tmp_new", "mm_grpo_tmp_new/inner"]
+        assert names(tmp_path) == sorted([*folders, held.name])
     assert not held.exists()

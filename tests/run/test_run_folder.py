@@ -56,9 +56,8 @@ def finished_run(path: Path) -> RunFolder:
     """A folder with everything that a run writes, and files of the user's beside it."""
     folder = RunFolder(path)
     with folder.claim():
-        folder.start("run: 1\n").replace_folder(
-            "model", lambda new: add_to(new, "config.json", "sub/weights")
-        )
+        started = folder.start("run: 1\n")
+        started.replace_folder("model", lambda new: add_to(new, "config.json", "sub/weights"))
     folder.on_log(1, {"reward": 0.5})
     folder.on_log(2, {"reward": 0.75})
     add_to(path, *RUNS, *USERS)
@@ -254,9 +253,7 @@ def test_inputs_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "make"), [("mm_grpo_run.json", os.mkfifo), ("model", Path.touch), ("metrics.jsonl", os.mkfifo)]
 )
-def test_foreign_files_are_named_before_a_read(
-    name: str, make: Callable[[Path], Any], tmp_path: Path
-) -> None:
+def test_foreign_files_are_named_before_use(name: str, make: Callable[[Path], Any], tmp_path: Path) -> None:
     finished_run(tmp_path / "run")
     path = tmp_path / "run" / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -275,9 +272,8 @@ def test_cut_after_forgets_the_later_steps(tmp_path: Path) -> None:
     kept = sorted(f.name for f in (tmp_path / "rollouts").glob("*.jsonl") if f.name[0] != ".")
     assert kept == ["my-favourites.jsonl", "step-000001.jsonl"]
     folder.on_log(2, {"reward": 0.25})
-    assert (tmp_path / "metrics.jsonl").read_text() == (
-        '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.25}\n'
-    )
+    lines = '{"step": 1, "reward": 0.5}\n{"step": 2, "reward": 0.25}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == lines
     folder.cut_after(0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 

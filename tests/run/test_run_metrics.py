@@ -51,8 +51,5 @@ def test_events_come_back_and_are_cut(tmp_path: Path) -> None:
     assert read_rows(path) == [{"step": step, **event} for step in (3, 5, 9)]
     cut_events(path, 5)
     append_event(path, 6, "zero_std", "warn", "a\ud800b")
-    assert read_rows(path) == [
-        {"step": 3, **event},
-        {"step": 5, **event},
-        {"step": 6, **event, "message": "a?b"},
-    ]
+    ends = {"step": 5, **event}, {"step": 6, **event, "message": "a?b"}
+    assert read_rows(path) == [{"step": 3, **event}, *ends]

@@ -65,10 +65,8 @@ def test_a_second_ctrl_c_ends_at_once(capsys: pytest.CaptureFixture[str]) -> Non
         assert signals.number == signal.SIGTERM
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert (
-        capsys.readouterr().err
-        == "\nSIGTERM: the run ends after this step; Ctrl-C once more ends it at once\n"
-    )
+    said = "\nSIGTERM: the run ends after this step; Ctrl-C once more ends it at once\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_is_ignored_stays_ignored() -> None:

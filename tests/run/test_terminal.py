@@ -19,11 +19,8 @@ SHOWN = r"\x1b[31mred\x07\x9b2J\u202edetsrever\u2066\u2028next\r[bold]b[/bold]\u
 
 
 def hidden(text: str) -> list[str]:
-    return [
-        c
-        for c in text
-        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t" + JOINERS
-    ]
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return [c for c in text if unicodedata.category(c) in hidden and c not in "\n\t" + JOINERS]
 
 
 def test_control_characters_become_escapes() -> None:
@@ -67,12 +64,8 @@ def test_keys_are_redacted(text: str, shown: str | None) -> None:
 def test_of_a_mapping_keys_are_redacted_and_prompts_kept() -> None:
     prompt = "Look at http://host/?page=1 well"
     given = {"api_key": "abc", "auth_token": None, "args": ({"url": "http://h/?a"}, prompt), "n": 1.5}
-    shown = {
-        "api_key": REDACTED,
-        "auth_token": None,
-        "args": [{"url": f"http://h/?{REDACTED}"}, prompt],
-        "n": 1.5,
-    }
+    arguments = [{"url": f"http://h/?{REDACTED}"}, prompt]
+    shown = {"api_key": REDACTED, "auth_token": None, "args": arguments, "n": 1.5}
     assert redact(given) == redact(shown) == shown
 
 

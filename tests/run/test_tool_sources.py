@@ -59,9 +59,8 @@ def test_changed_tools_are_refused_unless_allowed(tmp_path: Path, caplog: pytest
     resume(then, sources(tmp_path))
     now = sources(tmp_path, BODY.replace("FACTOR = 2", "FACTOR = 3"))  # beside the function, in its file
     assert now[0]["sha256"] == then[0]["sha256"]
-    with pytest.raises(
-        ConfigError, match=r"^tools: .*double, environment changed.*run.allow_changed_code=true"
-    ):
+    words = r"^tools: .*double, environment changed.*run.allow_changed_code=true"
+    with pytest.raises(ConfigError, match=words):
         resume(then, now)
     with caplog.at_level(logging.WARNING, "mm_grpo"):
         resume(then, now, allow_changed_code=True)

@@ -40,10 +40,8 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
 
 
 class Recorder(SimpleNamespace):
-    """Stands in for wandb and trackio: `init` gives a run, and every call is noted.
-
-    `Table` and `Image` take what both packages' (wandb 0.31, trackio 0.43) take under these names.
-    """
+    """Stands in for wandb and trackio: `init` gives a run, and every call is noted. `Table` and `Image` take what
+    both packages' (wandb 0.31, trackio 0.43) take under these names."""
 
     def __init__(self, fails: dict[str, type[BaseException]] | None = None) -> None:
         super().__init__(calls=[], fails=fails or {})

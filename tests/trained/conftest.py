@@ -18,11 +18,9 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> C
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
             # one with tied embeddings and one without
-            path = (
-                models["qwen2_5_vl"]
-                if kind == "lora"
-                else tiny.build("qwen2_5_vl", folder / "base", tie=False)
-            )
+            path = models["qwen2_5_vl"]
+            if kind != "lora":
+                path = tiny.build("qwen2_5_vl", folder / "base", tie=False)
             lora = {"rank": 4, "alpha": 8.0} if kind == "lora" else None
             made[kind] = finished(path, folder / "run", model={"lora": lora})
         return made[kind]

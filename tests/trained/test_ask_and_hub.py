@@ -50,10 +50,9 @@ def test_a_run_its_exports_and_its_model_answer_alike(runs: Runs, exported: Path
     for source in sources:
         loaded = load_answering(source)
         assert (loaded.config.data.system_prompt == "look well") == (source != base)
-        found = [
-            ask(loaded, "what is it", images, temperature=temperature, max_tokens=12, seed=3).token_ids
-            for images, temperature in ((pictures, 0.0), (pictures[:1], 1.0))
-        ]
+        ways = (pictures, 0.0), (pictures[:1], 1.0)
+        options: Any = {"max_tokens": 12, "seed": 3}
+        found = [ask(loaded, "what is it", i, temperature=t, **options).token_ids for i, t in ways]
         answers[source] = found
         with pytest.raises(ConfigError, match=r"--max-tokens 4000: .* context is 2048"):
             ask(loaded, "say", [], max_tokens=4000)
@@ -81,9 +80,8 @@ def test_an_adapter_folder_without_all_of_its_layers_is_refused(
     whole = load_file(file)
     lost = sorted(name for name in whole if ".lora_" in name)[-2:]
     kept = {name: tensor for name, tensor in whole.items() if name not in lost}
-    other = {
-        "base_model.model.model.language_model.layers.9.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)
-    }
+    layer = "base_model.model.model.language_model.layers.9.self_attn.q_proj"
+    other = {f"{layer}.lora_A.weight": torch.ones(4, 64)}
     for tensors, named in ((kept, lost), ({**whole, **other}, list(other))):
         save_file(tensors, file)
         code, out, err = command("ask", folder, "what")
@@ -100,9 +98,8 @@ def test_an_adapter_whose_pattern_takes_for_ever_is_refused(
     folder, slow = tmp_path / "adapter", r"(([a-z_0-9]|\.)+)+!"
     shutil.copytree(exported / "adapter", folder)
     file = folder / "adapter_config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), field: {slow: 4} if field == "rank_pattern" else slow})
-    )
+    value = {slow: 4} if field == "rank_pattern" else slow
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     code, _, err = command("ask", folder, "what")
     assert code == 2 and str(file) in err.splitlines()[-1]
 
@@ -136,19 +133,15 @@ def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
             mark = json.loads((folder / MARK).read_text())
             mark["settings"]["model"] = asked
             (folder / MARK).write_text(json.dumps(mark))
+        folders = run_copy, tmp_path / "merged", tmp_path / "adapter"
         for folder, *arguments in (
-            *(
-                (folder, "ask", folder, "what")
-                for folder in (run_copy, tmp_path / "merged", tmp_path / "adapter")
-            ),
+            *((folder, "ask", folder, "what") for folder in folders),
             (run_copy, "export", run_copy, out),
             (run_copy, "eval", tmp_path / "mine.yaml", "--model", run_copy),
         ):
             status, _, err = command(*arguments)
-            assert status == 2 and str(folder) in err and f"model.{next(iter(asked))}" in err, (
-                arguments,
-                err,
-            )
+            named = str(folder) in err and f"model.{next(iter(asked))}" in err
+            assert status == 2 and named, (arguments, err)
             assert "--trust-remote-code" in err and not ran.exists() and not out.exists(), arguments
         with pytest.raises(ConfigError, match="--trust-remote-code"):  # the user trusts another model's code
             model_to_evaluate(theirs.with_values({"model.path": str(tmp_path)}), str(run_copy))

@@ -18,9 +18,7 @@ from mm_grpo.types import Completion, Group, Sample
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
-def test_media_of_a_logged_row_make_the_same_prompt(
-    family: str, models: dict[str, Any], tmp_path: Path
-) -> None:
+def test_logged_media_make_the_same_prompt(family: str, models: dict[str, Any], tmp_path: Path) -> None:
     """A video of five frames at an odd rate before an image; a row whose frame is gone is left out. Pixels of frames
     are those of a JPEG."""
     processor, paths = load_processor(str(models[family])), RunPaths(tmp_path)

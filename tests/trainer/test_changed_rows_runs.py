@@ -50,17 +50,13 @@ def by_row(folder: Path, step: int) -> dict[str, list[dict[str, Any]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_with_a_repaired_row_is_the_same_up_to_that_row(
-    model: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_a_run_with_a_repaired_row_is_the_same_up_to_it(model: Path, tmp_path: Path, dtype: str) -> None:
     rows, options = rows_on_disk(tmp_path / "rows"), {"model": {"dtype": dtype}}
     train(model, tmp_path / "whole", rows, DRAWN_IN, **options)
     train(model, tmp_path / "r", rows, 2, **options)
     tiny.picture(3, 56, 56).save(rows[LATE]["images"][0])
-    with pytest.raises(
-        ConfigError,
-        match=rf"data.train: .* train row {LATE}; drawn in steps 1 to 2: 0.*allow_changed_rows=true",
-    ):
+    words = rf"data.train: .* train row {LATE}; drawn in steps 1 to 2: 0.*allow_changed_rows=true"
+    with pytest.raises(ConfigError, match=words):
         train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, **options)
     train(model, tmp_path / "r", rows, DRAWN_IN - 1, resume=True, run={"allow_changed_rows": True}, **options)
     assert metrics_of(tmp_path / "r") == metrics_of(tmp_path / "whole")[: DRAWN_IN - 1]
@@ -75,9 +71,7 @@ def test_a_run_with_a_repaired_row_is_the_same_up_to_that_row(
 
 
 @pytest.mark.slow
-def test_rows_that_break_leave_their_slots_empty_and_rows_left_out_stay_so(
-    model: Path, tmp_path: Path
-) -> None:
+def test_rows_that_break_leave_empty_slots_and_rows_left_out_stay_so(model: Path, tmp_path: Path) -> None:
     rows, drop = rows_on_disk(tmp_path / "rows"), {"data": {"on_bad_media": "drop"}}
     broken, late = Path(rows[2]["images"][0]), Path(rows[LATE]["images"][0])
     tiny.picture(3, 2000, 9).save(broken)
@@ -106,13 +100,8 @@ def test_steps_ahead_lose_the_groups_of_rows_that_changed(
     rollout = {"prompts_per_step": 2, "max_staleness": 1}
 
     def trainer(folder: str, steps: int, **options: Any) -> GRPOTrainer:
-        run = {
-            "max_steps": steps,
-            "save_every": 1,
-            "report": False,
-            "save_model": False,
-            "allow_changed_rows": True,
-        }
+        run = {"max_steps": steps, "save_every": 1, "report": False, "save_model": False}
+        run["allow_changed_rows"] = True
         config = config_for(model, tmp_path / folder, data={"shuffle": False}, rollout=rollout, run=run)
         return GRPOTrainer(config, train=rows, rewards=[vowels], **options)
 
@@ -122,9 +111,8 @@ def test_steps_ahead_lose_the_groups_of_rows_that_changed(
     monkeypatch.setattr(started.learner, "update", lambda g: update(g) if started.sync.version < 2 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         started.train()
-    tiny.picture(3, 56, 56).save(
-        rows[5]["images"][0]
-    )  # step 3 was sampled ahead of step 2, and holds rows 4 and 5
+    # step 3 was sampled ahead of step 2, and holds rows 4 and 5
+    tiny.picture(3, 56, 56).save(rows[5]["images"][0])
     again = trainer("r", 4, resume=True)
     asked = noting_seeds(monkeypatch, again.engine)
     again.train()

@@ -42,10 +42,8 @@ def test_measured_steps_have_the_metrics_and_their_rollouts_the_tokens(
 
 
 def test_a_run_on_videos_measures_their_order_and_answers_without_it(model: Path, tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"say {i}", "video": [tiny.picture(10 * i + f, 56, 56) for f in range(4)], "answer": "a"}
-        for i in range(6)
-    ]
+    films = [[tiny.picture(10 * i + f, 56, 56) for f in range(4)] for i in range(6)]
+    rows = [{"prompt": f"say {i}", "video": film, "answer": "a"} for i, film in enumerate(films)]
     run = {"max_steps": 1, "sight_every": 1, "report": False, "eval_blind": "frames"}
     config = config_for(model, tmp_path / "r", run=run)
     GRPOTrainer(config, train=rows, eval=rows[:3], rewards=[vowels]).train()

@@ -19,9 +19,7 @@ def vowels(completion: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "frozen"), [("qwen3_vl_moe", False), ("qwen3_5_moe", True)])
-def test_a_mixture_of_experts_learns(
-    family: str, frozen: bool, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_mixture_learns(family: str, frozen: bool, models: dict[str, Path], tmp_path: Path) -> None:
     path, rollout = models[family], {"num_generations": 8}
     options = {"rollout": rollout, "model": {"freeze_router": frozen}, "optim": {"learning_rate": 3e-3}}
     config = config_for(path, tmp_path / "run", run={"max_steps": 30}, **options)

@@ -79,12 +79,8 @@ def test_libraries_print_nothing_and_the_callers_settings_stay(
         return bar(*arguments, **options)
 
     def settings() -> Any:
-        return (
-            transformers_logging.get_verbosity(),
-            transformers_logging.is_progress_bar_enabled(),
-            list(warnings.filters),
-            BITSANDBYTES.level,
-        )
+        bars = transformers_logging.is_progress_bar_enabled()
+        return transformers_logging.get_verbosity(), bars, list(warnings.filters), BITSANDBYTES.level
 
     monkeypatch.setattr(peft, "inject_adapter_in_model", noisy(inject))
     monkeypatch.setattr(peft.PeftModel, "from_pretrained", deprecated)

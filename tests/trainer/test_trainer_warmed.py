@@ -30,16 +30,12 @@ def trainer(
     return GRPOTrainer(config, train=ROWS, eval=heldout, rewards=[vowels], resume=resume)
 
 
-def saved_control(folder: Path) -> Any:
-    return yaml.safe_load((folder / "config.yaml").read_text())["run"]["eval_blind"]
-
-
 @pytest.mark.slow
 def test_a_warmed_model_has_the_blind_control_over_a_resume_too(warmed: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = trainer(warmed, run).train()["first_set"]
     assert [first[when]["blind"]["kind"] for when in ("before", "after")] == ["shuffled", "shuffled"]
-    assert saved_control(run) == "shuffled"
+    assert yaml.safe_load((run / "config.yaml").read_text())["run"]["eval_blind"] == "shuffled"
     resumed = trainer(warmed, run, resume=True, max_steps=3).train()
     assert resumed["steps"] == 3 and resumed["first_set"]["before"] == first["before"]
     assert resumed["first_set"]["after"]["blind"]["rows"] == 3

@@ -35,9 +35,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_warm_start_makes_the_answers_likely_and_its_model_trains_and_exports(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_warm_start_makes_answers_likely_and_trains_and_exports(model: Path, tmp_path: Path) -> None:
     config = config_of(model, tmp_path / "run", run={"save_every": None}, optim={"learning_rate": 5e-3})
     result = warm(config, answer="answer", steps=20, train=ROWS)
     folder = Path(str(tmp_path / "run") + "-warm")
@@ -56,9 +54,8 @@ def test_a_warm_start_makes_the_answers_likely_and_its_model_trains_and_exports(
     exported, saved = weights_of(tmp_path / "export"), weights_of(folder / "model")
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     run = {"max_steps": 1, "save_every": 0, "report": False, "save_model": False}
-    trained = GRPOTrainer(
-        config_of(Path(result["model"]), tmp_path / "grpo", run=run), train=ROWS, rewards=[vowels]
-    )
+    config = config_of(Path(result["model"]), tmp_path / "grpo", run=run)
+    trained = GRPOTrainer(config, train=ROWS, rewards=[vowels])
     assert trained.train()["steps"] == 1
 
 
@@ -80,9 +77,8 @@ def test_a_resumed_warm_start_is_the_whole_one(model: Path, tmp_path: Path, chan
     warm(part, answer="answer", steps=STEPS, train=ROWS, resume=True)
     folders = [Path(f"{tmp_path / name}-warm") for name in ("whole", "part")]
     assert metrics_of(folders[0]) == metrics_of(folders[1])
-    whole_files, part_files = (
-        read_checkpoint(folder / f"checkpoints/step-{STEPS:06d}").manifest["files"] for folder in folders
-    )
+    last = f"checkpoints/step-{STEPS:06d}"
+    whole_files, part_files = (read_checkpoint(folder / last).manifest["files"] for folder in folders)
     assert whole_files == part_files
     first, second = (weights_of(folder / "model") for folder in folders)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -91,9 +87,8 @@ def test_a_resumed_warm_start_is_the_whole_one(model: Path, tmp_path: Path, chan
 @pytest.mark.slow
 def test_a_killed_warm_start_leaves_no_model_and_goes_on(model: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    values = config_of(
-        model, tmp_path / "run", data={"train": {"task": "shapes", "split": "train", "size": 64}}
-    )
+    train = {"task": "shapes", "split": "train", "size": 64}
+    values = config_of(model, tmp_path / "run", data={"train": train})
     config.write_text(values.to_yaml())
     folder = Path(str(tmp_path / "run") + "-warm")
     command = ["-m", "mm_grpo.cli", "warm", config, "--answer", "answer", "--steps"]
@@ -145,10 +140,8 @@ def test_what_cannot_be_taught_is_refused_before_the_folder_is_made(model: Path,
         (DataError, {}, {"train": [{**ROWS[0], "answer": ["red", "crimson"]}]}),
     ):
         with pytest.raises(error):
-            warm(
-                config_of(model, tmp_path / "run", **changes),
-                **{"answer": "answer", "train": ROWS, **options},
-            )
+            given = {"answer": "answer", "train": ROWS, **options}
+            warm(config_of(model, tmp_path / "run", **changes), **given)
     with pytest.raises(DataError, match="max_completion_length"):
         warm(config, answer="answer", train=[{**ROWS[0], "answer": "red " * 99}])
     dropping = config_of(model, tmp_path / "other", data={"on_overlong": "drop"})
