@@ -1,4 +1,4 @@
-"""A small server that speaks OpenEnv's protocol, as openenv 0.10.0 was recorded, and fails in the way that a test asks."""
+"""A small server that speaks the protocol of openenv 0.10.0, and fails in the way that a test asks for."""
 
 from __future__ import annotations
 
@@ -89,11 +89,19 @@ class Road:
         answer = {"metadata": {}, "tool_name": action["tool_name"], "result": None, "error": None}
         message = action["arguments"].get("message")
         if not isinstance(message, str):
-            return {**answer, "error": {"error_type": "execution_error", "message": "should be a valid string"}}
+            return {
+                **answer,
+                "error": {"error_type": "execution_error", "message": "should be a valid string"},
+            }
         content = [{"type": "text", "text": message, "annotations": None, "meta": None}]
         if message == "look":
             content.append({"type": "image", "data": png(40), "mimeType": "image/png", "annotations": None})
-        result = {"content": content, "structured_content": {"result": message}, "data": message, "is_error": False}
+        result = {
+            "content": content,
+            "structured_content": {"result": message},
+            "data": message,
+            "is_error": False,
+        }
         return {**answer, "result": result}
 
 
