@@ -1,6 +1,6 @@
-"""A reward for long texts, such as captions: words in common with the nearest gold text. `mm-grpo init --from` copies it.
+"""A reward for long texts, such as captions: words in common with the nearest gold. `mm-grpo init --from` copies it.
 
-It knows no synonyms and no order, and a model can please it by the commonest words of the golds: a `judge` reads better.
+It knows no synonyms and no order, and the commonest words of the golds please it: a `judge` reads better.
 """
 
 import re
