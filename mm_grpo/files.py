@@ -18,7 +18,7 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -65,12 +65,12 @@ def _matches(pattern: str) -> list[str]:
     top, *tail = _DEEP.split(pattern, maxsplit=1)
     if not tail:
         return glob.glob(pattern)
-    folders = [folder for start in glob.glob(top or ".") for folder in _folders(start)]
+    folders = [folder for start in glob.glob(top or ".") for folder in folders_below(start)]
     inner = [glob.escape(folder.removeprefix("./") if folder != "." else "") for folder in folders]
     return [path for folder in inner for path in _matches(os.path.join(folder, tail[0] or "*"))]
 
 
-def _folders(top: str) -> Iterator[str]:
+def folders_below(top: str) -> Iterator[str]:
     """Yield a folder and all below it that are not hidden, nearest first, each real folder once."""
     folders, real_folders = [top], set[str]()
     for folder in folders:
@@ -180,6 +180,13 @@ class OutputFile:
 
     def _refused(self, why: str) -> ConfigError:
         return ConfigError(f"{self.option} '{self.named}': {why}")
+
+
+def refuse_existing(paths: Iterable[Path]) -> None:
+    """Raise ConfigError if one of the files that a command is to write exists."""
+    if existing := [str(path) for path in paths if path.exists() or path.is_symlink()]:
+        more = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
+        raise ConfigError(f"{existing[0]}{more} exists already and would be overwritten; name another folder")
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:

@@ -44,7 +44,7 @@ EXAMPLES: Mapping[str, tuple[str, ...]] = {
     ),
     "ask": ('mm-grpo ask runs/first "What is shown?" --image picture.png',),
     "recipes": ("mm-grpo recipes", "mm-grpo recipes shapes", "mm-grpo recipes shapes --copy mine"),
-    "init": ("mm-grpo init mine",),
+    "init": ("mm-grpo init mine", "mm-grpo init mine --from pictures"),
     "config": ("mm-grpo config", "mm-grpo config rollout.vllm", "mm-grpo config learning_rate"),
     "rewards": ("mm-grpo rewards", "mm-grpo rewards iou", "mm-grpo rewards my_rewards.py:short"),
     "rewards show": ("mm-grpo rewards iou",),

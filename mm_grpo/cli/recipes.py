@@ -13,7 +13,7 @@ import typer
 from mm_grpo.cli.configs import first_comment
 from mm_grpo.config.shipped import find_layers, find_recipes, shipped_folder
 from mm_grpo.errors import ConfigError, did_you_mean
-from mm_grpo.files import OutputFile
+from mm_grpo.files import OutputFile, refuse_existing
 from mm_grpo.terminal import printable
 
 
@@ -52,9 +52,20 @@ def recipes(
 
 def init(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="Folder to write to.")] = Path("."),
+    source: Annotated[
+        str | None, typer.Option("--from", metavar="FOLDER|FILE", help="Your pictures, to write rows of.")
+    ] = None,
 ) -> None:
-    """Write a first config, a row with an image and a reward, all ready to be edited."""
-    _copy(shipped_folder("examples") / "init", folder)
+    """Write a first config with a row, an image and a reward to be edited, or with rows of your pictures (--from)."""
+    if source is None:
+        _copy(shipped_folder("examples") / "init", folder)
+    else:
+        from mm_grpo.preflight.from_folder import write_first_config
+
+        try:
+            typer.echo(printable("\n".join(write_first_config(source, folder))))
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror or error}") from None
     if find_spec("vllm") is not None:
         import torch
 
@@ -73,9 +84,7 @@ def _copy(source: Path, folder: Path) -> None:
         for path in sorted(source.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    if existing := [str(path) for path in files if path.exists() or path.is_symlink()]:
-        more = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
-        raise ConfigError(f"{existing[0]}{more} exists already and would be overwritten; name another folder")
+    refuse_existing(files)
     try:
         for target, path in files.items():
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -131,12 +131,12 @@ class _EncodedRows:
     def __init__(self, dataset: Any, columns: Mapping[str, str]) -> None:
         self.column_names: list[str] = list(dataset.format["columns"] or dataset.column_names)
         self._table = dataset.with_format("arrow", columns=self.column_names)
-        self._features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
+        self.features, self._encoded = copy.deepcopy(dataset.features), copy.deepcopy(dataset.features)
         names = {*self.column_names, *columns}
         numbered = () if {"image", "images"} & names else filter(NUMBERED.fullmatch, names)
-        _keep_encoded(self._features, "Video")
+        _keep_encoded(self.features, "Video")
         for field in (*PROMPT_FIELDS, *numbered):
-            _keep_encoded(_feature(self._features, columns.get(field, field)))
+            _keep_encoded(_feature(self.features, columns.get(field, field)))
         _keep_encoded(self._encoded)
         self._files = FileStates(file["filename"] for file in dataset.cache_files)
 
@@ -144,7 +144,7 @@ class _EncodedRows:
         return len(self._table)
 
     def __getitem__(self, index: int, /) -> Any:
-        return self._features.decode_example(self._row(index))
+        return self.features.decode_example(self._row(index))
 
     def encoded_row(self, index: int) -> Any:
         """Return the row with the images of every column still encoded."""

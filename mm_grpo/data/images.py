@@ -291,12 +291,12 @@ def _open_file(name: str, where: str, image_dir: Folder, kind: SourceKind, files
 
 def _nearby_folder(folder: str, name: str) -> str | None:
     """Return the folder above, in or next to `folder` that holds the file; None if there is none."""
-    folders = _folders_near(os.path.abspath(expand_home(folder)))
+    folders = folders_near(os.path.abspath(expand_home(folder)))
     return next((os.path.relpath(near) for near in folders if os.path.isfile(os.path.join(near, name))), None)
 
 
 @lru_cache
-def _folders_near(here: str) -> list[str]:
+def folders_near(here: str) -> list[str]:
     above = os.path.dirname(here)
     inside = (sorted(glob.glob(os.path.join(glob.escape(folder), "*", ""))) for folder in (here, above))
     return [above, *chain.from_iterable(inside)]

@@ -179,10 +179,10 @@ def _jsonable(name: str, value: Any, folder: Path) -> Any:
         return [_jsonable(name, entry, folder) for entry in value]
     if isinstance(value, Mapping) and "video" in value:
         return {**value, "video": _jsonable(name, value["video"], folder)}
-    return _image_path(value, folder)
+    return store_image(value, folder)
 
 
-def _image_path(source: Any, folder: Path) -> str:
+def store_image(source: Any, folder: Path) -> str:
     """Write an image's bytes into the folder; return its relative path. A path stays as it is."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
@@ -198,6 +198,6 @@ def _image_path(source: Any, folder: Path) -> str:
         suffix = {"JPEG": "jpg", "TIFF": "tif"}.get(str(opened.format), str(opened.format).lower())
     file = folder / "images" / f"{hashlib.sha256(source).hexdigest()[:24]}.{suffix}"
     if not file.exists():
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(source)
     return f"images/{file.name}"

@@ -44,7 +44,7 @@ HOW_TO_READ = (
     "for them; without these from 'image_1', 'image_2', ..., 'video_1', ...; and from parts of the prompt"
 )
 
-_SUFFIXES = {
+MEDIA_SUFFIXES = {
     "image": re.compile(r".\.(?:png|jpe?g|webp|gif|bmp|tiff?|heic|heif|avif|jp2)$", re.IGNORECASE),
     "video": re.compile(r".\.(?:mp4|m4v|webm|mov|mkv|avi|flv|wmv|mpe?g|3gp)$", re.IGNORECASE),
 }
@@ -156,7 +156,7 @@ def _is_path(value: Any, medium: str) -> bool:
     if not isinstance(value, str) or len(value) > _MAX_PATH_LENGTH:
         return False
     path = re.split("[?#]", value)[0] if value.startswith(("http://", "https://")) else value
-    return bool(_SUFFIXES[medium].search(path)) and "\n" not in path
+    return bool(MEDIA_SUFFIXES[medium].search(path)) and "\n" not in path
 
 
 def _may_be_medium(value: Any) -> bool:

@@ -32,11 +32,9 @@ LEGAL = (
     "by save_to_disk, a glob, a list of paths, owner/name[[:config]:split] of the hub, a list of rows, a "
     "datasets.Dataset, or a mapping such as {task: shapes, ...}"
 )
-_NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
+NOT_ROWS = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json")
 _SHARD = re.compile(r"(?:(?P<split>.*?)[-_.])?(?P<number>\d{5,})[-_]of[-_](?P<total>\d{5,})(-[0-9a-f]{16})?$")
-_SPLITS = re.compile(
-    r"(train|training|test|testing|validation|valid|val|dev|eval)(?![A-Za-z])", re.IGNORECASE
-)
+SPLITS = re.compile(r"(train|training|test|testing|validation|valid|val|dev|eval)(?![A-Za-z])", re.IGNORECASE)
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.-]+){0,2}")
 
 
@@ -147,14 +145,14 @@ def _one_set(paths: list[Path], what: Path, name: str) -> list[Location]:
 def _split_of(path: Path) -> str | None:
     """Return the split in a file's name: train of train-00000-of-00002.parquet and of train.jsonl."""
     shard = _SHARD.match(path.stem)
-    split = _SPLITS.match((shard["split"] or "") if shard else path.stem)
+    split = SPLITS.match((shard["split"] or "") if shard else path.stem)
     return split[1].lower() if split else shard and shard["split"]
 
 
 def _is_rows(path: Path) -> bool:
     if path.is_dir():
         return _is_saved(path)
-    return path.suffix.lower() in SUFFIXES and path.name not in _NOT_ROWS
+    return path.suffix.lower() in SUFFIXES and path.name not in NOT_ROWS
 
 
 def _is_saved(path: Path) -> bool:

@@ -56,7 +56,7 @@ def read(location: Location, name: str, columns: Mapping[str, str]) -> Part:
         if suffix == ".jsonl":
             jsonl = JsonLines(path)
             return Part(jsonl, jsonl.row_name, path.parent)
-        if suffix in (".csv", ".tsv"):
+        if suffix in (".csv", ".tsv", ".txt"):
             rows, lines = read_csv(path)
             return Part(rows, lambda index: f"{path}:{lines[index]}", path.parent)
         return numbered(read_json(path) if suffix == ".json" else open_file(path, columns))
@@ -65,15 +65,19 @@ def read(location: Location, name: str, columns: Mapping[str, str]) -> Part:
 
 
 def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """Read the rows of a CSV file (tabs in a .tsv); return them, and the line on which each ends.
+    """Read the rows of a CSV file; return them, and the line on which each ends.
 
-    The first line names the columns. Cells are text and never become numbers; an empty cell is null.
+    The first line names the columns; the cells are parted by what it has most of: commas, semicolons, tabs or bars.
+    Cells are text and never become numbers; an empty cell is null.
     """
     rows: list[dict[str, Any]] = []
     lines: list[int] = []
     csv.field_size_limit(MAX_CELL)  # a cell may be an image; the limit of csv itself is 128 KiB
+    with path.open("rb") as file:
+        head = file.readline(MAX_CELL).decode(errors="replace")
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=head.count)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         try:
             names = list(reader.fieldnames or ())
             if len(set(names)) < len(names):

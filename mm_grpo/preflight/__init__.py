@@ -11,5 +11,6 @@ doctor        `mm-grpo doctor`: compare engine and learner before and after a re
 memory        estimate of one process's device memory
 estimate      `mm-grpo estimate`: the same from the model's config, and settings that make a run fit
 out_of_memory  refuse runs that are too large for their GPU; explain a full GPU
+from_folder   `mm-grpo init --from`: a first config and its rows from a folder of pictures
 smoke         `--smoke`: a config that runs on any CPU in seconds
 """

@@ -1,0 +1,325 @@
+"""A first config and its rows from a folder or a file as people have it: `mm-grpo init DIR --from FOLDER|FILE`.
+
+    table     CSV (also .txt), JSON, JSONL, Parquet, Arrow: names of pictures and answers (`NAMES`), or chats
+    COCO      captions, or boxes: a class with one box in a picture is a row to find it, one with more to count them
+    caption   a .txt beside each picture
+    class     a folder of pictures for each, perhaps below folders of splits
+
+All become tables (`_tables`), and these rows of one form (`_rows`), for which `SUITS` has a reward.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+from mm_grpo.config.shipped import shipped_folder
+from mm_grpo.data.columns import brief, quoted
+from mm_grpo.data.images import HEADER_BYTES, folders_near, look_at_image, read_encoded
+from mm_grpo.data.jsonl import parse_json, store_image, write_jsonl
+from mm_grpo.data.layouts import PROMPT_COLUMNS
+from mm_grpo.data.media_columns import MEDIA_SUFFIXES
+from mm_grpo.data.paths import NOT_ROWS, SPLITS, SUFFIXES, Location
+from mm_grpo.data.readers import JoinedRows, Part, read
+from mm_grpo.data.rows import read_row
+from mm_grpo.errors import ConfigError, DataError, by_cause
+from mm_grpo.files import RUN_MARK, expand_home, folders_below, refuse_existing
+from mm_grpo.rewards.builtins.answers import gold_texts
+
+LEGAL = (
+    "legal are pictures with a table (CSV, JSON, JSONL, Parquet) of names and answers, or of chats; COCO; a .txt "
+    "beside each picture; folders of classes. Unpack archives; other boxes: docs/data.md; hub datasets: data.train"
+)
+NAMES = {
+    "prompt": "question prompt query problem instruction user input",
+    "answer": "answer answers label class category target species caption captions solution response output truth gold "
+    "text transcription word description count number",
+    "split": "split set subset partition fold",
+}
+"""Words in names of columns, the likeliest first."""
+NUMBER, SHOWN = "Answer with a number.", "What does this picture show?"
+SUITS = [
+    ("letters", "[A-H]", "{name: choice, letters: ABCDEFGH}", SHOWN, "Answer with a letter."),
+    ("counts", r"0|[1-9]\d*", "count", "How many objects are there?", NUMBER),
+    ("numbers", r"[-+]?\d+(,\d{3})*(\.\d+)?", "numeric", "Which number does this picture show?", NUMBER),
+    ("formulas", r"[-+.\d]+|.*([\\^$√π]|\d/\d).*", "math", SHOWN, r"Put the answer into \boxed{}."),
+    ("short", r"\s*(\S+\s*){1,6}", "exact_match", SHOWN, "Answer with a word or a short phrase."),
+    ("long", ".*", "word_f1.py:word_f1", "Describe this picture.", "Answer with a sentence or two."),
+]
+"""Answers, their pattern, the reward of the first that all match, a question for rows without one, and a form."""
+IOU = "{name: iou, gold_layout: xywh, space: pixel} # 0-1000 for Qwen3-VL and InternVL\n  - count"
+MAX_LABELS, MAX_HELD_OUT = 40, 500  # labels that a prompt lists; pictures held out, if a tenth is more
+_NO_ANSWER = re.compile("(^|_)(id|idx|index|type)$", re.IGNORECASE)
+Row = dict[str, Any]
+
+
+class Files:
+    """Files of a folder and all below it, except hidden ones, and all of `target`, of runs and of other `init`s."""
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self.path, self.target, self.root = path, target, path if path.is_dir() else path.parent
+        folders = [Path(folder) for folder in folders_below(str(self.root))] if path.is_dir() else [self.root]
+        made = {f for f in folders if (f / "config.yaml").exists() and (f / "train.jsonl").exists()}
+        made |= {f for f in folders if (f / RUN_MARK).exists()} | {target} & {*folders}
+        folders = [f for f in folders if (made - {self.root}).isdisjoint((f, *f.parents))]
+        files = [file for f in folders for file in sorted(f.iterdir()) if file.name[0] not in "._"]
+        self.files = [file for file in files if file.is_file()]
+        self.pictures = [file for file in self.files if MEDIA_SUFFIXES["image"].search(file.name)]
+        self.by_name = defaultdict[str, list[Path]](list)
+        for file in self.pictures:
+            self.by_name[_plain(file.stem)].append(file)
+
+    def find(self, source: Any, folder: Path) -> Path | None:
+        """Return the picture of a name, also without suffix or folders; an encoded one is stored in `target`."""
+        source = source[0] if isinstance(source, list) and source else source
+        if isinstance(source, Mapping) and source.get("bytes") is None:
+            source = source.get("path")
+        if not isinstance(source, str | int | None) or str(source).startswith("data:"):
+            return self.target / store_image(read_encoded(source, "row", None, None)[0], self.target)
+        name = Path(str(source).removeprefix("file://").replace("\\", "/").strip())
+        if MEDIA_SUFFIXES["image"].search(name.name):
+            for near in (str(folder), str(self.root), *folders_near(str(folder))):
+                if (path := Path(near, name)).is_file():
+                    return path
+        matches = self.by_name.get(_plain(name.name)) or self.by_name.get(_plain(name.stem), [])
+        nearest = [path for path in matches if _plain(f"/{name}") in _plain(str(path))] or matches
+        return nearest[0] if len(nearest) == 1 else None
+
+
+def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
+    """Yield functions that read tables, by their labels."""
+
+    def load(path: Path) -> Part:
+        content = parse_json(path.read_bytes(), str(path)) if path.suffix.lower() == ".json" else None
+        if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
+            return Part([*_coco(content)], lambda index: str(path), path.parent)
+        return read(Location("file", str(path)), str(path), {})
+
+    is_folder = files.path == files.root
+    for path in files.files if is_folder else [files.path]:
+        is_table = path.suffix.lower() in (*SUFFIXES, ".txt") and path.name not in NOT_ROWS
+        if is_table and not (is_folder and _plain(path.stem) in files.by_name):
+            yield str(path.relative_to(files.root)), partial(load, path)
+    parts = {file: file.relative_to(files.root).parts[:-1] for file in files.pictures if is_folder}
+    while parts and all(parts.values()):  # leave out folders of all pictures, and of splits
+        tops = {folders[0] for folders in parts.values()}
+        if len(tops) > 1 and not all(map(_split_of, tops)):
+            break
+        parts = {file: folders[1:] for file, folders in parts.items()}
+    texts = [file.with_suffix(".txt") for file in parts]
+    captions = [text.read_text("utf-8-sig", "replace").strip() if text.is_file() else "" for text in texts]
+    captions = ["" if re.fullmatch(r"[-\d.\s]+", text) else text for text in captions]  # YOLO's boxes
+    for kind, values in (("caption", captions), ("class", ["".join(p[:1]) for p in parts.values()])):
+        rows = [{"image": str(file), kind: value} for file, value in zip(parts, values, strict=True)]
+        if len({*values} - {""}) > 1:
+            yield kind, partial(Part, rows, lambda index: str(files.root), files.root)
+
+
+def _coco(content: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield rows of a COCO file."""
+    images, classes = ({e["id"]: e for e in content.get(key, ())} for key in ("images", "categories"))
+    groups = defaultdict[Any, list[Any]](list)
+    for mark in content["annotations"]:
+        groups[mark["image_id"], mark.get("category_id")].append(mark)
+    for (image_id, category), marks in groups.items():
+        image, name = images[image_id], classes.get(category, {}).get("name")
+        row = {"image": image["file_name"], "size": (image.get("height"), image.get("width"))}
+        if name and len(marks) > 1 and not any(mark.get("iscrowd") for mark in marks):
+            row |= {"prompt": f"How many objects of the class {name} are there?", "answer": len(marks)}
+        elif name and not marks[0].get("iscrowd") and min(marks[0]["bbox"][2:]) >= 1:
+            row |= {"prompt": f"Where is the {name}? Answer with [x0, y0, x1, y1].", "box": marks[0]["bbox"]}
+        yield row | {"caption": [mark["caption"] for mark in marks if "caption" in mark]}
+
+
+def _rows(part: Part, files: Files, label: str, faults: list[str]) -> Iterator[Row]:
+    """Yield the usable rows of a table; add a message for any other. DataError if it lacks a column."""
+    table, folder = JoinedRows([part]), Path(part.folder or ".")
+    hits = dict.fromkeys(table.column_names, 0)
+    for row, name in product(map(table.encoded_row, range(min(20, len(table)))), hits):
+        with suppress(DataError):
+            hits[name] += files.find(row.get(name), folder) is not None
+    picture = max(hits, key=lambda name: (hits[name], "image" in name))
+    chats = [name for name in hits if name in PROMPT_COLUMNS]
+    others = [name for name in hits if name not in (picture, *chats) and not _NO_ANSWER.search(name)]
+    question, splits = None if chats else _likely("prompt", others), _likely("split", others)
+    answers = _likely("answer", others) or next((n for n in others if n not in (question, splits)), None)
+    if any(files.find(name, folder) for name in hits if not chats):
+        raise DataError(f"{label}: its first line, {quoted(hits)}, has to name the columns")
+    if not (chats or (hits[picture] and answers)):
+        raise DataError(f"{label}: no column of {quoted(hits)} names pictures that are here, or none answers")
+    columns = {"image": picture} if hits[picture] and picture != "images" else {}
+    columns |= {"prompt": question} if question else {}
+    template = None if chats or question else "-"
+    taken = ", ".join(f"{ours} = {name}" for ours, name in (*columns.items(), ("answer", answers)) if name)
+    labels = getattr(getattr(part.rows, "features", {}).get(answers), "names", None)
+    for index in range(len(table)):
+        row, name, keys = table.encoded_row(index), table.row_name(index), list[str]()
+        try:
+            fields = read_row(row, row_name=name, columns=columns, prompt_template=template)
+            images = [image for source in fields.images if (image := files.find(source, folder))]
+            if not 0 < len(images) == len(fields.media):
+                raise DataError(f"{name}: has a video, or no picture that is here: {brief(fields.media)}")
+            for image in images:
+                look_at_image(image, name, None, None, partial(_other_size, row.get("size")), ())
+                head, _ = read_encoded(image, name, None, None, HEADER_BYTES)
+                keys.append(hashlib.sha256(head).hexdigest())
+            answer = fields.columns.get("answer", row.get(answers))
+            answer = labels[answer] if labels and isinstance(answer, int) else answer
+            if "box" not in row and not gold_texts(answer):
+                raise DataError(f"{name}: has no answer")
+        except (DataError, TypeError, OSError) as error:
+            faults.append(str(error))
+            continue
+        is_chat = fields.conversational or len(fields.messages) > 1
+        prompt = [*fields.messages] if is_chat else row[question or chats[0]] if template is None else ""
+        options = [f"{letter}. {row[letter]}" for letter in "ABCDEFGH" if row.get(letter)]
+        if isinstance(prompt, str) and len(options) > 1:
+            prompt = "\n".join([prompt, *options])
+        paths = [os.path.relpath(image, files.root) for image in images]
+        values = {"image": paths[0]} if len(paths) == 1 else {"images": paths}
+        values |= {"box": row["box"]} if "box" in row else {"answer": answer}
+        split = _split_of(str(row.get(splits, label))) or _split_of(os.path.dirname(paths[0]))
+        yield {"prompt": prompt, "values": values, "keys": sorted(keys), "split": split, "columns": taken}
+
+
+def _other_size(expected: Any, size: tuple[int, int], limits: Any) -> str:
+    is_right = expected in (None, (None, None), size)
+    return "" if is_right else f"is {size} pixels high and wide, and its boxes are for {expected}"
+
+
+def _suit(rows: list[Row], is_class: bool) -> tuple[str, str, str, str]:
+    """Return the kind of the answers, the reward for them, a question for rows without one, and a form of answers."""
+    golds = [gold for row in rows for gold in gold_texts(row["values"].get("answer"))]
+    labels, prompts = sorted({*golds}), {str(row["prompt"]) for row in rows}
+    if any("box" in row["values"] for row in rows):
+        return "boxes", IOU, "", ""
+    suits = (suit for suit in SUITS if all(re.fullmatch(suit[1], gold, re.DOTALL) for gold in golds))
+    kind, _, reward, question, form = next(suits)
+    few = len(labels) <= (MAX_LABELS if len(prompts) == 1 else 4) and 2 * len(labels) <= len(golds)
+    if (few and (prompts == {""} or kind == "short")) or (is_class and len(labels) <= MAX_LABELS):
+        return "labels", "exact_match", SHOWN, f"Answer with one of: {', '.join(labels)}."
+    return kind, reward, question, form
+
+
+def _read(files: Files) -> tuple[dict[str, list[Row]], list[str]]:
+    """Return the rows of the tables by their labels, and what is left out. DataError if it is not clear which."""
+    used, faults, left_out = dict[str, list[Row]](), list[str](), list[str]()
+    for label, load in _tables(files):
+        messages, rows = list[str](), list[Row]()
+        if used and label in ("caption", "class"):
+            break
+        try:
+            rows = [*_rows(load(), files, label, messages)]
+        except (AttributeError, DataError, KeyError, TypeError, ValueError) as error:
+            messages = [f"{label}: {error}"]
+        used |= {label: rows} if rows else {}
+        (left_out if rows else faults).extend(messages)
+    sets = {(_split_of(label), re.sub(r"\d+", "", label)) for label in used}  # shards differ in digits
+    if not used or len({split for split, _ in sets}) < len(sets):
+        kinds = Counter(file.suffix.lower() or file.name for file in files.files).most_common(6)
+        seen = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
+        why = f"name one of {quoted(used)}" if used else f"of {seen} no rows are understood"
+        raise DataError("; ".join([f"{files.path}: {why}", *by_cause(faults, len(faults))[:3], LEGAL]))
+    return used, left_out
+
+
+def _divide(rows: list[Row]) -> tuple[dict[str, list[Row]], str]:
+    """Return the rows of each split, and how they were divided; rows with pictures of two splits are in none."""
+    keys, splits = sorted({key for row in rows for key in row["keys"]}), {row["split"] for row in rows}
+    count, how = min(max(1, len(keys) // 10), len(keys) // 2, MAX_HELD_OUT), "as the splits are there"
+    if len(splits) < 2 or "train" not in splits or None in splits:
+        how = f"{count} of {len(keys)} pictures, by a hash of their bytes, are held out"
+        for row in rows:
+            held_out = [key < keys[count] for key in row["keys"]]
+            row["split"] = "val" if all(held_out) else "" if any(held_out) else "train"
+    return {name: [row for row in rows if row["split"] == name] for name in ("train", "val", "test")}, how
+
+
+def write_first_config(source: str, folder: Path) -> list[str]:
+    """Write rows and a config for what `source` names into `folder`; return lines about what was understood.
+
+    Raises ConfigError or DataError if nothing is understood, or if a file is there already.
+    """
+    path, target = (Path(os.path.realpath(expand_home(str(name)))) for name in (source, folder))
+    if not path.exists():
+        raise ConfigError(f"--from {source}: is no folder and no file here; {LEGAL}")
+    names = "config.yaml train.jsonl val.jsonl test.jsonl word_f1.py"
+    refuse_existing(target / name for name in names.split())
+    used, left_out = _read(files := Files(path, target))
+    merged = dict[Any, Row]()
+    for row in chain(*used.values()):  # any of several answers to one question about a picture is right
+        first = merged.setdefault((*row["keys"], str(row["prompt"]), row["split"]), row)["values"]
+        if first is not row["values"] and "answer" in first:
+            left_out.append("a row that repeats picture and question; its answer is right beside the first")
+            golds = dict.fromkeys(gold_texts(first["answer"]) + gold_texts(row["values"].get("answer")))
+            first["answer"] = [*golds] if len(golds) > 1 else first["answer"]
+    rows = sorted(merged.values(), key=lambda row: row["keys"])
+    kind, reward, question, form = _suit(rows, "class" in used)
+    if kind == "labels":
+        clear = [row for row in rows if not isinstance(row["values"]["answer"], list)]
+        left_out += ["a picture with several labels"] * (len(rows) - len(clear))
+        rows = clear
+    sets, how = _divide(rows)
+    left_out += ["pictures of two sets"] * (len(rows) - sum(map(len, sets.values())))
+    if not sets["train"]:
+        raise DataError(f"{path}: no row is left to train on: {'; '.join(by_cause(left_out, len(left_out)))}")
+    target.mkdir(parents=True, exist_ok=True)
+    for name in filter(sets.get, sets):
+        written = ({"prompt": row["prompt"] or question, **row["values"]} for row in sets[name])
+        write_jsonl(written, target / f"{name}.jsonl")
+    if kind == "long":
+        shutil.copyfile(shipped_folder("examples") / "word_f1.py", target / "word_f1.py")
+    quote = partial(json.dumps, ensure_ascii=False)
+    near, prompts = os.path.relpath(files.root, target), max(1, min(16, len(sets["train"]) // 4))
+    evals = ", ".join(f"{name}: {name}.jsonl" for name in ("val", "test") if sets[name])
+    ask = ("prompt_template", "{prompt} " + re.sub("([{}])", r"\1\1", form))
+    if any(isinstance(row["prompt"], list) for row in rows):  # a chat, which no template takes
+        ask = ("system_prompt", form)
+    fields = {
+        "train: rows.jsonl": "train: train.jsonl",
+        "# eval: heldout.jsonl": f"eval: {{{evals}}}" if evals else "# eval: heldout.jsonl",
+        "# image_dir: images": f"image_dir: {quote(near if near.count('..') < 3 else str(files.root))}",
+        "# max_pixels": "on_bad_media: drop # leave out a damaged picture\n  # max_pixels",
+        "# system_prompt": f"{ask[0]}: {quote(ask[1])}\n  # system_prompt" if form else "# system_prompt",
+        "# prompts_per_step: 32": f"prompts_per_step: {prompts}",
+        "# num_generations": "num_generations",
+        "own_reward.py:own_reward": reward,
+        "max_steps: 100": f"max_steps: {min(300, max(20, 3 * len(sets['train']) // prompts))}",
+    }
+    text = (shipped_folder("examples") / "init" / "config.yaml").read_text(encoding="utf-8")
+    for old, new in fields.items():
+        text = text.replace(old, new)
+    (target / "config.yaml").write_text(text, encoding="utf-8")
+    counts = ", ".join(f"{len(members)} in {name}.jsonl" for name, members in sets.items() if members)
+    return [
+        f"{path}: rows of {', '.join(used)} ({rows[0]['columns']}): {counts} ({how})",
+        f"reward: {reward.splitlines()[0]}, because the answers are {kind}. {form}",
+        *(f"left out: {cause}" for cause in by_cause(left_out, len(rows) + len(left_out))[:5]),
+    ]
+
+
+def _likely(kind: str, names: list[str]) -> str | None:
+    """Return the name with the likeliest word of a kind; of several one that ends with "name", or the shortest."""
+    ranked = sorted(names, key=lambda name: (not name.lower().endswith("name"), len(name)))
+    words = {name: re.split(r"[\W_]+", name.lower()) for name in ranked}
+    return next((name for word in NAMES[kind].split() for name in ranked if word in words[name]), None)
+
+
+def _split_of(name: str) -> str | None:
+    words = re.findall(rf"(?i)(?<![a-z]){SPLITS.pattern}", name)
+    return {"tr": "train", "te": "test"}.get(words[-1].lower()[:2], "val") if words else None
+
+
+def _plain(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()

@@ -1,0 +1,180 @@
+"""`mm-grpo init DIR --from FOLDER|FILE`: folders as people have them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from helpers import tiny
+
+from mm_grpo.config import GRPOConfig
+
+LONG = "a long caption of the picture that is called"
+CLASSES = [{"id": 1, "name": "dog"}, {"id": 2, "name": "cat"}]
+
+
+def pictures(folder: Path, *names: str) -> None:
+    """Different pictures under these names."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        kind = "PNG" if name.lower().endswith("png") else "JPEG"
+        tiny.picture(sum(map(ord, name)), 100, 60).save(folder / name, kind)
+
+
+def write(file: Path, content: Any) -> None:
+    """A text, or JSON, of a list under .jsonl one entry a line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row) + "\n" for row in content] if file.suffix == ".jsonl" else [json.dumps(content)]
+    file.write_text(content if isinstance(content, str) else "".join(lines), encoding="utf-8")
+
+
+def semicolons(folder: Path) -> None:
+    pictures(folder / "Bilder", *(f"Größe {i}.PNG" for i in range(6)))
+    rows = "".join(f"Größe {i}.PNG;How many in {i}?;{i}\n" for i in range(6))
+    write(folder / "Daten.csv", "\ufeffDatei;Question;Count\n" + rows + "gone.png;How many?;3\n")
+
+
+def kaggle(folder: Path) -> None:
+    pictures(folder, *(f"train/{i}.jpg" for i in range(6)), "test/9.jpg")
+    write(folder / "train.csv", "id,breed\n" + "".join(f"{i},{'ab'[i % 2]} dog\n" for i in range(6)))
+    write(folder / "test.csv", "id\n9\n")
+
+
+def classes(folder: Path) -> None:
+    places = ("train/cat", "train/{dog}", "val/cat", "val/{dog}", "test/cat", "test/{dog}")
+    pictures(folder, *(f"{place}/{i}.jpg" for i, place in enumerate((*places, *places[:2]))))
+    write(folder / "train/cat/broken.jpg", "no picture")
+    write(folder / "train/cat/clip.mp4", "a video")
+
+
+def imagefolder(folder: Path) -> None:
+    for split, numbers in (("train", range(4)), ("test", range(4, 6))):
+        pictures(folder / split, *(f"{i}.jpg" for i in numbers))
+        rows = [{"file_name": f"{i}.jpg", "text": f"{LONG} {i}"} for i in numbers]
+        write(folder / split / "metadata.jsonl", rows)
+
+
+def chats(folder: Path) -> None:
+    pictures(folder / "images", *(f"{i}.png" for i in range(4)))
+    ask = {"from": "human", "value": "<image>\nWhich?"}
+    talks = [[ask, {"from": "gpt", "value": colour}] for colour in ("red", "red", "red", "blue")]
+    write(
+        folder / "chat.json", [{"image": f"images/{i}.png", "conversations": t} for i, t in enumerate(talks)]
+    )
+
+
+def coco(folder: Path) -> None:
+    pictures(folder / "val2017", *(f"00{i}.jpg" for i in range(4)))
+    widths = (100, 100, 100, 50)  # the boxes of the last are of a smaller picture
+    images = [{"id": i, "file_name": f"00{i}.jpg", "width": w, "height": 60} for i, w in enumerate(widths)]
+    marks = [
+        {"image_id": i, "category_id": 1 + (at > 0), "bbox": [at, 5, 20, 30], "iscrowd": int(i == 2)}
+        for i in range(4)
+        for at in range(3)
+    ]
+    content = {"images": images, "categories": CLASSES, "annotations": marks}
+    write(folder / "annotations/instances_val2017.json", content)
+
+
+def captions(folder: Path) -> None:
+    for i in range(4):
+        pictures(folder, f"{i}.jpg")
+        write(folder / f"{i}.txt", f"{LONG} {i}\n")
+
+
+def parquet(folder: Path) -> None:
+    pictures(folder.parent, *(f"{i}.png" for i in range(6)))
+    rows = [{"image": {"bytes": (folder.parent / f"{i}.png").read_bytes()}, "label": i % 2} for i in range(6)]
+    label = datasets.ClassLabel(names=["cat", "dog"])
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    folder.mkdir()
+    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / "train-00000-of-00001.parquet")
+
+
+def choices(folder: Path) -> None:
+    pictures(folder, *(f"{i}.png" for i in range(4)))
+    splits = ("test", "train", "train", "train")
+    rows = [f"{i}.png\tWhich {i}?\tred\tblue\t{'AB'[i % 2]}\t{split}\n" for i, split in enumerate(splits)]
+    write(folder / "rows.tsv", "image\tquestion\tA\tB\tanswer\tsplit\n" + "".join(rows))
+
+
+FOLDERS = [
+    (semicolons, ["count"], {"train": 5, "val": 1}, {"prompt": "How many in 3?", "image": "Bilder/Größe 3.PNG"}),
+    (kaggle, ["exact_match"], {"train": 5, "val": 1}, {"image": "train/3.jpg", "answer": "b dog"}),
+    (classes, ["exact_match"], {"train": 4, "val": 2, "test": 2}, {"image": "val/cat/2.jpg", "answer": "cat"}),
+    (imagefolder, ["word_f1"], {"train": 4, "test": 2}, {"image": "test/4.jpg", "answer": f"{LONG} 4"}),
+    (chats, ["exact_match"], {"train": 3, "val": 1}, {"image": "images/3.png", "answer": "blue"}),
+    (coco, ["iou", "count"], {"train": 2, "val": 2}, {"image": "val2017/001.jpg", "box": [0, 5, 20, 30]}),
+    (captions, ["word_f1"], {"train": 3, "val": 1}, {"image": "2.jpg", "answer": f"{LONG} 2"}),
+    (parquet, ["exact_match"], {"train": 5, "val": 1}, {"answer": "dog"}),
+    (choices, ["choice"], {"train": 3, "test": 1}, {"prompt": "Which 3?\nA. red\nB. blue", "answer": "B"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fill", "rewards", "sizes", "row"), FOLDERS, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_a_folder_becomes_rows_that_pass_check(
+    fill: Any, rewards: Any, sizes: Any, row: Any, tmp_path: Path, command: Any, models: Any, monkeypatch: Any
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "made"
+    fill(source)
+    files = {path: path.stat().st_mtime_ns for path in source.rglob("*")}
+    done = command("init", target, "--from", source)
+    assert done.code == 0, done.err
+    assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == files
+    sets = {p.stem: [*map(json.loads, p.read_text().splitlines())] for p in target.glob("*.jsonl")}
+    assert {name: len(rows) for name, rows in sets.items()} == sizes
+    assert any(row.items() <= other.items() for rows in sets.values() for other in rows), sets
+    shown = [{row["image"] for row in rows} for rows in sets.values()]
+    assert len(set().union(*shown)) == sum(map(len, shown))
+    monkeypatch.chdir(tmp_path.parent)  # the config is good from any folder
+    config = GRPOConfig.from_yaml(target / "config.yaml")
+    assert [
+        str(r["name"] if isinstance(r, dict) else r).rpartition(":")[2] for r in config.rewards
+    ] == rewards
+    assert config.rollout.prompts_per_step <= len(sets["train"])
+    if fill is classes:
+        assert config.data.prompt_template == "{prompt} Answer with one of: cat, {{dog}}."
+        assert "broken.jpg" in done.out
+    checked = command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}")
+    assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
+
+
+def test_what_is_not_understood_is_one_message(tmp_path: Path, command: Any) -> None:
+    pictures(
+        tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in ("two", "plain", "yolo") for i in "12")
+    )
+    for name in ("two/a.csv", "two/b.csv"):
+        write(tmp_path / name, "image,label\n1.png,cat\n2.png,dog\n")
+    write(tmp_path / "plain/rows.csv", "1.png,cat\n2.png,dog\n")
+    for i in "12":
+        write(tmp_path / f"yolo/{i}.txt", f"0 0.5 0.5 0.1 0.{i}\n")
+    write(tmp_path / "zip/a.zip", "PK")
+    (tmp_path / "empty").mkdir()
+    words = {"one": "1 .png", "two": "'a.csv', 'b.csv'", "plain": "first line", "yolo": "docs/data.md"}
+    words |= {"zip": "Unpack", "empty": "no files", "nothing": "no folder and no file", "zip/a.zip": "Unpack"}
+    for name, word in words.items():
+        done = command("init", tmp_path / "made", "--from", tmp_path / name)
+        assert done.code == 2 and word in done.err and done.err.count("\n") == 1, done.err
+    assert "data.train" in command("init", tmp_path / "made", "--from", "owner/name").err
+    assert not (tmp_path / "made").exists()
+
+
+def test_links_and_folders_inside_one_another(tmp_path: Path, command: Any, models: Any) -> None:
+    source = tmp_path / "source"
+    pictures(tmp_path / "away", *(f"{name}/{i}.png" for name in ("x", "yy") for i in range(4)))
+    os.link(tmp_path / "away/x/0.png", tmp_path / "away/yy/copy.png")  # a picture of two classes
+    source.mkdir()
+    for name, target in (("cat", tmp_path / "away/x"), ("dog", tmp_path / "away/yy"), ("loop", source)):
+        (source / name).symlink_to(target)
+    for target in (source / "inside", source):
+        done = command("init", target, "--from", source)
+        assert done.code == 0 and "several labels" in done.out and "6 in train.jsonl" in done.out, done.out
+        assert command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}").code == 0
+    again = command("init", source, "--from", source)
+    assert again.code == 2 and "config.yaml and 2 more exists already" in again.err
