@@ -25,20 +25,13 @@ SCHEMA = {
     "required": ["direction"],
 }
 ECHO = {
-    "name": "echo_message",
-    "description": "Echo back the provided message.",
+    "name": "echo_message", "description": "Echo back the provided message.",
     "input_schema": {
-        "additionalProperties": False,
+        "additionalProperties": False, "required": ["message"], "type": "object",
         "properties": {"message": {"type": "string", "description": "The message to echo back"}},
-        "required": ["message"],
-        "type": "object",
     },
-}
-MCP_SCHEMA = {
-    "title": "CallToolAction",
-    "type": "object",
-    "properties": {"type": {"const": "call_tool", "type": "string"}, "tool_name": {"type": "string"}},
-}
+}  # fmt: skip
+MCP_SCHEMA = {"title": "CallToolAction", "properties": {"type": {"const": "call_tool"}, "tool_name": {}}}
 
 
 def png(side: int, colour: Any = "red") -> str:
@@ -89,20 +82,12 @@ class Road:
         answer = {"metadata": {}, "tool_name": action["tool_name"], "result": None, "error": None}
         message = action["arguments"].get("message")
         if not isinstance(message, str):
-            return {
-                **answer,
-                "error": {"error_type": "execution_error", "message": "should be a valid string"},
-            }
+            error = {"error_type": "execution_error", "message": "should be a valid string"}
+            return {**answer, "error": error}
         content = [{"type": "text", "text": message, "annotations": None, "meta": None}]
         if message == "look":
             content.append({"type": "image", "data": png(40), "mimeType": "image/png", "annotations": None})
-        result = {
-            "content": content,
-            "structured_content": {"result": message},
-            "data": message,
-            "is_error": False,
-        }
-        return {**answer, "result": result}
+        return {**answer, "result": {"content": content, "data": message, "is_error": False}}
 
 
 class OpenEnvServer:
