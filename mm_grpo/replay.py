@@ -65,8 +65,10 @@ class Difference:
     replayed: Any
 
     def __str__(self) -> str:
-        values = f"{_short(self.logged)} in the log, {_short(self.replayed)} now"
-        return f"first difference: {self.stage}, step {self.step}, {self.place}: {values}"
+        old, new = (
+            json.dumps(v, ensure_ascii=False, default=str)[:120] for v in (self.logged, self.replayed)
+        )
+        return f"first difference: {self.stage}, step {self.step}, {self.place}: {old} in the log, {new} now"
 
 
 @dataclass
@@ -214,21 +216,16 @@ class _Replay(GRPOTrainer):
 
     def _masters(self) -> dict[str, Tensor]:
         """Return a copy of this process's share of the fp32 weights, by name; each weight is in one share."""
-        fragments = self.learner.optimizer.fragments()
-        return {
-            f.name: f.tensors["master"].detach().to("cpu", torch.float32, copy=True)
-            if self.ranks.first or not f.repeated
-            else torch.zeros(0)
-            for f in fragments
-        }
+        fragments = (f for f in self.learner.optimizer.fragments() if self.ranks.first or not f.repeated)
+        return {f.name: f.tensors["master"].detach().to("cpu", torch.float32, copy=True) for f in fragments}
 
 
 def first_difference(logged: Rows, new: Rows) -> tuple[str, str, Any, Any] | None:
     """Return stage, place, logged and new value of the first difference between rows of a step; None without one."""
-    old_rows, new_rows = (
-        {(row["attempt"], row["slot"], row["generation"]): _with_turns(row) for row in rows}
-        for rows in (logged, new)
+    places = (
+        [((row["attempt"], row["slot"], row["generation"]), row) for row in rows] for rows in (logged, new)
     )
+    old_rows, new_rows = ({place: _with_turns(row) for place, row in rows} for rows in places)
     for stage, keys in STAGES.items():
         for place in sorted({*old_rows, *new_rows}):
             old, row = old_rows.get(place), new_rows.get(place)
@@ -303,14 +300,7 @@ def _start(paths: RunPaths, step: int, staleness: int) -> Checkpoint | None:
 
 def _other_versions(paths: RunPaths) -> list[str]:
     """Return packages whose version differs from that in the run's environment.json."""
-    if not paths.environment.is_file():
-        return []
     then, now = read_json(paths.environment, dict), describe_environment()
     pairs = {name: (then["packages"].get(name), version) for name, version in now["packages"].items()}
     pairs |= {name: (then.get(name), now[name]) for name in ("mm_grpo", "python")}
     return [f"{name}: {old} then, {new} now" for name, (old, new) in pairs.items() if old != new]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 120 else f"{text[:120]}…"

@@ -272,7 +272,7 @@ processors/qwen_vl.py < processors/test_video_positions.py
     one run | time, runs = 1, time ==> runs = 1
 processors/family.py < processors/test_families.py
     wrong tokens | = ids.masked_fill(ids == video, model.config.image_token_id) ==> = ids
-types.py < processors/test_families.py
+types.py < processors/test_family_videos.py
     wrong order | for part in media_parts(self.messages)] ==> for part in media_parts(self.messages)[::-1]]
 processors/special_tokens.py < processors/test_special_tokens.py
     wrong order | key=lambda token: (-len(token), token) ==> key=lambda token: (len(token), token)
