@@ -1,8 +1,8 @@
-"""Environments on an OpenEnv server: the action's schema is the tool's, observations may hold images.
+"""Environments on an OpenEnv server: its action is the tool, or its MCP tools are; observations may hold images.
 
 `rollout.environment` is openenv:http://HOST:PORT, or a subclass of `OpenEnv` with a `base_url`, which may override how
-an observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv-core, 0.2 on: a WebSocket (`/ws`)
-for each conversation, and the schema of an action over HTTP. A server that is missing, hangs or sends an invalid answer
+an observation is shown. Protocol: OpenEnv of Meta and Hugging Face, package openenv, 0.2 on: a WebSocket (`/ws`) for
+each conversation, and the schema of an action over HTTP. A server that is missing, hangs or sends an invalid answer
 raises `EnvironmentGone` with its address; an action that it refuses a ValueError, an exception of its environment a
 RuntimeError.
 """
@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,6 +28,8 @@ from mm_grpo.terminal import redact
 
 MOST_BYTES = 100 * 2**20
 """Largest answer in bytes, as in openenv-core's own client."""
+CLOSING = 5.0
+"""Seconds that a server may take to close an environment, until which it counts as open there."""
 SHOWN = 200
 """Characters of a server's answer in a message."""
 ENCODED = ("iVBORw0KGgo", "/9j/")
@@ -35,7 +37,7 @@ ENCODED = ("iVBORw0KGgo", "/9j/")
 
 
 class OpenEnv:
-    """Conversation with an OpenEnv server, whose tool takes the fields of the server's action.
+    """Conversation with an OpenEnv server, whose tools are its action with that one's fields, or its MCP tools.
 
     A subclass may set `base_url` and `timeout`, and override `show` (what the model sees of an observation) and
     `get_reward` (from the steps' `rewards` to the conversation's).
@@ -52,22 +54,29 @@ class OpenEnv:
         self._conversation = _Conversation(self.base_url, self.timeout)
 
     def tools(self) -> Mapping[str, Tool]:
-        """Return the tool that takes an action, also before the first `reset`.
+        """Return the tools by name, also before the first `reset`.
 
         Raise EnvironmentGone if the server does not answer.
         """
-        schema = _action_schema(self.base_url, self.timeout)
-        if "tool_name" in schema.get("properties", {}):
-            raise ValueError(
-                f"the actions of {redact(self.base_url)} are calls of MCP tools, which are not supported"
-            )
+        schema, listed = _tools_of(self.base_url, self.timeout)
+        if listed is not None:
+            return {
+                tool["name"]: Tool(
+                    tool["name"],
+                    tool["description"] or tool["name"],
+                    tool["input_schema"],
+                    partial(self._act, tool["name"]),
+                )
+                for tool in listed
+            }
         title = str(schema.get("title", ""))
         name = _snake(title.removesuffix("Action")) or "step"
         properties = dict(schema.get("properties", {}))
         if "metadata" not in schema.get("required", ()):
             properties.pop("metadata", None)  # every action has it, for the server's own use
         description = str(schema.get("description") or f"Act in the environment: {title or 'one step'}.")
-        return {name: Tool(name, description, {**schema, "properties": properties}, self._act)}
+        act = partial(self._act, None)
+        return {name: Tool(name, description, {**schema, "properties": properties}, act)}
 
     def reset(self, **row: Any) -> Any:
         """Begin a conversation: send the row's columns that are JSON.
@@ -87,8 +96,16 @@ class OpenEnv:
         return self.show(observation) or None
 
     def show(self, observation: Mapping[str, Any]) -> Any:
-        """Return what the model sees: by default a single text as it is, else the fields as JSON; then the images."""
-        return shown(observation)
+        """Return what the model sees: by default a single text as it is, else the fields as JSON; then the images.
+
+        `metadata` is for programs, and may hold the answer: it is shown only if there is nothing else.
+        """
+        content = observation.get("result")
+        if "tool_name" in observation and isinstance(content, Mapping) and "content" in content:
+            parts = content["content"]
+            return [p for part in parts for p in ([part] if part["type"] == "text" else shown(part))]
+        fields = {key: value for key, value in observation.items() if key != "metadata"}
+        return shown(fields or observation.get("metadata", {}))
 
     def get_reward(self) -> float | None:
         """Return the sum of the steps' rewards; None if no step had one."""
@@ -98,24 +115,31 @@ class OpenEnv:
         """End the conversation; the server closes its environment."""
         self._conversation.close()
 
-    def _act(self, **action: Any) -> Any:
+    def _act(self, mcp_tool: str | None, /, **action: Any) -> Any:
         if self.done:
             raise ValueError("the episode is over")
+        if mcp_tool is not None:
+            action = {"type": "call_tool", "tool_name": mcp_tool, "arguments": action}
         observation, reward, self.done = self._conversation.ask("step", action)
         self.rewards += [] if reward is None else [reward]
+        if mcp_tool is not None and (error := observation.get("error")):
+            raise ValueError(error["message"])
         return self.show(observation)
 
 
 @cache
-def _action_schema(base_url: str, timeout: float) -> Mapping[str, Any]:
-    """Return the schema of a server's action. Each server is asked once."""
+def _tools_of(base_url: str, timeout: float) -> tuple[Mapping[str, Any], list[Any] | None]:
+    """Return the schema of a server's action, and its MCP tools if the action calls one. Each server is asked once."""
     conversation = _Conversation(base_url, timeout)
     schema = conversation.schema()
     try:
         conversation.open()  # a server without /ws is refused at the start
+        kind = schema.get("properties", {}).get("type", {})
+        if kind.get("const") != "call_tool" and schema.get("title") != "Action":  # the class of any action
+            return schema, None
+        return schema, conversation.ask("step", {"type": "list_tools"})[0]["tools"]
     finally:
         conversation.close()
-    return schema
 
 
 class _Conversation:
@@ -179,22 +203,29 @@ class _Conversation:
         code, message = fields.get("code"), str(fields.get("errors") or fields.get("message", ""))[:SHOWN]
         if code in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
             raise (ValueError if code == "VALIDATION_ERROR" else RuntimeError)(message)
+        if code == "CAPACITY_REACHED":
+            message += (
+                " Start it with a max_concurrent_envs (of create_app) as large as a step's conversations."
+            )
         gone = self._gone(request, f"refused {request} ({code}: {message})")
         raise RuntimeError(str(gone)) if request == "reset" else gone  # a reset that raises stops the run
 
-    def close(self) -> None:
-        """Tell the server that the conversation is over, and close the socket. Do not wait for a dead server."""
+    def close(self, seconds: float = CLOSING) -> None:
+        """Tell the server that the conversation is over, and wait until it has closed the environment."""
         from websockets.exceptions import WebSocketException
 
         socket, self._socket = self._socket, None
         if socket is not None:
             with suppress(WebSocketException, OSError):
                 socket.send(json.dumps({"type": "close"}))
+                socket.recv(
+                    timeout=seconds
+                )  # raises: a full server would refuse the next conversation before
         self._opened.close()
 
     def _gone(self, request: str, why: BaseException | str) -> EnvironmentGone:
         """Close the socket, and return the error for a request without an answer; a TimeoutError makes it late."""
-        self.close()
+        self.close(0)
         late = isinstance(why, TimeoutError)
         if late:
             why = f"had not answered {request} after {self.timeout:g} s"
@@ -216,7 +247,8 @@ def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, boo
 def shown(observation: Any) -> list[Any]:
     """Return the texts and images of an observation, as a tool returns them.
 
-    Images are data URLs, base64 of PNG or JPEG, and arrays [height][width][3 or 4] of 0 to 255.
+    Images are data URLs, base64 of PNG or JPEG, and arrays [height][width][3 or 4] of 0 to 255, also flat ones beside
+    a field NAME_shape.
     """
     images: list[Any] = []
     fields = _without_images(observation, images)
@@ -235,6 +267,7 @@ def _without_images(value: Any, images: list[Any]) -> Any:
         return None
     count = len(images)
     if isinstance(value, Mapping):
+        value = {key: _shaped(field, value.get(f"{key}_shape")) for key, field in value.items()}
         fields = {key: _without_images(field, images) for key, field in value.items()}
         if len(images) > count and fields.get("type") in ("image", "image_url"):
             return None  # the other fields are the image's type and encoding
@@ -242,6 +275,16 @@ def _without_images(value: Any, images: list[Any]) -> Any:
     if isinstance(value, list):
         elements = [_without_images(element, images) for element in value]
         return [element for element in elements if element is not None]
+    return value
+
+
+def _shaped(value: Any, shape: Any) -> Any:
+    """Return a flat list in this shape [height, width, 3 or 4]; other values as they are."""
+    if isinstance(value, list) and isinstance(shape, list) and len(shape) == 3:
+        import numpy as np
+
+        with suppress(TypeError, ValueError):  # of another size
+            return np.reshape(value, shape).tolist()
     return value
 
 

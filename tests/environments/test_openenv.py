@@ -102,10 +102,37 @@ def test_a_server_that_fails_takes_the_conversation_with_it(
         assert server.closed()
 
 
+def test_mcp_tools_of_a_server() -> None:
+    with OpenEnvServer("mcp") as server:
+        box = box_of(server.url)
+        (function,) = [schema["function"] for schema in box.schemas]
+        assert function["name"] == "echo_message" and function["parameters"]["required"] == ["message"]
+        row = box.prepare(sample("train:0"))
+        opening = row.messages[-1]["content"][-1]["text"]
+        assert json.loads(opening) == {"status": "ready", "message": "Echo environment ready!"}
+        (one,) = box.episodes([row])
+        assert call_tool(box, one, "echo_message", {"message": "hi"}).text == "hi"
+        seen = call_tool(box, one, "echo_message", {"message": "look"})
+        assert seen.text == "look" and [image.size for image in seen.media] == [(40, 40)]
+        refused = call_tool(box, one, "echo_message", {"message": 3})
+        assert refused.fault == "raised" and "valid string" in refused.text and one.masked is None
+        assert reward(box, one) is None
+        box.close()
+
+
+def test_the_place_of_a_closed_conversation_is_free() -> None:
+    with OpenEnvServer("slow_close") as server:
+        environment = OpenEnv(server.url)
+        for _ in range(2):
+            environment.reset()
+            environment.close()
+            assert server.open == 0
+
+
 def test_servers_that_cannot_serve() -> None:
     with refusing_port() as port, pytest.raises(ConfigError, match=f"rollout.environment: .*:{port}"):
         box_of(f"http://127.0.0.1:{port}")
-    for mode in ("http", "no_schema", "mcp"):
+    for mode in ("http", "no_schema"):
         with OpenEnvServer(mode) as server, pytest.raises(ConfigError, match=server.url):
             box_of(server.url)
     with OpenEnvServer("full") as server, pytest.raises(ToolError, match="CAPACITY_REACHED"):
@@ -139,6 +166,8 @@ ROWS = [[[255, 0, 0]] * 9] * 8
         ({"screenshot": ROWS, "shape": [8, 9]}, '{"shape": [8, 9]}', 1),
         ({"views": [png(20), png(30)], "n": 2, "m": 0}, '{"n": 2, "m": 0}', 2),
         ({"content": ["one", {"type": "image", "data": png(20), "mimeType": "image/png"}]}, '{"content": ["one"]}', 1),
+        ({"screen": [255] * 192, "screen_shape": [8, 8, 3]}, '{"screen_shape": [8, 8, 3]}', 1),
+        ({"screen": [1, 2], "screen_shape": [8, 8, 3]}, '{"screen": [1, 2], "screen_shape": [8, 8, 3]}', 0),
         ({"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}, '{"numbers": [[1, 2], [3, 4]], "t": "/9j/ is"}', 0),
     ],
 )  # fmt: skip

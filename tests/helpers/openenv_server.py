@@ -1,4 +1,4 @@
-"""A small server that speaks OpenEnv's protocol, and fails in the way that a test asks for."""
+"""A small server that speaks the protocol of openenv 0.10.0, and fails in the way that a test asks for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ SCHEMA = {
     "$defs": {"Direction": {"enum": ["left", "right"], "type": "string", "title": "Direction"}},
     "required": ["direction"],
 }
-MCP_SCHEMA = {"title": "CallToolAction", "properties": {"tool_name": {"type": "string"}}}
+ECHO = {
+    "name": "echo_message", "description": "Echo back the provided message.",
+    "input_schema": {
+        "additionalProperties": False, "required": ["message"], "type": "object",
+        "properties": {"message": {"type": "string", "description": "The message to echo back"}},
+    },
+}  # fmt: skip
+MCP_SCHEMA = {"title": "CallToolAction", "properties": {"type": {"const": "call_tool"}, "tool_name": {}}}
 
 
 def png(side: int, colour: Any = "red") -> str:
@@ -42,27 +49,50 @@ class Road:
 
     def reset(self, data: Any) -> Any:
         self.at = int(data.get("start", data["seed"] % 3))
-        return {"observation": {"text": f"You are at {self.at}.", "seen": None}, "reward": None}
+        if self.mode == "mcp":  # has no fields of its own
+            metadata = {"status": "ready", "message": "Echo environment ready!"}
+            return {"observation": {"metadata": metadata}, "reward": 0.0, "done": False, "metadata": metadata}
+        seen = {"metadata": {}, "text": f"You are at {self.at}.", "seen": None}
+        return {"observation": seen, "reward": None, "done": False}
 
     def step(self, action: Any) -> Any:
+        if self.mode == "mcp":
+            return {"observation": self.call(action), "reward": None, "done": False}
         if action.get("direction") not in ("left", "right"):
             return None
         if action.get("steps", 1) > 9:
             raise ValueError("too tired")
+        metadata = {"goal": 4}
         self.at += action.get("steps", 1) * (1 if action["direction"] == "right" else -1)
         return {
             "observation": {
+                "metadata": metadata,
                 "at": self.at,
                 "view": {"type": "image", "image": f"data:image/png;base64,{png(40)}"},
             },
             "reward": "much" if self.mode == "odd_reward" else 1.0 if self.at >= 4 else 0.25,
             "done": self.at >= 4,
+            "metadata": metadata,
         }
+
+    def call(self, action: Any) -> Any:
+        """A call of an MCP tool; one without a message is refused, and the message "look" shows an image too."""
+        if action["type"] == "list_tools":
+            return {"metadata": {}, "tools": [ECHO]}
+        answer = {"metadata": {}, "tool_name": action["tool_name"], "result": None, "error": None}
+        message = action["arguments"].get("message")
+        if not isinstance(message, str):
+            error = {"error_type": "execution_error", "message": "should be a valid string"}
+            return {**answer, "error": error}
+        content = [{"type": "text", "text": message, "annotations": None, "meta": None}]
+        if message == "look":
+            content.append({"type": "image", "data": png(40), "mimeType": "image/png", "annotations": None})
+        return {**answer, "result": {"content": content, "data": message, "is_error": False}}
 
 
 class OpenEnvServer:
     """`mode` is "" for one that works, else how it fails once it is asked for a step: hang, html, closes,
-    odd_reward; or at once: full, no_schema; or what it is: http (of 0.1, without /ws), mcp."""
+    odd_reward; or at once: full, no_schema; or what it is: http (of 0.1, without /ws), mcp, slow_close."""
 
     def __init__(self, mode: str = "") -> None:
         from websockets.sync.server import serve
@@ -103,8 +133,8 @@ class OpenEnvServer:
         return connection.respond(200 if found else 404, json.dumps({"action": action} if found else None))
 
     def _talk(self, socket: Any) -> None:
-        def error(code: str, message: str) -> None:
-            socket.send(json.dumps({"type": "error", "data": {"code": code, "message": message}}))
+        def error(code: str, message: str, **more: Any) -> None:
+            socket.send(json.dumps({"type": "error", "data": {"message": message, "code": code, **more}}))
 
         self.open += 1
         self.sockets.append(socket)
@@ -133,8 +163,9 @@ class OpenEnvServer:
                         error("EXECUTION_ERROR", str(raised))
                         continue
                     if found is None:
-                        error("VALIDATION_ERROR", "direction is wrong")
+                        error("VALIDATION_ERROR", "Invalid message", errors=[{"msg": "direction is wrong"}])
                         continue
                 socket.send(json.dumps({"type": "observation", "data": found}))
         finally:
+            time.sleep(0.2 if self.mode == "slow_close" else 0)
             self.open -= 1

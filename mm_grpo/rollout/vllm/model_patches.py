@@ -87,7 +87,8 @@ def _take_both_layouts(cls: Any) -> None:
         for name, tensor in weights:
             # shapes decide, because the learner refuses square experts
             in_memory = tensor.ndim == 3 and tensor.shape[2 if name.endswith("gate_up_proj") else 1] == width
-            turned = self.is_fused_checkpoint_transposed and in_memory
+            # vLLM 0.25 has no such attribute, and compares the shapes itself
+            turned = in_memory and getattr(self, "is_fused_checkpoint_transposed", False)
             yield from load(self, [(name, tensor.mT if turned else tensor)])
 
     cls.load_weights = load_weights
