@@ -7,6 +7,7 @@ process, and `launch` keeps a registry of one engine per `EngineSettings`.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -273,6 +274,9 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not torch.cuda.is_available():  # vLLM's import warns of the CUDA that is missing before its level is read
+        for name in ("vllm", "torch.utils.cpp_extension"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _ensure_process_group() -> None:
