@@ -76,11 +76,11 @@ INHERITED = ("LANG", "TMPDIR", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS
 WARNING = re.compile(r"\w*Warning\b|Traceback|\bWARNING\b")
 
 
-def check_version(tag: str | None) -> str:
+def check_version(tag: str | None, root: Path = ROOT) -> str:
     """Return the version if all files agree on it; with a tag it has to be the tag's, with one date of release."""
 
     def read(file: str, pattern: str) -> str:
-        match = re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(pattern, (root / file).read_text(encoding="utf-8"), re.MULTILINE)
         return match[1] if match else "missing"
 
     version = read("mm_grpo/version.py", r'^__version__ = "(.+)"$')
