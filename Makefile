@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-long test-all test-lowest test-random lint release-check bench gpu-proof gpu-wheels docs requirements
+.PHONY: help setup demo test test-long test-all test-lowest test-random lint dist release-check bench gpu-proof gpu-wheels docs requirements
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do \
@@ -51,9 +51,12 @@ RANDOM_FILES = $(shell grep -lE "^from hypothesis|^import hypothesis" $$(find te
 test-random: setup  ## look for new examples that break a property, 2,000 of each, in about ten minutes
 	RANDOM_EXAMPLES=1 $(BIN)/python $(PYTEST) $(RANDOM_FILES)
 
+dist: setup  ## build sdist and wheel into dist/ from a copy of the tree; TAG=v0.1.0 has to be their version
+	$(BIN)/python .ci/release_check.py build $(TAG)
+
 # What the index gives today may be newer than every pin.
-release-check: setup  ## try the wheel in an empty environment (6 GB, removed at the end) with what pip takes today
-	.ci/release-check
+release-check: dist  ## try both on Python 3.11 to 3.13 in empty environments, with today's index and with the pins
+	$(BIN)/python .ci/release_check.py check
 
 lint: setup  ## ruff and mypy
 	$(BIN)/ruff check
@@ -100,13 +103,17 @@ docs: .venv-docs/.ready  ## build the site of docs/ in build/docs, links checked
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open build/docs/index.html"
 
-EXTRAS := $(addprefix --extra ,qlora math text json judge masks openenv tensorboard dev)
-requirements: setup  ## compile cpu.txt and docs.txt from their .in, and lowest.txt from pyproject.toml
+EXTRAS := $(addprefix --extra ,qlora math text json judge openenv tensorboard)
+CUDA := $(EXTRAS) $(addprefix --extra ,vllm flash-linear-attention ray)
+requirements: setup  ## compile the .txt of requirements/ from their .in and from pyproject.toml
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url \
 		--override requirements/overrides.txt requirements/cpu.in -o requirements/cpu.txt
 	rm -f requirements/lowest.txt  # its pins would be kept where they still fit
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url --resolution lowest-direct \
-		$(EXTRAS) --constraint requirements/lowest.in pyproject.toml -o requirements/lowest.txt
+		$(EXTRAS) --extra dev --constraint requirements/lowest.in pyproject.toml -o requirements/lowest.txt
+	for set in cuda-vllm-0.25 cuda-vllm-0.33; do \
+		$(BIN)/uv pip compile --python-version 3.11 --python-platform linux --no-emit-index-url --no-annotate \
+			$(CUDA) --constraint requirements/$$set.in pyproject.toml -o requirements/$$set.txt || exit; done
 	$(BIN)/uv pip compile --python-version 3.11 --no-emit-index-url requirements/docs.in -o requirements/docs.txt
 
 # $(call install,PINS): makes the environment of the target's folder from the pins.

@@ -2,7 +2,7 @@
 
 The imports make some 400,000 objects that live as long as the process. Python's garbage collector would walk through
 them again and again, which is a third of the time. Warnings that the user cannot act on are silenced: DeepSpeed's,
-such as the missing GPU, and transformers' deprecations.
+such as the missing GPU, and deprecations in transformers and vLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def heavy_imports() -> Iterator[None]:
     """
     enabled, is_first_import = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|mm_grpo)\.")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|mm_grpo|vllm)\.")
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     try:
         yield

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.fake_vllm import FakeModel, digests, fake_adapters
 
-from mm_grpo.errors import EngineError
+from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.rollout import transformers_engine
 from mm_grpo.rollout.vllm import engine as engine_module
 from mm_grpo.rollout.vllm import internals, launch
@@ -187,3 +187,11 @@ def test_the_allocator_s_variable_is_one_that_vllm_reads(monkeypatch: pytest.Mon
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert seen == ["max_split_size_mb:512", None, "expandable_segments:True"]
     assert "PYTORCH_CUDA_ALLOC_CONF" in source("device_allocator/alloc_conf.py")
+
+
+def test_a_missing_system_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM goes on without its kernels if libnuma is missing, and fails in the middle of its start."""
+    monkeypatch.setattr(launch, "_RUNNING", {})
+    monkeypatch.setattr("ctypes._dlopen", lambda name, *_: (_ for _ in ()).throw(OSError(name)))
+    with pytest.raises(ConfigError, match="libnuma"):
+        launch.launch(SETTINGS)

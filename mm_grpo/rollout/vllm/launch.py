@@ -6,7 +6,9 @@ process, and `launch` keeps a registry of one engine per `EngineSettings`.
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import logging
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -131,11 +133,13 @@ def launch(settings: EngineSettings) -> Handle:
     with _restore_process():
         _prepare_environment()
         try:
+            if not torch.cuda.is_available():  # without libnuma vLLM has no kernels, and fails far from the cause
+                ctypes.CDLL("libnuma.so.1")
             import vllm  # noqa: F401
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             raise ConfigError(
                 f"rollout.engine = 'vllm': vLLM cannot be imported ({error}); install the extra 'vllm' on a GPU "
-                "machine or 'cpu' on a CPU, or use rollout.engine=transformers"
+                "machine, or 'cpu' and the system's libnuma1 on a CPU, or use rollout.engine=transformers"
             ) from error
         patch_model(read_config(settings.model, trust_remote_code=settings.trust_remote_code))
         _ensure_process_group()
@@ -273,6 +277,9 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not torch.cuda.is_available():  # vLLM's import warns of the CUDA that is missing before its level is read
+        for name in ("vllm", "torch.utils.cpp_extension"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _ensure_process_group() -> None:
