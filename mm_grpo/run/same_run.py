@@ -88,12 +88,12 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     return flat
 
 
-def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return a deciding field that differs, with its values now and then; None if all are equal."""
+def refuse_other_fields(now: Mapping[str, Any], then: Mapping[str, Any], origin: str, remedy: str) -> None:
+    """Raise ConfigError, with both values, if a deciding field is not as it was `then`."""
     for field in {**now, **then}:
-        if now.get(field) != then.get(field):
-            return field, now.get(field), then.get(field)
-    return None
+        value, old = now.get(field), then.get(field)
+        if value != old:
+            raise ConfigError(f"{field} = {json.dumps(value)}: {origin} {json.dumps(old)}; {remedy}")
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
