@@ -151,10 +151,9 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
 
     update, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
     rate = max(rate, FIRST_RATE)
+    clear_move = CLEAR_MOVE_FACTOR * limit
     # `not >=`: a NaN does not end the loop
-    while not update.logp_moved >= CLEAR_MOVE_FACTOR * limit and (
-        rate <= LAST_RATE or update.learner_steps == 0
-    ):
+    while not update.logp_moved >= clear_move and (rate <= LAST_RATE or update.learner_steps == 0):
         optimizer.config = optimizer.config.with_values({"learning_rate": rate})
         ranks = parts.learner.ranks
         parts.learner.update([g for g in groups if g.slot % ranks.world == ranks.rank])
@@ -173,9 +172,7 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}",
     ]
     if report.before:
-        lines += [
-            "gaps of log-probs per token (mean / max) of given completions, and of the samples themselves:"
-        ]
+        lines += ["gaps of log-probs per token (mean / max) of given completions, and of the samples:"]
     for before, after in zip_longest(report.before, report.after):
         gaps = f"{_gaps(before)}; after the update {_gaps(after) if after else '-'}"
         media = f"{before.media} image(s) or video(s)"

@@ -224,9 +224,8 @@ class GoldWarnings:
         texts = [self._template.replace("{gold}", part) for part in gold.parts]
         if self._tokenizer is None or any(len(text.encode()) <= self._limit for text in texts):
             return False  # a token holds a byte at least
-        return all(
-            len(ids) > self._limit for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        )
+        token_ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return all(len(ids) > self._limit for ids in token_ids)
 
 
 def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:

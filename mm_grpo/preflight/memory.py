@@ -185,9 +185,8 @@ def learner_memory(
         gradients += 2 * n
     if zero_stage == 2:  # and its bucket, two if communication overlaps
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = (
-        4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
-    )  # in fp32; DeepSpeed always keeps them
+    # fp32 copies of the weights, which DeepSpeed always keeps
+    masters = 4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
     without_heads = _token_of_layer(b, model.hidden, 0, model.inner)
     layer = tokens * (without_heads + 5 * b * model.heads)
     linear = tokens * (without_heads + model.linear_token)

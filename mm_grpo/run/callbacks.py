@@ -72,9 +72,8 @@ class Callbacks:
             return [(method, _argument_names(method, event, event)) for method in bound]
 
         for event in EVENTS:
-            self._methods[event] = (
-                methods(before, event) + self._methods.get(event, []) + methods(after, event)
-            )
+            inner = self._methods.get(event, [])
+            self._methods[event] = methods(before, event) + inner + methods(after, event)
 
     def call(self, event: str, **values: Any) -> None:
         """Call `event` on each callback, passing only the arguments that its method declares."""

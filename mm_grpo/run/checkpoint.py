@@ -124,9 +124,8 @@ class Checkpoints:
         backup = {name: local_part(p).detach().to("cpu", copy=True) for name, p in trained.items()}
         try:
             checkpoint = read_checkpoint(self.folder / f"step-{step:06d}")
-            load_weights(
-                trained, [checkpoint.path / str(mark["name"]) for mark in checkpoint.manifest["files"]]
-            )
+            files = [checkpoint.path / str(mark["name"]) for mark in checkpoint.manifest["files"]]
+            load_weights(trained, files)
             yield
         finally:
             for name, weights in backup.items():
