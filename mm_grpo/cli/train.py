@@ -75,9 +75,7 @@ def train(
     if processes is not None or ray is not None:
         check_processes(1 if processes is None else processes, loaded, smoke=smoke, here=ray is None)
     if servers is None and tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"
-        )
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: is for servers; add --serve 1")
     if servers is None and share_gpus and loaded.rollout.engine != "vllm_server":
         raise ConfigError("--share-gpus: is for servers; add --serve 1, or set rollout.engine=vllm_server")
     if servers is not None:

@@ -95,9 +95,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport, ranks: Ranks)
     first_slots = list(islice(parts.prompt_builder.first(rows, plan.order), count))
     if not first_slots:
         limit_name = parts.prompt_builder.limit_name
-        raise DataError(
-            f"data.train: all {len(rows)} prompts are longer than {limit_name} allows; raise the limit"
-        )
+        raise DataError(f"data.train: all {len(rows)} prompts are longer than {limit_name}; raise the limit")
     prompts = [prompt for _, _, prompt in first_slots]
     seeds = [plan.seeds.group(step, slot) for step, slot, _ in first_slots]
     requests = requests_for(prompts, seeds, Sampling(rollout.max_completion_length, rollout.temperature))

@@ -108,7 +108,5 @@ def _argument_names(method: Callable[..., Any], event: str, label: str) -> tuple
         if name in legal and parameter.kind is not parameter.POSITIONAL_ONLY:
             names.append(name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError(
-                f"callbacks: {label} asks for {name!r}; it may ask for {', '.join(legal)}, by name"
-            )
+            raise ConfigError(f"callbacks: {label} asks for {name!r}; legal are {', '.join(legal)}, by name")
     return tuple(names)
