@@ -119,9 +119,8 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     paths = RunFolder.open(run).paths
     saved = GRPOConfig.from_yaml(paths.config)
     config = config or saved
-    refuse_other_fields(
-        deciding_fields(config), deciding_fields(saved), "the run was made with", "leave it as it was"
-    )
+    fields = deciding_fields(config), deciding_fields(saved)
+    refuse_other_fields(*fields, "the run was made with", "leave it as it was")
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
     report = ReplayReport(paths.root, step, 0 if start is None else start.step)
     report.versions = _other_versions(paths)

@@ -174,7 +174,6 @@ def _describe(servers: list[ServerProcess], config: str, setting: str) -> None:
     for number, server in enumerate(servers):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in servers)
-    print_phase(
-        f"train with: mm-grpo train {config} rollout.engine=vllm_server {setting}'rollout.server.urls=[{urls}]'"
-    )
+    fields = f"rollout.engine=vllm_server {setting}'rollout.server.urls=[{urls}]'"
+    print_phase(f"train with: mm-grpo train {config} {fields}")
     print_phase("Ctrl-C ends them")

@@ -216,9 +216,8 @@ class GoldWarnings:
             constant = distinct == 1 and rows >= 8 and "/" not in key[0]
             if constant or (distinct > 1 and rows >= 20 and count > rows * (0.75 if distinct == 2 else 0.5)):
                 sentences[key, "alike"] = f"{count} of {rows} are {brief(value)}, and {TEXTS['alike']}"
-        return [
-            f"{source}, golds of the reward {name!r}: {s}" for ((source, name), _), s in sentences.items()
-        ]
+        items = sentences.items()
+        return [f"{source}, golds of the reward {name!r}: {text}" for ((source, name), _), text in items]
 
     def _is_too_long(self, gold: Gold) -> bool:
         texts = [self._template.replace("{gold}", part) for part in gold.parts]

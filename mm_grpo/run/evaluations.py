@@ -153,10 +153,8 @@ class Evaluations:
                 f"run.headline: the run was judged by '{then}' up to its checkpoint, and now by '{self.headline}'; the "
                 "best of the two would not compare. Put it back, or start a new run"
             )
-        self.before, self.after = (
-            {name: decode(Evaluation, result) for name, result in state[when].items()}
-            for when in ("before", "after")
-        )
+        pair = (state["before"], state["after"])
+        self.before, self.after = ({n: decode(Evaluation, r) for n, r in results.items()} for results in pair)
         self.best = Best(**state["best"]) if state.get("best") else None
         if self.best is not None and (evaluation := state.get("best_evaluation")):
             self.best = replace(self.best, evaluation=decode(Evaluation, evaluation))
