@@ -154,9 +154,7 @@ class OutputFile:
             self.path = Path(expand_home(str(named)))
             self._check()
         except FileNotFoundError:
-            raise self._refused(
-                f"there is no folder '{self.path.parent}'; make it, or name another"
-            ) from None
+            raise self._refused(f"no folder '{self.path.parent}'; make it, or name another") from None
         except (OSError, ValueError) as error:
             raise self._refused(f"{getattr(error, 'strerror', None) or error}; name another file") from None
 

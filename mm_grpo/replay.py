@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from mm_grpo.run.manifest import Checkpoint, checkpoints_in, inspect_checkpoint,
 from mm_grpo.run.metrics import read_rows
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import logged_steps, read_rollouts
-from mm_grpo.run.same_run import deciding_fields, differing_field
+from mm_grpo.run.same_run import deciding_fields, refuse_other_fields
 from mm_grpo.terminal import print_phase
 from mm_grpo.trainer import GRPOTrainer
 
@@ -65,9 +66,8 @@ class Difference:
     replayed: Any
 
     def __str__(self) -> str:
-        old, new = (
-            json.dumps(v, ensure_ascii=False, default=str)[:120] for v in (self.logged, self.replayed)
-        )
+        values = (self.logged, self.replayed)
+        old, new = (json.dumps(value, ensure_ascii=False, default=str)[:120] for value in values)
         return f"first difference: {self.stage}, step {self.step}, {self.place}: {old} in the log, {new} now"
 
 
@@ -94,20 +94,18 @@ class ReplayReport:
         """Return the report as text."""
         source = f"the checkpoint of step {self.start}" if self.start else "the first weights"
         count = f"{self.step - self.start} step(s), {self.completions} completions compared"
-        metrics = (
-            "not logged" if self.metric_gap is None else f"largest relative difference {self.metric_gap:.1e}"
-        )
-        weights = "not compared, the run has no checkpoint of that step"
+        gap = "not logged"
+        if self.metric_gap is not None:
+            gap = f"largest relative difference {self.metric_gap:.1e}"
+        lines = [f"replay of step {self.step} of {self.run} from {source}: {count}"]
+        lines += [f"another version: {version}" for version in self.versions]
+        lines += [f"metrics of the update: {gap}"]
         if self.update_gap is not None:
             gaps = f"{self.update_gap:.1e} of its norm, that of one tensor by at most {self.tensor_gap:.1e}"
-            weights = f"their change differs by {gaps}"
-        return [
-            f"replay of step {self.step} of {self.run} from {source}: {count}",
-            *(f"another version: {version}" for version in self.versions),
-            f"metrics of the update: {metrics}",
-            *[f"weights: {weights}"] * (self.difference is None or self.update_gap is not None),
-            str(self.difference or "no difference"),
-        ]
+            lines += [f"weights: their change differs by {gaps}"]
+        elif self.difference is None:
+            lines += ["weights: not compared, the run has no checkpoint of that step"]
+        return [*lines, str(self.difference or "no difference")]
 
 
 def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **arguments: Any) -> ReplayReport:
@@ -121,12 +119,9 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     paths = RunFolder.open(run).paths
     saved = GRPOConfig.from_yaml(paths.config)
     config = config or saved
-    if differing := differing_field(deciding_fields(config), deciding_fields(saved)):
-        name, value, old = differing
-        raise ConfigError(
-            f"{name} = {json.dumps(value)}: the run was made with {json.dumps(old)}; leave it as it was"
-        )
-    start = _start(paths, step, config.rollout.max_staleness)
+    fields = deciding_fields(config), deciding_fields(saved)
+    refuse_other_fields(*fields, "the run was made with", "leave it as it was")
+    start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
     report = ReplayReport(paths.root, step, 0 if start is None else start.step)
     report.versions = _other_versions(paths)
     with temporary_folder("replay") as work:
@@ -176,12 +171,12 @@ class _Replay(GRPOTrainer):
             logged = read_rollouts(self.logged, step) if file.exists() or step == report.step else None
             row = next((row for row in read_rows(self.logged.metrics) if row["step"] == step), {})
             new = read_rollouts(self.folder.paths, step)
-            difference = None if logged is None else first_difference(logged, new)
+            difference = None if logged is None else first_difference(step, logged, new)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"'{file}' or metrics.jsonl is not what a run writes ({error!r})") from None
         report.completions += len(logged or ())
         if difference is not None:
-            return Difference(step, *difference)
+            return difference
         for name in GRADIENT if row else ():  # a run that was killed may have logged completions alone
             gap = relative_gap(row.get(name), metrics.get(name))
             report.metric_gap = max(report.metric_gap or 0.0, gap)
@@ -195,24 +190,24 @@ class _Replay(GRPOTrainer):
         is_intact = self.ranks.first and path.is_dir() and inspect_checkpoint(path)[1] is None
         if not self.ranks.broadcast(is_intact, "looking for a checkpoint"):
             return
-        now = self._masters()
+        new = self._masters()
         self.state.checkpoints.load(read_checkpoint(path))
         logged = self._masters()
-        squares = {n: (_square(w - logged[n]), _square(logged[n] - before[n])) for n, w in now.items()}
-        # a process has some tensors, or some rows of them
-        parts = self.ranks.all_gather(squares, "comparing")
-        sums = {
-            name: [sum(part[name][i] for part in parts if name in part) for i in (0, 1)]
-            for name in sorted({name for part in parts for name in part})
-        }
-        gaps = {name: _ratio(*pair) for name, pair in sums.items()}
-        worst = max(gaps, key=gaps.__getitem__)
-        report.tensor_gap = gaps[worst]
-        report.update_gap = _ratio(*map(sum, zip(*sums.values(), strict=True)))
+        squares = [(n, _square(w - logged[n]), _square(logged[n] - before[n])) for n, w in new.items()]
+        gaps, updates = defaultdict[str, float](float), defaultdict[str, float](float)
+        # a process has some tensors, or some rows of them: its squares are a part of each sum
+        for name, gap, update in chain(*self.ranks.all_gather(squares, "comparing")):
+            gaps[name] += gap
+            updates[name] += update
+        ratios = {name: _ratio(gaps[name], updates[name]) for name in sorted(gaps)}
+        worst = max(ratios, key=ratios.__getitem__)
+        report.tensor_gap = ratios[worst]
+        report.update_gap = _ratio(sum(gaps.values()), sum(updates.values()))
+        # `not <=`: a NaN is a difference too
         if not (report.update_gap <= UPDATE_LIMIT and report.tensor_gap <= TENSOR_LIMIT):
             place = f"the change of the weights since step {report.start} ({worst})"
-            gap = f"off by {report.update_gap:.1e} of its norm, in the tensor by {report.tensor_gap:.1e}"
-            report.difference = Difference(report.step, "gradient", place, "its own", gap)
+            gap_text = f"off by {report.update_gap:.1e} of its norm, in the tensor by {report.tensor_gap:.1e}"
+            report.difference = Difference(report.step, "gradient", place, "its own", gap_text)
 
     def _masters(self) -> dict[str, Tensor]:
         """Return a copy of this process's share of the fp32 weights, by name; each weight is in one share."""
@@ -220,22 +215,30 @@ class _Replay(GRPOTrainer):
         return {f.name: f.tensors["master"].detach().to("cpu", torch.float32, copy=True) for f in fragments}
 
 
-def first_difference(logged: Rows, new: Rows) -> tuple[str, str, Any, Any] | None:
-    """Return stage, place, logged and new value of the first difference between rows of a step; None without one."""
-    places = (
-        [((row["attempt"], row["slot"], row["generation"]), row) for row in rows] for rows in (logged, new)
-    )
-    old_rows, new_rows = ({place: _with_turns(row) for place, row in rows} for rows in places)
+def first_difference(step: int, logged: Rows, new: Rows) -> Difference | None:
+    """Return the first difference between the logged and the new rows of a step; None without one."""
+    old_rows, new_rows = _by_place(logged), _by_place(new)
     for stage, keys in STAGES.items():
         for place in sorted({*old_rows, *new_rows}):
             old, row = old_rows.get(place), new_rows.get(place)
-            where = f"attempt {place[0]}, slot {place[1]}, generation {place[2]}"
+            label = "attempt {}, slot {}, generation {}".format(*place)
             if old is None or row is None:
-                return stage, where, old and old["uid"], row and row["uid"]
-            for key in (key for key in keys if key in old and key in row):  # conversations have more
-                if difference := _differing(f"{where} ({row['uid']}), {key}", old[key], row[key]):
-                    return stage, *difference
+                return Difference(step, stage, label, old and old["uid"], row and row["uid"])
+            for key in (key for key in keys if key in old and key in row):  # only conversations have turns
+                if difference := _differing(f"{label} ({row['uid']}), {key}", old[key], row[key]):
+                    return Difference(step, stage, *difference)
     return None
+
+
+def _by_place(rows: Rows) -> dict[tuple[int, int, int], dict[str, Any]]:
+    """Return rows by attempt, slot and generation, each with the parts of its turns by the stage that makes them."""
+    by_place = {}
+    for row in rows:
+        turns, scores = row.get("turns", ()), ("reward", "advantage")
+        parts = {f"turn {key}s": [turn.get(key) for turn in turns] for key in scores}
+        parts["turn texts"] = [{k: v for k, v in turn.items() if k not in scores} for turn in turns]
+        by_place[row["attempt"], row["slot"], row["generation"]] = {**row, **parts}
+    return by_place
 
 
 def _differing(place: str, old: Any, new: Any) -> tuple[str, Any, Any] | None:
@@ -276,21 +279,15 @@ def _ratio(gap: float, update: float) -> float:
     return math.sqrt(gap / update) if update else math.inf if gap else 0.0
 
 
-def _with_turns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the parts of its turns by the stage that makes them."""
-    turns = row.get("turns", ())
-    scored = {f"turn {key}s": [turn.get(key) for turn in turns] for key in ("reward", "advantage")}
-    texts = [{k: v for k, v in turn.items() if k not in ("reward", "advantage")} for turn in turns]
-    return {**row, "turn texts": texts, **scored}
-
-
-def _start(paths: RunPaths, step: int, staleness: int) -> Checkpoint | None:
+def _nearest_checkpoint(paths: RunPaths, step: int, staleness: int) -> Checkpoint | None:
     """Return the newest intact checkpoint from which `step` can be sampled again; None to begin at step 0."""
     steps = logged_steps(paths)
     if step not in steps:
-        known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
-        raise ConfigError(f"--replay {step}: '{paths.root}' has no rollouts of that step; {known}")
-    for path in reversed([p for s, p in checkpoints_in(paths.checkpoints).items() if s < step - staleness]):
+        legal = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none"
+        raise ConfigError(f"--replay {step}: '{paths.root}' has no rollouts of that step; {legal}")
+    checkpoints = checkpoints_in(paths.checkpoints)
+    # a checkpoint of the last `staleness` steps holds completions of the step, which would not be sampled again
+    for path in [checkpoints[s] for s in reversed(checkpoints) if s < step - staleness]:
         manifest, fault = inspect_checkpoint(path)
         if fault is None:
             return Checkpoint(path, manifest)

@@ -36,9 +36,7 @@ def recipes(
     path = recipe_files.get(name) or (layers.get(name.removesuffix(".yaml")) if copy is None else None)
     if path is None:
         hint = did_you_mean(name, [*recipe_files, *layers])
-        names = (
-            f"recipes are {', '.join(recipe_files)}; layers, which are not copied, are {', '.join(layers)}"
-        )
+        names = f"recipes are {', '.join(recipe_files)}; layers (not copied) are {', '.join(layers)}"
         raise ConfigError(f"there is no recipe {name!r}; {hint}{names}")
     if copy is not None:
         _copy(path.parent, copy)

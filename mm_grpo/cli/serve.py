@@ -96,13 +96,12 @@ def server_settings(
     config.check()
     device, options = resolve_device(config.model.device), config.rollout.server
     sharing = options.share_gpus
-    gpus = (
-        gpus_of(count, tensor_parallel, 0 if sharing else processes)
-        if device.type == "cuda"
-        else [None] * count
-    )
-    if device.type != "cuda" and tensor_parallel > 1:
+    if device.type == "cuda":
+        gpus = gpus_of(count, tensor_parallel, 0 if sharing else processes)
+    elif tensor_parallel > 1:
         raise ConfigError(f"--tensor-parallel {tensor_parallel}: there is no GPU here; leave it out")
+    else:
+        gpus = [None] * count
     print_phase("reading the rows")
     processor = processor_of(config)
     rows = [load_train(config, verify=False), *load_eval(config, verify=False).values()]
@@ -175,7 +174,6 @@ def _describe(servers: list[ServerProcess], config: str, setting: str) -> None:
     for number, server in enumerate(servers):
         print_phase(f"server {number}: {server.url} is ready (process {server.pid}, log {server.log})")
     urls = ",".join(server.url for server in servers)
-    print_phase(
-        f"train with: mm-grpo train {config} rollout.engine=vllm_server {setting}'rollout.server.urls=[{urls}]'"
-    )
+    fields = f"rollout.engine=vllm_server {setting}'rollout.server.urls=[{urls}]'"
+    print_phase(f"train with: mm-grpo train {config} {fields}")
     print_phase("Ctrl-C ends them")

@@ -33,7 +33,7 @@ from mm_grpo.cli.unexpected import keep_traceback
 from mm_grpo.distributed.launch import check_processes, launch
 from mm_grpo.distributed.ray_launch import RayLaunch, check_ray
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import temporary_folder
+from mm_grpo.files import RUN_MARK, temporary_folder
 from mm_grpo.rollout.served.server_key import VARIABLE
 from mm_grpo.run.paths import RunPaths, dated
 from mm_grpo.terminal import print_phase, printable
@@ -75,9 +75,7 @@ def train(
     if processes is not None or ray is not None:
         check_processes(1 if processes is None else processes, loaded, smoke=smoke, here=ray is None)
     if servers is None and tensor_parallel > 1:
-        raise ConfigError(
-            f"--tensor-parallel {tensor_parallel}: GPUs of each server of --serve; add --serve 1"
-        )
+        raise ConfigError(f"--tensor-parallel {tensor_parallel}: is for servers; add --serve 1")
     if servers is None and share_gpus and loaded.rollout.engine != "vllm_server":
         raise ConfigError("--share-gpus: is for servers; add --serve 1, or set rollout.engine=vllm_server")
     if servers is not None:
@@ -157,7 +155,6 @@ def next_command(config: str, loaded: GRPOConfig, summary: Mapping[str, Any]) ->
 def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
     """Check the run folder on the first process, before torch is imported; the trainer checks it again."""
     from mm_grpo.run.folder import RunFolder
-    from mm_grpo.run.paths import dated
 
     if os.environ.get("RANK", "0") == "0":
         folder = dated(loaded.run.dir, newest=resume)
@@ -166,9 +163,7 @@ def refuse_former_run(loaded: GRPOConfig, *, resume: bool) -> None:
 
 def refuse_own_folder(run_dir: str, config: Path, *, resume: bool) -> None:
     """Raise ConfigError if a config file is in the run folder, except the run's own copy with `resume`."""
-    from mm_grpo.files import RUN_MARK
     from mm_grpo.run.inputs import refuse_inputs
-    from mm_grpo.run.paths import RunPaths
 
     saved = RunPaths(Path(run_dir)).config
     if not (resume and (saved.parent / RUN_MARK).exists() and saved.exists() and saved.samefile(config)):

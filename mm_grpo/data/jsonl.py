@@ -149,9 +149,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise _UnsafeValue(
-            f"the number {brief(text)} is too large for a float; write one below 1.8e308, or null"
-        )
+        raise _UnsafeValue(f"the number {brief(text)} is too large; write one below 1.8e308, or null")
     return number
 
 

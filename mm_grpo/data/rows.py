@@ -347,9 +347,7 @@ def _check_texts(
         has_medium = conversation.conversational and unread is None
         asks = asks or (message["role"] == "user" and (has_question or has_medium))
     if not asks:
-        raise DataError(
-            f"{row_name}: {conversation.column!r} is empty; write a question, or leave the row out"
-        )
+        raise DataError(f"{row_name}: {conversation.column!r} is empty; write a question or drop the row")
 
 
 def _place(

@@ -239,9 +239,8 @@ class Host(ABC):
             episode.masked = f"{task}: {observation.text}"
 
     def _stop(self, task: Task, why: str) -> ToolError:
-        return ToolError(
-            f"{task.episode.uid}: {why}; fix it, or for a tool set rollout.on_tool_error to reply or mask"
-        )
+        remedy = "fix it, or for a tool set rollout.on_tool_error to reply or mask"
+        return ToolError(f"{task.episode.uid}: {why}; {remedy}")
 
 
 class LocalHost(Host):

@@ -60,14 +60,10 @@ class OpenEnv:
         """
         schema, listed = _tools_of(self.base_url, self.timeout)
         if listed is not None:
+            fields = [(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
             return {
-                tool["name"]: Tool(
-                    tool["name"],
-                    tool["description"] or tool["name"],
-                    tool["input_schema"],
-                    partial(self._act, tool["name"]),
-                )
-                for tool in listed
+                name: Tool(name, text or name, schema, partial(self._act, name))
+                for name, text, schema in fields
             }
         title = str(schema.get("title", ""))
         name = _snake(title.removesuffix("Action")) or "step"
@@ -148,9 +144,7 @@ class _Conversation:
     def __init__(self, base_url: str, timeout: float) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"openenv: the server's address is {redact(base_url)!r}; it must be http://HOST:PORT"
-            )
+            raise ConfigError(f"openenv: the address is {redact(base_url)!r}; it must be http://HOST:PORT")
         self.http, self.timeout = base_url.rstrip("/"), timeout
         self.local = parts.hostname in ("localhost", "::1") or parts.hostname.startswith("127.")
         self._opened = ExitStack()
@@ -172,12 +166,10 @@ class _Conversation:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
-        proxy: dict[str, Any] = {"proxy": None} if self.local else {}
-        address = f"ws{self.http.removeprefix('http')}/ws"
+        options: dict[str, Any] = {"open_timeout": self.timeout, "close_timeout": 1, "max_size": MOST_BYTES}
+        options |= {"proxy": None} if self.local else {}
         try:
-            opening = connect(
-                address, open_timeout=self.timeout, close_timeout=1, max_size=MOST_BYTES, **proxy
-            )
+            opening = connect(f"ws{self.http.removeprefix('http')}/ws", **options)
             self._socket = self._opened.enter_context(opening)
         except (WebSocketException, OSError) as error:
             raise self._gone("/ws", error) from None
@@ -205,7 +197,7 @@ class _Conversation:
             raise (ValueError if code == "VALIDATION_ERROR" else RuntimeError)(message)
         if code == "CAPACITY_REACHED":
             message += (
-                " Start it with a max_concurrent_envs (of create_app) as large as a step's conversations."
+                " Start it with max_concurrent_envs (of create_app) as large as a step's conversations."
             )
         gone = self._gone(request, f"refused {request} ({code}: {message})")
         raise RuntimeError(str(gone)) if request == "reset" else gone  # a reset that raises stops the run
@@ -218,9 +210,8 @@ class _Conversation:
         if socket is not None:
             with suppress(WebSocketException, OSError):
                 socket.send(json.dumps({"type": "close"}))
-                socket.recv(
-                    timeout=seconds
-                )  # raises: a full server would refuse the next conversation before
+                # raises: a full server would refuse the next conversation before
+                socket.recv(timeout=seconds)
         self._opened.close()
 
     def _gone(self, request: str, why: BaseException | str) -> EnvironmentGone:

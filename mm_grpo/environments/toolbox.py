@@ -114,7 +114,7 @@ class Toolbox:
         get_reward = getattr(type(self._example), "get_reward", None)
         parameters = None if get_reward is None else set(inspect.signature(get_reward).parameters)
         arguments = (self.config, self.functions, self.factory, parameters)
-        self._host = WorkerHost(*arguments, count) if count else LocalHost(*arguments)
+        self._host = WorkerHost(count, *arguments) if count else LocalHost(*arguments)
         return self._host
 
     def close(self) -> None:

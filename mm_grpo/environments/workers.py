@@ -9,20 +9,17 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mm_grpo.environments.factories import address_of
 from mm_grpo.environments.host import Episode, Host, Task
-from mm_grpo.environments.session import CallResult, Factory, Functions
+from mm_grpo.environments.session import CallResult
 from mm_grpo.environments.worker import ToolSources, unpack_result
 from mm_grpo.errors import ConfigError, ToolError
 from mm_grpo.import_path import digest_of
 from mm_grpo.user_code.workers import Outcome, Unsendable, Worker, Workers, packed
-
-if TYPE_CHECKING:
-    from mm_grpo.config import GRPOConfig
 
 
 @dataclass(eq=False)
@@ -40,21 +37,14 @@ class _Slot:
 class WorkerHost(Host):
     """Host that makes calls in `count` processes, which start when first needed and end with this one.
 
-    Raise ConfigError if other processes cannot import a tool or the environment.
+    `arguments` are those of `Host`. Raise ConfigError if other processes cannot import a tool or the environment.
     """
 
-    def __init__(
-        self,
-        config: GRPOConfig,
-        functions: Functions,
-        factory: Factory | None,
-        reward_arguments: Collection[str] | None,
-        count: int,
-    ) -> None:
-        super().__init__(config, functions, factory, reward_arguments)
+    def __init__(self, count: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.slots = [_Slot() for _ in range(count)]
-        function_sources = {name: _source_of(function) for name, function in functions.items()}
-        factory_source = None if factory is None else _source_of(factory)
+        function_sources = {name: _source_of(function) for name, function in self.functions.items()}
+        factory_source = None if self.factory is None else _source_of(self.factory)
         sources = ToolSources(function_sources, factory_source, self.video_limits)
         target = "mm_grpo.environments.worker:ToolWorker"
         self.workers = Workers(target, sources, "the tools of the run", _start_error)

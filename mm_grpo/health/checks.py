@@ -77,9 +77,9 @@ class LogprobGap:
 
     @classmethod
     def of(cls, differences: Tensor) -> LogprobGap:
-        """Return the gap over signed differences [N]; NaN if one of them is."""
+        """Return the gap over signed differences [N]; NaN if one of them is, or there are none."""
         sizes = differences.abs()
-        return cls(float(sizes.mean()), float(sizes.max()), len(sizes))
+        return cls(float(sizes.mean()), float(sizes.max()) if len(sizes) else math.nan, len(sizes))
 
 
 def sampled_gap(gap: LogprobGap, limit: float, move: float = 0.0) -> str | None:

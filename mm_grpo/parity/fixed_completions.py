@@ -146,10 +146,8 @@ def unmoved(before: Scores, now: Scores) -> bool:
     (True, False)
     """
     move = (now.learner - before.learner).abs()
-    visible = (
-        float(move.mean()) >= MIN_VISIBLE_MOVE and float((move > 0).double().mean()) >= MIN_CHANGED_SHARE
-    )
-    return visible and torch.equal(now.engine, before.engine)
+    is_broad = float((move > 0).double().mean()) >= MIN_CHANGED_SHARE
+    return is_broad and float(move.mean()) >= MIN_VISIBLE_MOVE and torch.equal(now.engine, before.engine)
 
 
 def not_followed(before: Scores, now: Scores, rounding: float) -> str | None:

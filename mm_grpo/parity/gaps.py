@@ -13,10 +13,11 @@ Each engine checks in `generate` that prompt ids are equal.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+
+import torch
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.errors import DataError
@@ -64,10 +65,8 @@ def gap_of(engine: Iterable[Sequence[float]], learner: Iterable[Sequence[float]]
     LogprobGap(mean=0.25, max=0.5, tokens=2)
     """
     pairs = zip(engine, learner, strict=True)
-    sizes = [abs(a - b) for completion_pair in pairs for a, b in zip(*completion_pair, strict=True)]
-    if not sizes or any(math.isnan(size) for size in sizes):
-        return LogprobGap(math.nan, math.nan, len(sizes))
-    return LogprobGap(math.fsum(sizes) / len(sizes), max(sizes), len(sizes))
+    differences = [a - b for completion_pair in pairs for a, b in zip(*completion_pair, strict=True)]
+    return LogprobGap.of(torch.tensor(differences, dtype=torch.float64))
 
 
 def compare(

@@ -29,7 +29,7 @@ from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
 from mm_grpo.data.sources import RowKey, load_eval, load_train, shared_rows
 from mm_grpo.distributed.ranks import Ranks
-from mm_grpo.environments.toolbox import toolbox_of
+from mm_grpo.environments.toolbox import reward_entries, toolbox_of
 from mm_grpo.errors import BadMedia, DataError, UserError, by_cause
 from mm_grpo.learner.features.twin_view import TwinPrompts
 from mm_grpo.learner.lora import target_pattern
@@ -87,9 +87,8 @@ def check_config(config: GRPOConfig, *, strict: bool = False, **options: Any) ->
         logger.removeHandler(logged)
     warnings = len(logged.buffer) + printed
     problems += warnings if strict else 0
-    print_phase(
-        (f"{problems} problem(s)" if problems else "ok") + (f", {warnings} warning(s)" if warnings else "")
-    )
+    result = f"{problems} problem(s)" if problems else "ok"
+    print_phase(result + (f", {warnings} warning(s)" if warnings else ""))
     return not problems
 
 
@@ -110,9 +109,8 @@ def _check(  # noqa: PLR0915
     if not console.is_terminal:
         console = Console(width=max(console.width, MIN_WIDTH))
     toolbox = toolbox_of(config, None, None)
-    several_turns, environment_rewards = toolbox is not None, [] if toolbox is None else toolbox.rewards
-    config.require_rewards(passed=bool(environment_rewards))
-    scorer = Scorer([*config.rewards, *environment_rewards], several_turns=several_turns)
+    several_turns = toolbox is not None
+    scorer = Scorer(reward_entries(config, None, toolbox), several_turns=several_turns)
     eval_metric = EvalMetric.of(config, [spec.name for spec in scorer.specs])
     train = load_train(config, verify=False, needs=scorer.check)
     evaluations = list(load_eval(config, verify=False, needs=scorer.check).values())
@@ -121,7 +119,7 @@ def _check(  # noqa: PLR0915
         train, *evaluations = (readable(d, "drop", Ranks(), processor) for d in (train, *evaluations))
     sets = {dataset.name: dataset for dataset in (train, *evaluations)}
     # the reward of an environment has no right answer
-    specs = scorer.specs[: len(scorer.specs) - len(environment_rewards)]
+    specs = scorer.specs[: len(config.rewards)]
     scorer.close()
     plan = plan_run(config, train, several_turns=several_turns)
     eval_sets = {dataset.name: dataset for dataset in evaluations}

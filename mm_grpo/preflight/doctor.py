@@ -95,9 +95,7 @@ def _examine(config: GRPOConfig, count: int, report: DoctorReport, ranks: Ranks)
     first_slots = list(islice(parts.prompt_builder.first(rows, plan.order), count))
     if not first_slots:
         limit_name = parts.prompt_builder.limit_name
-        raise DataError(
-            f"data.train: all {len(rows)} prompts are longer than {limit_name} allows; raise the limit"
-        )
+        raise DataError(f"data.train: all {len(rows)} prompts are longer than {limit_name}; raise the limit")
     prompts = [prompt for _, _, prompt in first_slots]
     seeds = [plan.seeds.group(step, slot) for step, slot, _ in first_slots]
     requests = requests_for(prompts, seeds, Sampling(rollout.max_completion_length, rollout.temperature))
@@ -151,10 +149,9 @@ def _update(parts: Parts, groups: Sequence[Group], rate: float, limit: float) ->
 
     update, before, optimizer = ForcedUpdate(), score(), parts.learner.optimizer
     rate = max(rate, FIRST_RATE)
+    clear_move = CLEAR_MOVE_FACTOR * limit
     # `not >=`: a NaN does not end the loop
-    while not update.logp_moved >= CLEAR_MOVE_FACTOR * limit and (
-        rate <= LAST_RATE or update.learner_steps == 0
-    ):
+    while not update.logp_moved >= clear_move and (rate <= LAST_RATE or update.learner_steps == 0):
         optimizer.config = optimizer.config.with_values({"learning_rate": rate})
         ranks = parts.learner.ranks
         parts.learner.update([g for g in groups if g.slot % ranks.world == ranks.rank])
@@ -173,9 +170,7 @@ def show(report: DoctorReport, console: Console | None = None) -> None:
         f"prompt ids equal: {'yes' if report.ids_equal else 'not shown'}",
     ]
     if report.before:
-        lines += [
-            "gaps of log-probs per token (mean / max) of given completions, and of the samples themselves:"
-        ]
+        lines += ["gaps of log-probs per token (mean / max) of given completions, and of the samples:"]
     for before, after in zip_longest(report.before, report.after):
         gaps = f"{_gaps(before)}; after the update {_gaps(after) if after else '-'}"
         media = f"{before.media} image(s) or video(s)"

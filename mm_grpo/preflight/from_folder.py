@@ -1,11 +1,12 @@
-"""A first config and its rows from a folder or a file as people have it: `mm-grpo init DIR --from FOLDER|FILE`.
+"""Write a first config and its rows from a user's folder or file: `mm-grpo init DIR --from FOLDER|FILE`.
 
     table     CSV (also .txt), JSON, JSONL, Parquet, Arrow: names of pictures and answers (`NAMES`), or chats
     COCO      captions, or boxes: a class with one box in a picture is a row to find it, one with more to count them
     caption   a .txt beside each picture
     class     a folder of pictures for each, perhaps below folders of splits
 
-All become tables (`_tables`), and these rows of one form (`_rows`), for which `SUITS` has a reward.
+`_tables` makes tables of all four, `_rows` makes rows of one form of them, and `SUITS` has a reward for the answers.
+To add a layout: yield its table in `_tables`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shutil
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain, product
@@ -48,31 +49,35 @@ NAMES = {
     "split": "split set subset partition fold",
 }
 """Words in names of columns, the likeliest first."""
-NUMBER, SHOWN = "Answer with a number.", "What does this picture show?"
+NUMBER, QUESTION = "Answer with a number.", "What does this picture show?"
 SUITS = [
-    ("letters", "[A-H]", "{name: choice, letters: ABCDEFGH}", SHOWN, "Answer with a letter."),
+    ("letters", "[A-H]", "{name: choice, letters: ABCDEFGH}", QUESTION, "Answer with a letter."),
     ("counts", r"0|[1-9]\d*", "count", "How many objects are there?", NUMBER),
     ("numbers", r"[-+]?\d+(,\d{3})*(\.\d+)?", "numeric", "Which number does this picture show?", NUMBER),
-    ("formulas", r"[-+.\d]+|.*([\\^$√π]|\d/\d).*", "math", SHOWN, r"Put the answer into \boxed{}."),
-    ("short", r"\s*(\S+\s*){1,6}", "exact_match", SHOWN, "Answer with a word or a short phrase."),
+    ("formulas", r"[-+.\d]+|.*([\\^$√π]|\d/\d).*", "math", QUESTION, r"Put the answer into \boxed{}."),
+    ("short", r"\s*(\S+\s*){1,6}", "exact_match", QUESTION, "Answer with a word or a short phrase."),
     ("long", ".*", "word_f1.py:word_f1", "Describe this picture.", "Answer with a sentence or two."),
 ]
-"""Answers, their pattern, the reward of the first that all match, a question for rows without one, and a form."""
+"""Kind of answers, the pattern of each, their reward, a question for rows without one, and the form to ask for.
+
+The first kind counts whose pattern all answers match.
+"""
 IOU = "{name: iou, gold_layout: xywh, space: pixel} # 0-1000 for Qwen3-VL and InternVL\n  - count"
 MAX_LABELS, MAX_HELD_OUT = 40, 500  # labels that a prompt lists; pictures held out, if a tenth is more
 _NO_ANSWER = re.compile("(^|_)(id|idx|index|type)$", re.IGNORECASE)
 Row = dict[str, Any]
+"""Row of a table; from `_rows` on, a row's prompt, values (columns to write), keys (hashes of pictures) and split."""
 
 
 class Files:
-    """Files of a folder and all below it, except hidden ones, and all of `target`, of runs and of other `init`s."""
+    """Files of a folder and all below it, except hidden ones and the outputs of runs and of `init`."""
 
     def __init__(self, path: Path, target: Path) -> None:
         self.path, self.target, self.root = path, target, path if path.is_dir() else path.parent
         folders = [Path(folder) for folder in folders_below(str(self.root))] if path.is_dir() else [self.root]
-        made = {f for f in folders if (f / "config.yaml").exists() and (f / "train.jsonl").exists()}
-        made |= {f for f in folders if (f / RUN_MARK).exists()} | {target} & {*folders}
-        folders = [f for f in folders if (made - {self.root}).isdisjoint((f, *f.parents))]
+        outputs = {f for f in folders if (f / "config.yaml").exists() and (f / "train.jsonl").exists()}
+        outputs |= {f for f in folders if (f / RUN_MARK).exists()} | {target} & {*folders}
+        folders = [f for f in folders if (outputs - {self.root}).isdisjoint((f, *f.parents))]
         files = [file for f in folders for file in sorted(f.iterdir()) if file.name[0] not in "._"]
         self.files = [file for file in files if file.is_file()]
         self.pictures = [file for file in self.files if MEDIA_SUFFIXES["image"].search(file.name)]
@@ -98,7 +103,7 @@ class Files:
 
 
 def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
-    """Yield functions that read tables, by their labels."""
+    """Yield the label of each possible table, and a function that reads it."""
 
     def load(path: Path) -> Part:
         content = parse_json(path.read_bytes(), str(path)) if path.suffix.lower() == ".json" else None
@@ -112,7 +117,8 @@ def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
         if is_table and not (is_folder and _plain(path.stem) in files.by_name):
             yield str(path.relative_to(files.root)), partial(load, path)
     parts = {file: file.relative_to(files.root).parts[:-1] for file in files.pictures if is_folder}
-    while parts and all(parts.values()):  # leave out folders of all pictures, and of splits
+    # the folder of a class is the first below the ones that hold all pictures, or a split
+    while parts and all(parts.values()):
         tops = {folders[0] for folders in parts.values()}
         if len(tops) > 1 and not all(map(_split_of, tops)):
             break
@@ -143,59 +149,75 @@ def _coco(content: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _rows(part: Part, files: Files, label: str, faults: list[str]) -> Iterator[Row]:
-    """Yield the usable rows of a table; add a message for any other. DataError if it lacks a column."""
+    """Yield the usable rows of a table; add a message to `faults` for any other. DataError if it lacks a column."""
     table, folder = JoinedRows([part]), Path(part.folder or ".")
-    hits = dict.fromkeys(table.column_names, 0)
-    for row, name in product(map(table.encoded_row, range(min(20, len(table)))), hits):
-        with suppress(DataError):
-            hits[name] += files.find(row.get(name), folder) is not None
-    picture = max(hits, key=lambda name: (hits[name], "image" in name))
-    chats = [name for name in hits if name in PROMPT_COLUMNS]
-    others = [name for name in hits if name not in (picture, *chats) and not _NO_ANSWER.search(name)]
-    question, splits = None if chats else _likely("prompt", others), _likely("split", others)
-    answers = _likely("answer", others) or next((n for n in others if n not in (question, splits)), None)
-    if any(files.find(name, folder) for name in hits if not chats):
-        raise DataError(f"{label}: its first line, {quoted(hits)}, has to name the columns")
-    if not (chats or (hits[picture] and answers)):
-        raise DataError(f"{label}: no column of {quoted(hits)} names pictures that are here, or none answers")
-    columns = {"image": picture} if hits[picture] and picture != "images" else {}
-    columns |= {"prompt": question} if question else {}
-    template = None if chats or question else "-"
-    taken = ", ".join(f"{ours} = {name}" for ours, name in (*columns.items(), ("answer", answers)) if name)
-    labels = getattr(getattr(part.rows, "features", {}).get(answers), "names", None)
+    roles = _roles(table, files, label, folder)
+    answers, prompt_column = roles.get("answer"), roles.get("chat") or roles.get("prompt")
+    columns = {role: column for role, column in roles.items() if role in ("image", "prompt")}
+    template = None if prompt_column else "-"  # with a template a row needs no prompt
+    class_names = getattr(getattr(part.rows, "features", {}).get(answers), "names", None)
     for index in range(len(table)):
-        row, name, keys = table.encoded_row(index), table.row_name(index), list[str]()
+        row, name = table.encoded_row(index), table.row_name(index)
         try:
             fields = read_row(row, row_name=name, columns=columns, prompt_template=template)
             images = [image for source in fields.images if (image := files.find(source, folder))]
             if not 0 < len(images) == len(fields.media):
                 raise DataError(f"{name}: has a video, or no picture that is here: {brief(fields.media)}")
-            for image in images:
-                look_at_image(image, name, None, None, partial(_other_size, row.get("size")), ())
-                head, _ = read_encoded(image, name, None, None, HEADER_BYTES)
-                keys.append(hashlib.sha256(head).hexdigest())
+            keys = [_key_of(image, name, row.get("size")) for image in images]
             answer = fields.columns.get("answer", row.get(answers))
-            answer = labels[answer] if labels and isinstance(answer, int) else answer
+            if class_names and isinstance(answer, int):
+                answer = class_names[answer]
             if "box" not in row and not gold_texts(answer):
                 raise DataError(f"{name}: has no answer")
         except (DataError, TypeError, OSError) as error:
             faults.append(str(error))
             continue
-        is_chat = fields.conversational or len(fields.messages) > 1
-        prompt = [*fields.messages] if is_chat else row[question or chats[0]] if template is None else ""
+        prompt = row[prompt_column] if prompt_column else ""
+        if fields.conversational or len(fields.messages) > 1:
+            prompt = [*fields.messages]
         options = [f"{letter}. {row[letter]}" for letter in "ABCDEFGH" if row.get(letter)]
         if isinstance(prompt, str) and len(options) > 1:
             prompt = "\n".join([prompt, *options])
         paths = [os.path.relpath(image, files.root) for image in images]
         values = {"image": paths[0]} if len(paths) == 1 else {"images": paths}
         values |= {"box": row["box"]} if "box" in row else {"answer": answer}
-        split = _split_of(str(row.get(splits, label))) or _split_of(os.path.dirname(paths[0]))
-        yield {"prompt": prompt, "values": values, "keys": sorted(keys), "split": split, "columns": taken}
+        split = _split_of(str(row.get(roles.get("split"), label))) or _split_of(os.path.dirname(paths[0]))
+        yield {"prompt": prompt, "values": values, "keys": sorted(keys), "split": split, "roles": roles}
 
 
-def _other_size(expected: Any, size: tuple[int, int], limits: Any) -> str:
-    is_right = expected in (None, (None, None), size)
-    return "" if is_right else f"is {size} pixels high and wide, and its boxes are for {expected}"
+def _roles(table: JoinedRows, files: Files, label: str, folder: Path) -> dict[str, str]:
+    """Return the column of each role that a table has: image, prompt or chat, answer, split.
+
+    DataError if no column names pictures, none answers, or the first line names no columns.
+    """
+    hits = dict.fromkeys(table.column_names, 0)
+    for row, name in product(map(table.encoded_row, range(min(20, len(table)))), hits):
+        with suppress(DataError):
+            hits[name] += files.find(row.get(name), folder) is not None
+    picture = max(hits, key=lambda name: (hits[name], "image" in name))
+    chat = next((name for name in hits if name in PROMPT_COLUMNS), None)
+    candidates = [n for n in hits if n != picture and n not in PROMPT_COLUMNS and not _NO_ANSWER.search(n)]
+    question, split = None if chat else _likely("prompt", candidates), _likely("split", candidates)
+    answers = [_likely("answer", candidates), *(name for name in candidates if name not in (question, split))]
+    answer = next(filter(None, answers), None)
+    if chat is None and any(files.find(name, folder) for name in hits):
+        raise DataError(f"{label}: its first line, {quoted(hits)}, has to name the columns")
+    if chat is None and not (hits[picture] and answer):
+        raise DataError(f"{label}: no column of {quoted(hits)} names pictures that are here, or none answers")
+    roles = {"image": picture if hits[picture] and picture != "images" else None, "prompt": question}
+    roles |= {"answer": answer, "chat": chat, "split": split}
+    return {role: column for role, column in roles.items() if column}
+
+
+def _key_of(image: Path, name: str, size: tuple[int, int] | None) -> str:
+    """Return a hash of a picture's first bytes. DataError if it is damaged, or not of its boxes' `size`."""
+
+    def refusal(actual: tuple[int, int], limits: Any) -> str:
+        is_right = size in (None, (None, None), actual)
+        return "" if is_right else f"is {actual} pixels high and wide, and its boxes are for {size}"
+
+    look_at_image(image, name, None, None, refusal, ())
+    return hashlib.sha256(read_encoded(image, name, None, None, HEADER_BYTES)[0]).hexdigest()
 
 
 def _suit(rows: list[Row], is_class: bool) -> tuple[str, str, str, str]:
@@ -208,7 +230,7 @@ def _suit(rows: list[Row], is_class: bool) -> tuple[str, str, str, str]:
     kind, _, reward, question, form = next(suits)
     few = len(labels) <= (MAX_LABELS if len(prompts) == 1 else 4) and 2 * len(labels) <= len(golds)
     if (few and (prompts == {""} or kind == "short")) or (is_class and len(labels) <= MAX_LABELS):
-        return "labels", "exact_match", SHOWN, f"Answer with one of: {', '.join(labels)}."
+        return "labels", "exact_match", QUESTION, f"Answer with one of: {', '.join(labels)}."
     return kind, reward, question, form
 
 
@@ -228,8 +250,8 @@ def _read(files: Files) -> tuple[dict[str, list[Row]], list[str]]:
     sets = {(_split_of(label), re.sub(r"\d+", "", label)) for label in used}  # shards differ in digits
     if not used or len({split for split, _ in sets}) < len(sets):
         kinds = Counter(file.suffix.lower() or file.name for file in files.files).most_common(6)
-        seen = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
-        why = f"name one of {quoted(used)}" if used else f"of {seen} no rows are understood"
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
+        why = f"name one of {quoted(used)}" if used else f"of {counts} no rows are understood"
         raise DataError("; ".join([f"{files.path}: {why}", *by_cause(faults, len(faults))[:3], LEGAL]))
     return used, left_out
 
@@ -257,14 +279,7 @@ def write_first_config(source: str, folder: Path) -> list[str]:
     names = "config.yaml train.jsonl val.jsonl test.jsonl word_f1.py"
     refuse_existing(target / name for name in names.split())
     used, left_out = _read(files := Files(path, target))
-    merged = dict[Any, Row]()
-    for row in chain(*used.values()):  # any of several answers to one question about a picture is right
-        first = merged.setdefault((*row["keys"], str(row["prompt"]), row["split"]), row)["values"]
-        if first is not row["values"] and "answer" in first:
-            left_out.append("a row that repeats picture and question; its answer is right beside the first")
-            golds = dict.fromkeys(gold_texts(first["answer"]) + gold_texts(row["values"].get("answer")))
-            first["answer"] = [*golds] if len(golds) > 1 else first["answer"]
-    rows = sorted(merged.values(), key=lambda row: row["keys"])
+    rows = _merge_answers(chain(*used.values()), left_out)
     kind, reward, question, form = _suit(rows, "class" in used)
     if kind == "labels":
         clear = [row for row in rows if not isinstance(row["values"]["answer"], list)]
@@ -276,37 +291,55 @@ def write_first_config(source: str, folder: Path) -> list[str]:
         raise DataError(f"{path}: no row is left to train on: {'; '.join(by_cause(left_out, len(left_out)))}")
     target.mkdir(parents=True, exist_ok=True)
     for name in filter(sets.get, sets):
-        written = ({"prompt": row["prompt"] or question, **row["values"]} for row in sets[name])
-        write_jsonl(written, target / f"{name}.jsonl")
+        json_rows = ({"prompt": row["prompt"] or question, **row["values"]} for row in sets[name])
+        write_jsonl(json_rows, target / f"{name}.jsonl")
     if kind == "long":
         shutil.copyfile(shipped_folder("examples") / "word_f1.py", target / "word_f1.py")
+    (target / "config.yaml").write_text(_config(files.root, target, sets, reward, form), encoding="utf-8")
+    columns = ", ".join(f"{role} = {column}" for role, column in rows[0]["roles"].items() if role != "split")
+    counts = ", ".join(f"{len(members)} in {name}.jsonl" for name, members in sets.items() if members)
+    return [
+        f"{path}: rows of {', '.join(used)} ({columns}): {counts} ({how})",
+        f"reward: {reward.splitlines()[0]}, because the answers are {kind}. {form}",
+        *(f"left out: {cause}" for cause in by_cause(left_out, len(rows) + len(left_out))[:5]),
+    ]
+
+
+def _merge_answers(rows: Iterable[Row], left_out: list[str]) -> list[Row]:
+    """Merge rows that ask the same about a picture, because any of their answers is right; sort them by picture."""
+    merged = dict[Any, Row]()
+    for row in rows:
+        first = merged.setdefault((*row["keys"], str(row["prompt"]), row["split"]), row)["values"]
+        if first is not row["values"] and "answer" in first:
+            left_out.append("a row that repeats picture and question; its answer is right beside the first")
+            golds = dict.fromkeys(gold_texts(first["answer"]) + gold_texts(row["values"].get("answer")))
+            first["answer"] = [*golds] if len(golds) > 1 else first["answer"]
+    return sorted(merged.values(), key=lambda row: row["keys"])
+
+
+def _config(root: Path, target: Path, sets: Mapping[str, list[Row]], reward: str, form: str) -> str:
+    """Return the text of examples/init/config.yaml with fields for these rows, whose pictures are below `root`."""
     quote = partial(json.dumps, ensure_ascii=False)
-    near, prompts = os.path.relpath(files.root, target), max(1, min(16, len(sets["train"]) // 4))
+    near, prompts = os.path.relpath(root, target), max(1, min(16, len(sets["train"]) // 4))
     evals = ", ".join(f"{name}: {name}.jsonl" for name in ("val", "test") if sets[name])
-    ask = ("prompt_template", "{prompt} " + re.sub("([{}])", r"\1\1", form))
-    if any(isinstance(row["prompt"], list) for row in rows):  # a chat, which no template takes
-        ask = ("system_prompt", form)
+    field, text = "prompt_template", "{prompt} " + re.sub("([{}])", r"\1\1", form)
+    if any(isinstance(row["prompt"], list) for row in chain(*sets.values())):  # no template takes a chat
+        field, text = "system_prompt", form
     fields = {
         "train: rows.jsonl": "train: train.jsonl",
         "# eval: heldout.jsonl": f"eval: {{{evals}}}" if evals else "# eval: heldout.jsonl",
-        "# image_dir: images": f"image_dir: {quote(near if near.count('..') < 3 else str(files.root))}",
+        "# image_dir: images": f"image_dir: {quote(near if near.count('..') < 3 else str(root))}",
         "# max_pixels": "on_bad_media: drop # leave out a damaged picture\n  # max_pixels",
-        "# system_prompt": f"{ask[0]}: {quote(ask[1])}\n  # system_prompt" if form else "# system_prompt",
+        "# system_prompt": f"{field}: {quote(text)}\n  # system_prompt" if form else "# system_prompt",
         "# prompts_per_step: 32": f"prompts_per_step: {prompts}",
         "# num_generations": "num_generations",
         "own_reward.py:own_reward": reward,
         "max_steps: 100": f"max_steps: {min(300, max(20, 3 * len(sets['train']) // prompts))}",
     }
-    text = (shipped_folder("examples") / "init" / "config.yaml").read_text(encoding="utf-8")
+    config = (shipped_folder("examples") / "init" / "config.yaml").read_text(encoding="utf-8")
     for old, new in fields.items():
-        text = text.replace(old, new)
-    (target / "config.yaml").write_text(text, encoding="utf-8")
-    counts = ", ".join(f"{len(members)} in {name}.jsonl" for name, members in sets.items() if members)
-    return [
-        f"{path}: rows of {', '.join(used)} ({rows[0]['columns']}): {counts} ({how})",
-        f"reward: {reward.splitlines()[0]}, because the answers are {kind}. {form}",
-        *(f"left out: {cause}" for cause in by_cause(left_out, len(rows) + len(left_out))[:5]),
-    ]
+        config = config.replace(old, new)
+    return config
 
 
 def _likely(kind: str, names: list[str]) -> str | None:

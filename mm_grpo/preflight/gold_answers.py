@@ -149,9 +149,8 @@ class _Check:
             scores = self._scores(prompt, texts)
         except RewardError as error:
             self.report.errors += 1
-            self.report.failures.append(
-                f"{row}: {error}; it is not called again after {MAX_ERRORS} such rows"
-            )
+            limit = f"it is not called again after {MAX_ERRORS} such rows"
+            self.report.failures.append(f"{row}: {error}; {limit}")
         else:
             self._judge(row, gold, texts, scores)
 
@@ -173,9 +172,8 @@ class _Check:
         # the text is a whole answer, even if the chat template opens a block of thinking
         prompt = dataclasses.replace(prompt, opens_thinking=False)
         turns = [(Turn("assistant", text, 0),) if self.several_turns else () for text in texts]
-        completions = [
-            Completion((), (), text, "stop", 0, turns=t) for text, t in zip(texts, turns, strict=True)
-        ]
+        pairs = zip(texts, turns, strict=True)
+        completions = [Completion((), (), text, "stop", 0, turns=t) for text, t in pairs]
         return self.scorer.score([prompt] * len(texts), completions, 1).parts[self.spec.name]
 
     def _judge(

@@ -55,9 +55,7 @@ def gold_text(
             gold = writer(prompt, options)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             if strict:
-                raise DataError(
-                    f"{prompt.uid}: the reward {spec.name} cannot read its gold ({error})"
-                ) from None
+                raise DataError(f"{prompt.uid}: reward {spec.name} cannot read its gold ({error})") from None
             gold = str(options[spec.needs[0]])[:MAX_UNREADABLE]
     else:
         names = read_columns(spec, columns) or (tuple(columns) if always or spec.takes_kwargs else ())

@@ -216,17 +216,15 @@ class GoldWarnings:
             constant = distinct == 1 and rows >= 8 and "/" not in key[0]
             if constant or (distinct > 1 and rows >= 20 and count > rows * (0.75 if distinct == 2 else 0.5)):
                 sentences[key, "alike"] = f"{count} of {rows} are {brief(value)}, and {TEXTS['alike']}"
-        return [
-            f"{source}, golds of the reward {name!r}: {s}" for ((source, name), _), s in sentences.items()
-        ]
+        items = sentences.items()
+        return [f"{source}, golds of the reward {name!r}: {text}" for ((source, name), _), text in items]
 
     def _is_too_long(self, gold: Gold) -> bool:
         texts = [self._template.replace("{gold}", part) for part in gold.parts]
         if self._tokenizer is None or any(len(text.encode()) <= self._limit for text in texts):
             return False  # a token holds a byte at least
-        return all(
-            len(ids) > self._limit for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]
-        )
+        token_ids = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return all(len(ids) > self._limit for ids in token_ids)
 
 
 def warn_of_golds(sets: Iterable[Rows], specs: Iterable[RewardSpec]) -> None:

@@ -185,9 +185,8 @@ def learner_memory(
         gradients += 2 * n
     if zero_stage == 2:  # and its bucket, two if communication overlaps
         gradients = (0 if offload else gradients) + 4 * min(BUCKET, n) * (2 if gpu else 1)
-    masters = (
-        4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
-    )  # in fp32; DeepSpeed always keeps them
+    # fp32 copies of the weights, which DeepSpeed always keeps
+    masters = 4 * n if trained_bytes == 2 or zero_stage in (1, 2) else 0
     without_heads = _token_of_layer(b, model.hidden, 0, model.inner)
     layer = tokens * (without_heads + 5 * b * model.heads)
     linear = tokens * (without_heads + model.linear_token)
@@ -352,9 +351,7 @@ def memory_of_run(
         cache = max(0, share - weights - FORWARD) // cache_token
         if cache < lengths.sequence:
             required = in_gb(weights + FORWARD + cache_token * lengths.sequence)
-            fault = (
-                f"vLLM's share of {in_gb(share)} has no room for its weights and one sequence ({required})"
-            )
+            fault = f"vLLM's share of {in_gb(share)} has no room for weights and one sequence ({required})"
     elif not engine.remote:
         prompts = -(-rollout.prompts_per_step // processes)
         rows = min(MAX_ROWS, prompts * rollout.num_generations)
@@ -404,11 +401,8 @@ def shares_base(sizes: ModelSizes, config: GRPOConfig) -> bool:
     True is assumed for families for which vLLM has no LoRA layers, too.
     """
     vllm = config.rollout.vllm
-    runs_adapters = (
-        sizes.adapters > 0
-        and (not sizes.quantised or vllm.in_four_bits)
-        and vllm.engine_kwargs.get("enable_lora", True)
-    )
+    runs_quantised = not sizes.quantised or vllm.in_four_bits
+    runs_adapters = sizes.adapters > 0 and runs_quantised and vllm.engine_kwargs.get("enable_lora", True)
     # some versions of vLLM can share the base only if they never sleep
     return bool(runs_adapters and (vllm.sleep_level == 0 or can_free_cache_alone()))
 

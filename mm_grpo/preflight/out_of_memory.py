@@ -34,9 +34,8 @@ def refuse_too_large(config: GRPOConfig, *, processes: int = 1) -> None:
     card = device_memory(device)
     if (memory := _phases(config, card, processes)) is None:
         return
-    peak = max(
-        sum(phase.values()) - phase.get(EMBEDDED_CACHE, 0) for phase in (memory.learner, memory.rollout)
-    )
+    both = (memory.learner, memory.rollout)
+    peak = max(sum(phase.values()) - phase.get(EMBEDDED_CACHE, 0) for phase in both)
     if peak <= card and not memory.fault:
         return
     reason = memory.fault or "more than there is"

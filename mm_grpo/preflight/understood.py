@@ -182,9 +182,8 @@ def _messages(processor: Processor, fields: Fields, prompt: Prompt) -> Iterator[
     for name, original, medium in zip(names, prompt.sample.media, media, strict=False):
         details = "→".join(dict.fromkeys("×".join(map(str, size)) for size in (original.size, medium.size)))
         if isinstance(medium, Video):
-            details = (
-                f"{len(medium.frames)} frames, {medium.times[0]:.1f}-{medium.times[-1]:.1f} s, {details}"
-            )
+            seconds = f"{medium.times[0]:.1f}-{medium.times[-1]:.1f} s"
+            details = f"{len(medium.frames)} frames, {seconds}, {details}"
         if len(media) == 1:
             details += f", {len(prompt.token_ids) - len(prompt.engine_prompt.token_ids) + 1} tokens"
         elif isinstance(processor, HFProcessor):
@@ -220,9 +219,8 @@ def _golds(rewards: RewardCheck, prompt: Prompt) -> Iterator[str]:
         if spec.applies_to(columns):
             shapes = [[*zip(*shape.points, strict=True)] for shape in gold_overlays([spec], prompt)[0][:2]]
             corners = ((min(xs), min(ys), max(xs), max(ys)) for xs, ys in shapes)
-            boxes = "".join(
-                ", seen at pixels [{:.4g}, {:.4g}, {:.4g}, {:.4g}]".format(*box) for box in corners
-            )
+            form = ", seen at pixels [{:.4g}, {:.4g}, {:.4g}, {:.4g}]"
+            boxes = "".join(form.format(*box) for box in corners)
             reading = _reading(spec, columns) + boxes
             answer = ("" if gold is None else f"right answer {_short(repr(gold), MAX_VALUE)} ") + result
             line = f"{reading}: {answer}" if answer else reading

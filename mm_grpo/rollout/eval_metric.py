@@ -116,3 +116,9 @@ def pass_at(rows: Sequence[Sequence[float]], k: int) -> float | None:
     """
     enough = [(len(row), round(sum(row))) for row in rows if len(row) >= k]
     return fmean(1 - comb(n - c, k) / comb(n, k) for n, c in enough) if enough else None
+
+
+def score_text(score: float | None, interval: Interval | None = None, missing: str = "not measured") -> str:
+    """Return a score with the ends of its interval, or `missing`."""
+    ends = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
+    return missing if score is None else f"{score:.3f}{ends}"

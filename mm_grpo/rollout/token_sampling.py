@@ -41,23 +41,17 @@ def sample(
     rows = max(1, PART_BYTES // (LOGIT_BYTES * logits.shape[1]))
     parts = []
     for part in (slice(i, i + rows) for i in range(0, len(logits), rows)):
-        before = None if context is None else context[part]
-        parts.append(_sample(logits[part].float(), noise[part], sampling, banned, before))
+        part_logits = logits[part].float()
+        part_logits[:, banned] = -torch.inf
+        if context is not None:
+            part_logits = _truncate(part_logits, sampling, context[part])
+        parts.append(_draw(part_logits, noise[part], sampling))
     chosen, logp = zip(*parts, strict=True)
     return torch.cat(chosen), torch.cat(logp)
 
 
-def _sample(
-    logits: Tensor,
-    noise: Tensor,
-    sampling: Sampling,
-    banned: list[int],
-    context: Sequence[Sequence[int]] | None,
-) -> tuple[Tensor, Tensor]:
-    """Draw for one part of the rows. `logits` in float32 are overwritten."""
-    logits[:, banned] = -torch.inf
-    if context is not None:
-        logits = _truncate(logits, sampling, context)
+def _draw(logits: Tensor, noise: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw for one part of the rows, from logits in float32."""
     if sampling.temperature == 0:
         logp = logits.log_softmax(-1)
         chosen = logp.argmax(-1)

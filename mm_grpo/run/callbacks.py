@@ -72,9 +72,8 @@ class Callbacks:
             return [(method, _argument_names(method, event, event)) for method in bound]
 
         for event in EVENTS:
-            self._methods[event] = (
-                methods(before, event) + self._methods.get(event, []) + methods(after, event)
-            )
+            inner = self._methods.get(event, [])
+            self._methods[event] = methods(before, event) + inner + methods(after, event)
 
     def call(self, event: str, **values: Any) -> None:
         """Call `event` on each callback, passing only the arguments that its method declares."""
@@ -109,7 +108,5 @@ def _argument_names(method: Callable[..., Any], event: str, label: str) -> tuple
         if name in legal and parameter.kind is not parameter.POSITIONAL_ONLY:
             names.append(name)
         elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
-            raise ConfigError(
-                f"callbacks: {label} asks for {name!r}; it may ask for {', '.join(legal)}, by name"
-            )
+            raise ConfigError(f"callbacks: {label} asks for {name!r}; legal are {', '.join(legal)}, by name")
     return tuple(names)

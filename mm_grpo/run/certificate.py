@@ -76,6 +76,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     values["run/checked"] = values["learner/updates"] * (guards.get("update_happens") != "off")
 
     def number(match: re.Match[str]) -> str:
+        """Return the text of one <metric:how>."""
         name, how = match[1].replace("GAP", "sampling/sampling_logp_difference"), match[2]
         if how == "all" or not values[name]:
             listed = shorten(", ".join(map(str, sorted({*values[name]}))), 40) or "none"
@@ -91,15 +92,16 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
         "seeds repeat": len({*seeds}) < len(seeds),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
     }
-    faults += [fault for fault, found in broken.items() if found]
+    faults += [fault for fault, is_broken in broken.items() if is_broken]
     fired = Counter(f"{event['name']} {event['action']}" for event in read_rows(paths.events))
     actions = {f"({name} was set: {action})": "" for name, action in guards.items()}
     results = summary_lines({**summary, "warned": {}, "model": None}) if "headline" in summary else []
     engine, versions = config.rollout.engine, {name: environment.get(name) for name in ("mm_grpo", "python")}
-    ended = steps and summary.get("steps") == max(steps)
+    # a resumed run has the summary of its earlier end until it ends again
+    has_ended = steps and summary.get("steps") == max(steps)
     return {
         "FAILED" if faults else "failed": "; ".join(faults) or "nothing",
-        "state": summary.get("stopped") or "finished" if ended else "not finished",
+        "state": summary.get("stopped") or "finished" if has_ended else "not finished",
         "engine": f"{engine}, in the learner's weights" if ENGINE_FACTS[engine].embedded else engine,
         **{fact: UNMEASURED if text.startswith(UNMEASURED) else text for fact, text in texts.items()},
         "guards fired": _pairs({**fired, **actions}) or "none",
@@ -119,7 +121,7 @@ def certificate_lines(paths: RunPaths) -> list[str]:
 
 
 def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield counts of each sample in the rollout log of the rows' steps. Its seeds are made again by the seed law."""
+    """Yield counts of each sample that was logged in the steps of the rows. Its seeds are computed again."""
     rollout, last = config.rollout, max((row["step"] for row in rows), default=1)
     max_turns = rollout.max_turns if any("turns/max" in row for row in rows) else 1
     shape = rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts
@@ -131,22 +133,21 @@ def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]])
             count = sum(sample["attempt"] == 0 for sample in samples)
             if len(samples) % plan.generations or count < prompts * plan.generations:
                 raise ValueError("samples are missing")
-            for s in samples:
-                law = plan.group(step, s["slot"], s["attempt"])[s["generation"]]
-                seeds = [t["seed"] for t in s.get("turns", ()) if t["role"] == "assistant"]
-                law_of_turns = [plan.of_turn(law, turn) for turn in range(len(seeds))]
-                yield {
-                    "log/wrong": s["seed"] != law or seeds != law_of_turns, "log/seeds": seeds or [s["seed"]],
-                    "log/tokens": s["tokens"], "log/age": step - 1 - min(v for _, v in s["weight_versions"]),
-                    "log/ids": s.get("ids_compared"),
-                }  # fmt: skip
+            for sample in samples:
+                seed = plan.group(step, sample["slot"], sample["attempt"])[sample["generation"]]
+                seeds = [turn["seed"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
+                turn_seeds = [plan.of_turn(seed, turn) for turn in range(len(seeds))]
+                oldest = min(version for _, version in sample["weight_versions"])
+                is_wrong = sample["seed"] != seed or seeds != turn_seeds
+                counts = {"log/wrong": is_wrong, "log/age": step - 1 - oldest, "log/tokens": sample["tokens"]}
+                yield counts | {"log/seeds": seeds or [sample["seed"]], "log/ids": sample.get("ids_compared")}
             yield {"log/step": step}
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield {"log/missing" if isinstance(error, FileNotFoundError) else "log/damaged": step}
 
 
 def _digests(paths: RunPaths, config: GRPOConfig) -> tuple[dict[str, str], list[str]]:
-    """Return digests of config, rows and newest checkpoint, and what is not as it was at the checkpoint."""
+    """Return digests of config, rows and newest checkpoint, and a fault for each file that is not the checkpoint's."""
     fields, checkpoints = deciding_fields(config), [*checkpoints_in(paths.checkpoints).values()]
     digests = {"digest of config": digest_of(fields).hex(), "digest of rows": UNMEASURED}
     if not checkpoints:

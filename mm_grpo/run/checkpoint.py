@@ -10,7 +10,6 @@ Any number of processes may resume it. Every process has to see the files.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -40,7 +39,7 @@ from mm_grpo.run.manifest import (
     step_of,
 )
 from mm_grpo.run.paths import RunPaths, left_in
-from mm_grpo.run.same_run import deciding_fields, differing_field
+from mm_grpo.run.same_run import deciding_fields, refuse_other_fields
 
 MAX_INTERVAL = 100
 """Most steps between two checkpoints, and so the most that a killed run repeats, if run.save_every is null."""
@@ -125,9 +124,8 @@ class Checkpoints:
         backup = {name: local_part(p).detach().to("cpu", copy=True) for name, p in trained.items()}
         try:
             checkpoint = read_checkpoint(self.folder / f"step-{step:06d}")
-            load_weights(
-                trained, [checkpoint.path / str(mark["name"]) for mark in checkpoint.manifest["files"]]
-            )
+            files = [checkpoint.path / str(mark["name"]) for mark in checkpoint.manifest["files"]]
+            load_weights(trained, files)
             yield
         finally:
             for name, weights in backup.items():
@@ -137,12 +135,9 @@ class Checkpoints:
 
     def _refuse_others(self, checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
         manifest, where = checkpoint.manifest, f"'{checkpoint.path}'"
-        if differing := differing_field(identity["config"], manifest["config"]):
-            field, value, old = differing
-            raise ConfigError(
-                f"{field} = {json.dumps(value)}: the checkpoint {where} was made with {json.dumps(old)}, and "
-                "what follows would be another run; put it back, or start a new run"
-            )
+        origin = f"the checkpoint {where} was made with"
+        remedy = "what follows would be another run: put it back, or start a new one"
+        refuse_other_fields(identity["config"], manifest["config"], origin, remedy)
         shapes, old_shapes = identity["parameters"], manifest["parameters"]
         names = sorted(n for n in shapes.keys() | old_shapes.keys() if shapes.get(n) != old_shapes.get(n))
         if names:

@@ -16,7 +16,7 @@ from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import Rows
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
 from mm_grpo.errors import ConfigError, UserError
-from mm_grpo.rollout.eval_metric import EvalMetric
+from mm_grpo.rollout.eval_metric import EvalMetric, score_text
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, answer_rows, as_metrics, better, summarise
 from mm_grpo.rollout.runner import RolloutRunner
 from mm_grpo.run.folder import RunFolder
@@ -54,9 +54,8 @@ class Evaluations:
         self.controls: dict[str, Rows] = {}
         kind = config.run.eval_blind
         if kind is not None and sets:
-            self.controls = blind_controls(
-                dict([*sets.items()][:controlled]), kind, several_turns=several_turns
-            )
+            first_sets = dict([*sets.items()][:controlled])
+            self.controls = blind_controls(first_sets, kind, several_turns=several_turns)
         self.before: dict[str, Evaluation] = {}
         self.after: dict[str, Evaluation] = {}
         self.best: Best | None = None
@@ -154,10 +153,8 @@ class Evaluations:
                 f"run.headline: the run was judged by '{then}' up to its checkpoint, and now by '{self.headline}'; the "
                 "best of the two would not compare. Put it back, or start a new run"
             )
-        self.before, self.after = (
-            {name: decode(Evaluation, result) for name, result in state[when].items()}
-            for when in ("before", "after")
-        )
+        pair = (state["before"], state["after"])
+        self.before, self.after = ({n: decode(Evaluation, r) for n, r in results.items()} for results in pair)
         self.best = Best(**state["best"]) if state.get("best") else None
         if self.best is not None and (evaluation := state.get("best_evaluation")):
             self.best = replace(self.best, evaluation=decode(Evaluation, evaluation))
@@ -176,15 +173,15 @@ class Evaluations:
     def sentence(self, step: int) -> str:
         """Return the newest evaluation on one line."""
         first, *_ = self.after.values()
-        words = [f"evaluation after step {step}: {self.headline} {_score(first.score, first.interval)}"]
+        words = [f"evaluation after step {step}: {self.headline} {score_text(first.score, first.interval)}"]
         if self.headline.name is not None and first.reward is not None:
             words.append(f"reward {first.reward:.3f}")
         if first.blind is not None:
             words.append(
-                f"{CONTROLS[first.blind.kind][0]} {_score(first.blind.score, first.blind.interval)}, "
-                f"gap {_score(first.blind.gap, first.blind.gap_interval)}"
+                f"{CONTROLS[first.blind.kind][0]} {score_text(first.blind.score, first.blind.interval)}, "
+                f"gap {score_text(first.blind.gap, first.blind.gap_interval)}"
             )
-        words += [f"{name} {_score(result.score, None)}" for name, result in [*self.after.items()][1:]]
+        words += [f"{name} {score_text(result.score)}" for name, result in [*self.after.items()][1:]]
         return "  ".join(words)
 
 
@@ -217,8 +214,3 @@ def default_control(sets: Mapping[str, Rows]) -> str | None:
     except UserError:
         return None
     return "shuffled"
-
-
-def _score(score: float | None, interval: tuple[float, float] | None) -> str:
-    ends = "" if interval is None else f" [{interval[0]:.3f}, {interval[1]:.3f}]"
-    return "not measured" if score is None else f"{score:.3f}{ends}"

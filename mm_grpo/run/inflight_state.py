@@ -48,10 +48,10 @@ def pack_ahead(ahead: Mapping[int, Rollout], ranks: Ranks) -> Values:
     tails = ranks.gather(local_tails, "the steps ahead")
     if tails is None:
         return {}
-    ordered = [rollout for _, rollout in sorted(ahead.items())]
     rollouts = [
-        encode(replace(r, sampled=[]), ROLLOUT_LEFT_OUT) | {"sampled": [*map(_packed_group, r.sampled)]}
-        for r in ordered
+        encode(replace(rollout, sampled=[]), ROLLOUT_LEFT_OUT)
+        | {"sampled": [*map(_packed_group, rollout.sampled)]}
+        for _, rollout in sorted(ahead.items())
     ]
     packed = {"rollouts": rollouts, "tails": [tail for part in tails for tail in part]}
     text = json.dumps(packed, separators=(",", ":"))
@@ -69,9 +69,8 @@ def unpack_ahead(
         return {}
     packed = json.loads(zlib.decompress(base64.b85decode(extra[KEY])))
     tails = {(step, slot): group_tails for step, slot, group_tails in packed["tails"]}
-    return {
-        values["step"]: _rollout(values, tails, collector, processor, ranks) for values in packed["rollouts"]
-    }
+    rollouts = (_rollout(values, tails, collector, processor, ranks) for values in packed["rollouts"])
+    return {rollout.step: rollout for rollout in rollouts}
 
 
 def _rollout(

@@ -101,9 +101,8 @@ class RunLock:
                     raise _running(root) from None
                 time.sleep(LOCK_TIMEOUT / 10)
             except OSError as error:
-                logger.warning(
-                    "run.dir = '%s' has no locks (%s); let no other run write there", root, error.strerror
-                )
+                message = "run.dir = '%s' has no locks (%s); let no other run write there"
+                logger.warning(message, root, error.strerror)
                 return None
 
     def _write(self, mark: RunMark) -> None:

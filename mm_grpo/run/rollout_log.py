@@ -202,9 +202,8 @@ def _save_media(paths: RunPaths, shown: EnginePrompt | Turn) -> dict[str, Any]:
     """Save images and frames of videos; return the keys `images` and `videos` of a row or a turn."""
     # frames as PNG would take a minute and a gigabyte a step: forty times as long as JPEG, and six times the bytes
     frames = ([_save_image(paths, frame, "jpeg") for frame in video.frames] for video in shown.videos)
-    videos = [
-        {"frames": f, "times": v.times, "fps": v.fps} for f, v in zip(frames, shown.videos, strict=True)
-    ]
+    pairs = zip(frames, shown.videos, strict=True)
+    videos = [{"frames": names, "times": video.times, "fps": video.fps} for names, video in pairs]
     return {"images": [_save_image(paths, image, "png") for image in shown.images], "videos": videos}
 
 

@@ -54,9 +54,8 @@ NOT_NEUTRAL = ("run.seed",)
 
 def is_neutral(field: str) -> bool:
     """Return True if a field, by its dotted path, may differ on resuming."""
-    return field not in NOT_NEUTRAL and any(
-        field == n or (n[-1] == "." and field.startswith(n)) for n in NEUTRAL
-    )
+    matches = (field == name or (name[-1] == "." and field.startswith(name)) for name in NEUTRAL)
+    return field not in NOT_NEUTRAL and any(matches)
 
 
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
@@ -88,12 +87,12 @@ def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     return flat
 
 
-def differing_field(now: Mapping[str, Any], then: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Return a deciding field that differs, with its values now and then; None if all are equal."""
+def refuse_other_fields(now: Mapping[str, Any], then: Mapping[str, Any], origin: str, remedy: str) -> None:
+    """Raise ConfigError, with both values, if a deciding field is not as it was `then`."""
     for field in {**now, **then}:
-        if now.get(field) != then.get(field):
-            return field, now.get(field), then.get(field)
-    return None
+        value, old = now.get(field), then.get(field)
+        if value != old:
+            raise ConfigError(f"{field} = {json.dumps(value)}: {origin} {json.dumps(old)}; {remedy}")
 
 
 def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
@@ -164,9 +163,7 @@ def _changed(then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]]
 
 def _refuse_code(message: str, allowed: bool) -> None:
     if not allowed:
-        raise ConfigError(
-            f"{message}; put them back, or go on with the new ones with run.allow_changed_code=true"
-        )
+        raise ConfigError(f"{message}; put them back, or take the new ones: run.allow_changed_code=true")
     logger.warning("%s; the new ones are used, because run.allow_changed_code is true", message)
 
 

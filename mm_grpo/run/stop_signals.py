@@ -53,16 +53,14 @@ class StopSignals:
     def interruption(number: int, step: int, saved: int | None, run_dir: Path) -> RunInterrupted:
         """Return the error of a run that signal `number` ends after `step`; `saved` is the newest checkpoint's step."""
         name = signal.Signals(number).name
+        text = f"stopped by {name} after step {step};"
         if not step:
             text = f"stopped by {name} before the first step ended; start again with the same command"
         elif saved is None:
-            text = (
-                f"stopped by {name} after step {step}; run.save_every is 0, so nothing of it can be resumed"
-            )
+            text += " run.save_every is 0, so nothing of it can be resumed"
         else:
-            text = (
-                f"stopped by {name} after step {step}; the checkpoint of step {saved} is in '{run_dir}': go on with "
-                "the same command and --resume"
+            text += (
+                f" the checkpoint of step {saved} is in '{run_dir}': go on with the same command and --resume"
             )
         return RunInterrupted(text, number)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from mm_grpo.data.blind import CONTROLS, FRAME_CONTROLS
+from mm_grpo.rollout.eval_metric import score_text
 from mm_grpo.run.evaluations import Evaluations
 from mm_grpo.run.metrics import read_rows
 from mm_grpo.run.paths import RunPaths
@@ -70,12 +71,10 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """Return a line for each set, the first with interval, best score and blind control, and for each warned guard."""
     lines = []
     for number, (name, result) in enumerate(summary["eval"].items()):
-        text = f"{name}: {summary['headline']} {result['before']:.3f} -> {result['after']:.3f}"
         details = summary.get("first_set", {}) if number == 0 else {}
         after, before = details.get("after"), details.get("before")
-        if after and after["interval"]:
-            text += f" [{after['interval'][0]:.3f}, {after['interval'][1]:.3f}]"
-        text += f" ({result['rows']} rows)"
+        end = score_text(result["after"], after and after["interval"])
+        text = f"{name}: {summary['headline']} {result['before']:.3f} -> {end} ({result['rows']} rows)"
         if number == 0 and summary.get("best_step") is not None:
             step = summary["best_step"]
             text += f", best {summary['score_best']:.3f} {f'after step {step}' if step else 'before the first step'}"

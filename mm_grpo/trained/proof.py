@@ -97,9 +97,8 @@ def prove(
     config, dtype = trained.config, trained.model.dtype
     with as_config_error("what was written cannot be loaded"), quiet_libraries():
         model = load_plain(folder, config, dtype, adapter=adapter)
-        processor: Any = AutoProcessor.from_pretrained(
-            folder, trust_remote_code=config.model.trust_remote_code
-        )
+        trust = config.model.trust_remote_code
+        processor: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in tensors:
         if name not in parameters or digest(parameters[name]) != digest(tensor):
@@ -115,9 +114,8 @@ def prove(
             # tokens of InternVL's videos are an image's in transformers, and a video's in vLLM and for the trainer
             pairs = zip_longest(input_ids, (*prompt.token_ids, *ids))
             if not all(a == b or {a, b} <= media for a, b in pairs):
-                counts = (
-                    f"{len(input_ids) - len(ids)} tokens, the trainer's {len(prompt.token_ids)} other ones"
-                )
+                count = len(input_ids) - len(ids)
+                counts = f"{count} tokens, the trainer's {len(prompt.token_ids)} other ones"
                 raise ConfigError(f"{prompt.uid}: the saved processor is not the run's: it makes {counts}")
             scores.append(plain_logprobs(model, inputs, ids))
     name = str(dtype).removeprefix("torch.")
@@ -198,13 +196,11 @@ def plain_inputs(
     media: dict[str, Any] = {"images": list(prompt.engine_prompt.images) or None}
     if videos := prompt.engine_prompt.videos:
         media |= {"videos": [*map(frames_array, videos)], "video_metadata": [*map(video_metadata, videos)]}
-        # transformers 5.19 warns if this is not said
-        cap = (
-            {"cap_pixels_per_frame": False}
-            if hasattr(processor.video_processor, "cap_pixels_per_frame")
-            else {}
-        )
-        media["videos_kwargs"] = FRAMES_UNCHANGED | cap
+        media["videos_kwargs"] = dict(FRAMES_UNCHANGED)
+        if hasattr(
+            processor.video_processor, "cap_pixels_per_frame"
+        ):  # transformers 5.19 warns if it is not said
+            media["videos_kwargs"]["cap_pixels_per_frame"] = False
     inputs: dict[str, Tensor] = {}
     for conversation in (messages, with_parts):
         try:

@@ -6,7 +6,6 @@ its run's config names the base model.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from mm_grpo.config.yaml_file import apply_overrides, read_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.manifest import MANIFEST, Checkpoint, checkpoints_in, read_checkpoint
 from mm_grpo.run.paths import STEP_NAME, RunPaths
-from mm_grpo.run.same_run import deciding_fields, differing_field
+from mm_grpo.run.same_run import deciding_fields, refuse_other_fields
 
 CHANGEABLE = ("model.path", "model.device", "model.dtype")
 """Fields that may differ from the run's: where the base model is, and how it is loaded here."""
@@ -144,12 +143,8 @@ def _find_in_run(
     checkpoint = read_checkpoint(path.resolve() if is_checkpoint else _folder_of(paths, name or DEFAULT))
     now = {field: value for field, value in deciding_fields(config).items() if field not in changed}
     then = {field: value for field, value in checkpoint.manifest["config"].items() if field not in changed}
-    if difference := differing_field(now, then):
-        field, value, saved = difference
-        raise ConfigError(
-            f"'{paths.config}': {field} = {json.dumps(value)}, and '{checkpoint.path}' was made with "
-            f"{json.dumps(saved)}; put it back"
-        )
+    origin = f"the checkpoint '{checkpoint.path}' was made with"
+    refuse_other_fields(now, then, origin, f"put it back in '{paths.config}'")
     if config.model.dtype == "auto":  # as it was understood on the training machine
         config = _with_model(config, dtype=checkpoint.manifest["dtype"])
     label = f"{paths.root}, {name or DEFAULT} checkpoint (step {checkpoint.step})"

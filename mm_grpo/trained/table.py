@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from mm_grpo.data.blind import CONTROLS
-from mm_grpo.rollout.eval_metric import Interval
+from mm_grpo.rollout.eval_metric import score_text
 from mm_grpo.terminal import print_phase, printable
 from mm_grpo.trained.evaluate import Results, SetResult
+
+_number = partial(score_text, missing="-")
 
 
 def show(results: Results, write: Callable[[str], None] = print_phase) -> None:
@@ -73,9 +76,3 @@ def _cells(label: str, result: SetResult, ks: list[int]) -> list[str]:
         "-" if evaluation.length is None else f"{evaluation.length:.1f}",
         "-" if evaluation.clipped is None else f"{evaluation.clipped:.0%}",
     ]
-
-
-def _number(value: float | None, interval: Interval | None = None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")

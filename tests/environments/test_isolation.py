@@ -250,7 +250,7 @@ def test_tools_run_in_processes_where_others_can_import_them(make: Make) -> None
     for tools, factory in (([closure], None), ([nap, closure], None), ((), lambda: World())):
         assert isinstance(make(tools, factory, environment_workers=None).host, LocalHost)
     with pytest.raises(ConfigError, match="closure"):
-        WorkerHost(small_config("m"), {"closure": closure}, None, None, 1)
+        WorkerHost(1, small_config("m"), {"closure": closure}, None, None)
 
 
 def test_a_reward_that_asks_for_the_environment_keeps_it_in_the_process(make: Make) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mm_grpo.processors.base import load_processor
 from mm_grpo.run.checkpoint import Checkpoints
 from mm_grpo.run.manifest import read_checkpoint
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.same_run import deciding_fields, differing_field, is_neutral
+from mm_grpo.run.same_run import deciding_fields, is_neutral, refuse_other_fields
 from mm_grpo.types import Completion, Group
 
 pytestmark = pytest.mark.lowest
@@ -232,9 +233,9 @@ def test_every_other_field_is_refused_by_name(leaf: str) -> None:
 
     another = "y" if leaf == "model.path" else 77
     other = changed(config, leaf.split("."))
-    found = differing_field(deciding_fields(other), deciding_fields(config))
-    assert (found is None) == is_neutral(leaf)
-    assert found is None or f"{leaf}.".startswith(f"{found[0]}.")
+    with nullcontext() if is_neutral(leaf) else pytest.raises(ConfigError) as refused:
+        refuse_other_fields(deciding_fields(other), deciding_fields(config), "it was", "put it back")
+    assert refused is None or f"{leaf}.".startswith(f"{str(refused.value).partition(' = ')[0]}.")
 
 
 def test_a_full_disk_is_one_message_and_leaves_the_last_good_one(

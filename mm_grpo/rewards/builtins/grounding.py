@@ -184,9 +184,7 @@ def box_match(
     if boxes is None:
         return None
     if isinstance(boxes, str) or not hasattr(boxes, "__len__"):
-        raise ValueError(
-            f"the gold boxes are {str(boxes)[:80]!r}; they must be a list of boxes, which may be empty"
-        )
+        raise ValueError(f"the gold boxes are {str(boxes)[:80]!r}; legal is a list of boxes, perhaps empty")
     options = box_options(images, sample, **spaces)
     gold, predictions = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
     if not gold or not predictions:

@@ -57,9 +57,7 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
 def _gold(text: str) -> list[Any]:
     parsed = _parse(*readings(text, whole=True))
     if not parsed:
-        raise ValueError(
-            f"the gold answer {text[:80]!r} is no mathematics; see the rewards exact_match and choice"
-        )
+        raise ValueError(f"the gold answer {text[:80]!r} is no mathematics; see exact_match and choice")
     return parsed
 
 

@@ -113,9 +113,7 @@ def _gold_number(text: str) -> Number:
         return Number(float(words[0]))
     remainder = cleaned[: matches[0].span[0]] + cleaned[matches[0].span[1] :] if len(matches) == 1 else "?"
     if remainder.strip(" .") not in ("", "about", "€", "£", "¥", "="):
-        raise ValueError(
-            f"the gold answer {text[:80]!r} is not one number; see the rewards math and exact_match"
-        )
+        raise ValueError(f"the gold answer {text[:80]!r} is not one number; see math and exact_match")
     return matches[0]
 
 

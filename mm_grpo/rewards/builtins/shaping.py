@@ -105,7 +105,7 @@ def length(
     """
     if min_length < 0 or (max_length is not None and max_length < min_length):
         raise ValueError(
-            f"min_length={min_length}, max_length={max_length}; legal is 0 <= min_length <= max_length"
+            f"min_length={min_length}, max_length={max_length}; legal: 0 <= min_length <= max_length"
         )
     if min_length == 0 and max_length is None:
         raise ValueError("length has no bound; set min_length, max_length or both")
@@ -134,7 +134,7 @@ def soft_overlong(completion: str, completion_ids: Sequence[int], *, max_length:
     """
     if not 0 < buffer <= max_length:
         raise ValueError(
-            f"buffer={buffer}, max_length={max_length}; legal is 0 < buffer <= max_length (tokens)"
+            f"buffer={buffer}, max_length={max_length}; legal: 0 < buffer <= max_length (tokens)"
         )
     past = len(completion_ids) - (max_length - buffer)
     return -min(1.0, past / buffer) if past > 0 else 0.0
@@ -163,9 +163,7 @@ def repetition_penalty(
     (-0.25, 0.0)
     """
     if ngram < 1 or max_penalty > 0:
-        raise ValueError(
-            f"ngram={ngram}, max_penalty={max_penalty}; legal are ngram >= 1 and max_penalty <= 0"
-        )
+        raise ValueError(f"ngram={ngram}, max_penalty={max_penalty}; legal: ngram >= 1, max_penalty <= 0")
     check_choice("unit", unit, "words", "tokens", "characters")
     units: Sequence[Hashable] = completion_ids
     if unit != "tokens":

@@ -127,9 +127,7 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
         return None
     gold = chosen(str(answer), letters)
     if gold is None:
-        raise ValueError(
-            f"the gold answer {answer!r} names none of the options {letters}; see the option `letters`"
-        )
+        raise ValueError(f"the gold answer {answer!r} names none of the options {letters}; see `letters`")
     return float(chosen(completion, letters) == gold)
 
 
@@ -163,9 +161,7 @@ class _Forms:
 @lru_cache
 def _forms(letters: str) -> _Forms:
     if not re.fullmatch(r"[A-Z]{2,26}", letters) or len(set(letters)) < len(letters):
-        raise ValueError(
-            f"letters={letters!r}; it lists the options as two or more different capitals, such as 'ABCD'"
-        )
+        raise ValueError(f"letters={letters!r}; legal are two or more different capitals, such as 'ABCD'")
     small = letters.lower()
     either = f"[{letters}{small}]"
     words = "".join(sorted({"A", "I"} & set(letters)))
