@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mm_grpo.config import GRPOConfig
+from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import read_json, temporary_folder
 from mm_grpo.run.environment import describe_environment
@@ -117,8 +118,8 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     the replay.
     """
     paths = RunFolder.open(run).paths
-    saved = GRPOConfig.from_yaml(paths.config)
-    config = config or saved
+    saved = GRPOConfig.from_dict(read_yaml(paths.config))  # without keys, which `deciding_fields` leaves out
+    config = config or GRPOConfig.from_yaml(paths.config)
     fields = deciding_fields(config), deciding_fields(saved)
     refuse_other_fields(*fields, "the run was made with", "leave it as it was")
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)

@@ -16,6 +16,7 @@ from typing import Any
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.engine_facts import ENGINE_FACTS
+from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.data.fingerprint import digest_of
 from mm_grpo.errors import shorten
 from mm_grpo.files import read_json
@@ -63,7 +64,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
 
     Raises UserError if config.yaml or metrics.jsonl cannot be read.
     """
-    config, summary = GRPOConfig.from_yaml(paths.config), summary or read_summary(paths) or {}
+    config, summary = GRPOConfig.from_dict(read_yaml(paths.config)), summary or read_summary(paths) or {}
     environment = read_json(paths.environment, dict) if paths.environment.is_file() else {}
     rows = [row for row in read_rows(paths.metrics) if row["step"] > 0]
     starts = ({f"start/{k}": v for k, v in start.items()} for start in environment.get("starts", ()))

@@ -107,6 +107,9 @@ def test_keys_and_passwords_are_nowhere_but_in_the_user_s_config(command: Any, c
     given = [f"rewards.0.{name}={value}" for name, value in secrets.items()]
     done = command("train", folder / "config.yaml", "run.max_steps=3", *given, "--resume")
     assert done.code == 0, done.err
+    for again in (["view", folder, "--certificate"], ["doctor", folder, *given, "--replay", "2"]):
+        done = command(*again)
+        assert done.code == 0 and "s3cret" not in done.out + done.err, done.err
     wrong = command("check", config_path, shouted, "rewards.0.weight=much")
     assert wrong.code == 2 and "rewards" in wrong.err and "s3cret" not in wrong.err
 
