@@ -298,7 +298,11 @@ def _nearest_checkpoint(paths: RunPaths, step: int, staleness: int) -> Checkpoin
 
 def _other_versions(paths: RunPaths) -> list[str]:
     """Return packages whose version differs from that in the run's environment.json."""
-    then, now = read_json(paths.environment, dict), describe_environment()
-    pairs = {name: (then["packages"].get(name), version) for name, version in now["packages"].items()}
+    now = describe_environment()
+    try:
+        then = read_json(paths.environment, dict)
+        pairs = {name: (then["packages"].get(name), version) for name, version in now["packages"].items()}
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return [f"not known, {paths.environment.name} is not what a run writes ({error!r})"]
     pairs |= {name: (then.get(name), now[name]) for name in ("mm_grpo", "python")}
     return [f"{name}: {old} then, {new} now" for name, (old, new) in pairs.items() if old != new]

@@ -37,7 +37,10 @@ def view(
 
         if output is not None:
             raise ConfigError("--output: is for the page; a certificate is printed")
-        texts = ["\n".join(certificate_lines(paths)) for paths in folders]
+        try:
+            texts = ["\n".join(certificate_lines(paths)) for paths in folders]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"view: a file of the run is not what a run writes ({error!r})") from error
         typer.echo("\n\n".join(texts))
         if any("\nFAILED" in text for text in texts):
             raise GuardStop("view: the certificate FAILED: files of the run break a law, or were changed")

@@ -64,7 +64,7 @@ The first kind counts whose pattern all answers match.
 """
 IOU = "{name: iou, gold_layout: xywh, space: pixel} # 0-1000 for Qwen3-VL and InternVL\n  - count"
 MAX_LABELS, MAX_HELD_OUT = 40, 500  # labels that a prompt lists; pictures held out, if a tenth is more
-_NO_ANSWER = re.compile("(^|_)(id|idx|index|type)$", re.IGNORECASE)
+_NO_ANSWER = re.compile("(^|_)(id|idx|index|type|b?box(es)?)$|^(unnamed.*)?$", re.IGNORECASE)
 Row = dict[str, Any]
 """Row of a table; from `_rows` on, a row's prompt, values (columns to write), keys (hashes of pictures) and split."""
 
@@ -114,6 +114,7 @@ def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
     is_folder = files.path == files.root
     for path in files.files if is_folder else [files.path]:
         is_table = path.suffix.lower() in (*SUFFIXES, ".txt") and path.name not in NOT_ROWS
+        is_table &= not is_folder or "submission" not in path.name.lower()  # its answers are to be filled in
         if is_table and not (is_folder and _plain(path.stem) in files.by_name):
             yield str(path.relative_to(files.root)), partial(load, path)
     parts = {file: file.relative_to(files.root).parts[:-1] for file in files.pictures if is_folder}
@@ -144,7 +145,7 @@ def _coco(content: Mapping[str, Any]) -> Iterator[Row]:
         if name and len(marks) > 1 and not any(mark.get("iscrowd") for mark in marks):
             row |= {"prompt": f"How many objects of the class {name} are there?", "answer": len(marks)}
         elif name and not marks[0].get("iscrowd") and min(marks[0]["bbox"][2:]) >= 1:
-            row |= {"prompt": f"Where is the {name}? Answer with [x0, y0, x1, y1].", "box": marks[0]["bbox"]}
+            row |= {"prompt": f"Where is the {name}? Answer with [x0, y0, x1, y1].", "xywh": marks[0]["bbox"]}
         yield row | {"caption": [mark["caption"] for mark in marks if "caption" in mark]}
 
 
@@ -167,7 +168,8 @@ def _rows(part: Part, files: Files, label: str, faults: list[str]) -> Iterator[R
             answer = fields.columns.get("answer", row.get(answers))
             if class_names and isinstance(answer, int):
                 answer = class_names[answer]
-            if "box" not in row and not gold_texts(answer):
+            options, answer = _options(row, answer)
+            if "xywh" not in row and not gold_texts(answer):
                 raise DataError(f"{name}: has no answer")
         except (DataError, TypeError, OSError) as error:
             faults.append(str(error))
@@ -175,12 +177,11 @@ def _rows(part: Part, files: Files, label: str, faults: list[str]) -> Iterator[R
         prompt = row[prompt_column] if prompt_column else ""
         if fields.conversational or len(fields.messages) > 1:
             prompt = [*fields.messages]
-        options = [f"{letter}. {row[letter]}" for letter in "ABCDEFGH" if row.get(letter)]
         if isinstance(prompt, str) and len(options) > 1:
-            prompt = "\n".join([prompt, *options])
+            prompt = "\n".join([prompt, *(f"{letter}. {text}" for letter, text in options.items())])
         paths = [os.path.relpath(image, files.root) for image in images]
         values = {"image": paths[0]} if len(paths) == 1 else {"images": paths}
-        values |= {"box": row["box"]} if "box" in row else {"answer": answer}
+        values |= {"box": row["xywh"]} if "xywh" in row else {"answer": answer}
         split = _split_of(str(row.get(roles.get("split"), label))) or _split_of(os.path.dirname(paths[0]))
         yield {"prompt": prompt, "values": values, "keys": sorted(keys), "split": split, "roles": roles}
 
@@ -190,23 +191,36 @@ def _roles(table: JoinedRows, files: Files, label: str, folder: Path) -> dict[st
 
     DataError if no column names pictures, none answers, or the first line names no columns.
     """
-    hits = dict.fromkeys(table.column_names, 0)
-    for row, name in product(map(table.encoded_row, range(min(20, len(table)))), hits):
+    count, hits = min(20, len(table)), dict.fromkeys(table.column_names, 0)
+    for row, name in product(map(table.encoded_row, range(count)), hits):
         with suppress(DataError):
-            hits[name] += files.find(row.get(name), folder) is not None
+            value = row.get(name)
+            # 3 may be a label or a picture, 3.png is a picture
+            is_sure = not isinstance(value, str | int) or MEDIA_SUFFIXES["image"].search(str(value))
+            hits[name] += (files.find(value, folder) is not None) * (2 if is_sure else 1)
     picture = max(hits, key=lambda name: (hits[name], "image" in name))
     chat = next((name for name in hits if name in PROMPT_COLUMNS), None)
-    candidates = [n for n in hits if n != picture and n not in PROMPT_COLUMNS and not _NO_ANSWER.search(n)]
+    texts = [name for name in hits if hits[name] <= count and name not in (picture, *PROMPT_COLUMNS)]
+    candidates = [name for name in texts if not _NO_ANSWER.search(name)]
     question, split = None if chat else _likely("prompt", candidates), _likely("split", candidates)
-    answers = [_likely("answer", candidates), *(name for name in candidates if name not in (question, split))]
-    answer = next(filter(None, answers), None)
+    others = [name for name in candidates if name not in (question, split)]
+    answer = _likely("answer", candidates) or (others[0] if len(others) == 1 else None)
     if chat is None and any(files.find(name, folder) for name in hits):
         raise DataError(f"{label}: its first line, {quoted(hits)}, has to name the columns")
     if chat is None and not (hits[picture] and answer):
-        raise DataError(f"{label}: no column of {quoted(hits)} names pictures that are here, or none answers")
+        raise DataError(f"{label}: of {quoted(hits)} no column names pictures here, or none is called answer")
     roles = {"image": picture if hits[picture] and picture != "images" else None, "prompt": question}
     roles |= {"answer": answer, "chat": chat, "split": split}
     return {role: column for role, column in roles.items() if column}
+
+
+def _options(row: Row, answer: Any) -> tuple[dict[str, Any], Any]:
+    """Return the options of a question by their letters, and the answer; a place in a list, from 0, as a letter."""
+    texts = next((row[key] for key in ("options", "choices") if isinstance(row.get(key), list)), None)
+    if texts is None:
+        return {letter: row[letter] for letter in "ABCDEFGH" if row.get(letter)}, answer
+    options = dict(zip("ABCDEFGH", texts, strict=False))
+    return options, [*options, None][min(answer, len(options))] if isinstance(answer, int) else answer
 
 
 def _key_of(image: Path, name: str, size: tuple[int, int] | None) -> str:
@@ -225,7 +239,7 @@ def _suit(rows: list[Row], is_class: bool) -> tuple[str, str, str, str]:
     golds = [gold for row in rows for gold in gold_texts(row["values"].get("answer"))]
     labels, prompts = sorted({*golds}), {str(row["prompt"]) for row in rows}
     if any("box" in row["values"] for row in rows):
-        return "boxes", IOU, "", ""
+        return "boxes", IOU if golds else IOU.partition("\n")[0], "", ""
     suits = (suit for suit in SUITS if all(re.fullmatch(suit[1], gold, re.DOTALL) for gold in golds))
     kind, _, reward, question, form = next(suits)
     few = len(labels) <= (MAX_LABELS if len(prompts) == 1 else 4) and 2 * len(labels) <= len(golds)
@@ -244,7 +258,7 @@ def _read(files: Files) -> tuple[dict[str, list[Row]], list[str]]:
         try:
             rows = [*_rows(load(), files, label, messages)]
         except (AttributeError, DataError, KeyError, TypeError, ValueError) as error:
-            messages = [f"{label}: {error}"]
+            messages = [f"{label}: {error if isinstance(error, DataError) else repr(error)}"]
         used |= {label: rows} if rows else {}
         (left_out if rows else faults).extend(messages)
     sets = {(_split_of(label), re.sub(r"\d+", "", label)) for label in used}  # shards differ in digits
@@ -291,7 +305,8 @@ def write_first_config(source: str, folder: Path) -> list[str]:
         raise DataError(f"{path}: no row is left to train on: {'; '.join(by_cause(left_out, len(left_out)))}")
     target.mkdir(parents=True, exist_ok=True)
     for name in filter(sets.get, sets):
-        json_rows = ({"prompt": row["prompt"] or question, **row["values"]} for row in sets[name])
+        blank = {"box": None, "answer": None} if "count" in reward and kind == "boxes" else {}
+        json_rows = ({"prompt": row["prompt"] or question, **blank, **row["values"]} for row in sets[name])
         write_jsonl(json_rows, target / f"{name}.jsonl")
     if kind == "long":
         shutil.copyfile(shipped_folder("examples") / "word_f1.py", target / "word_f1.py")

@@ -197,9 +197,8 @@ def plain_inputs(
     if videos := prompt.engine_prompt.videos:
         media |= {"videos": [*map(frames_array, videos)], "video_metadata": [*map(video_metadata, videos)]}
         media["videos_kwargs"] = dict(FRAMES_UNCHANGED)
-        if hasattr(
-            processor.video_processor, "cap_pixels_per_frame"
-        ):  # transformers 5.19 warns if it is not said
+        # transformers 5.19 warns if this is not said
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
             media["videos_kwargs"]["cap_pixels_per_frame"] = False
     inputs: dict[str, Tensor] = {}
     for conversation in (messages, with_parts):

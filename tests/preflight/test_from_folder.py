@@ -145,6 +145,40 @@ def test_a_folder_becomes_rows_that_pass_check(
     assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
 
 
+TABLES: list[tuple[str, Any, dict[str, Any] | None]] = [  # name, content, columns of the row of 3.png; None: refused
+    ("l.csv", "label,filename\n" + "".join(f"{i % 2},{i}.png\n" for i in range(4)), {"answer": "1"}),
+    ("q.csv", "img,frage,antwort\n" + "".join(f"{i}.png,Was?,{i}\n" for i in range(4)), None),
+    ("m.csv", "img,mask,seen\n" + "".join(f"{i}.png,m{i}.png,dog\n" for i in range(4)), {"answer": "dog"}),
+    ("u.csv", ",img,seen\n" + "".join(f"{i},{i}.png,dog\n" for i in range(4)), {"answer": "dog"}),
+    ("b.jsonl", [{"image": f"{i}.png", "question": "Where?", "bbox": [1, 2, 30, 40]} for i in range(4)], None),
+    ("o.jsonl", [{"image": f"{i}.png", "question": "?", "choices": ["a", "b", "c", "d"], "answer": i}
+                 for i in range(4)], {"prompt": "?\nA. a\nB. b\nC. c\nD. d", "answer": "D"}),
+    ("coco.json", {"images": [{"id": i, "file_name": f"{i}.png"} for i in range(4)], "categories": CLASSES,
+                   "annotations": [{"image_id": i, "category_id": 1, "bbox": [i, 5, 20, 30]} for i in range(4)]},
+     {"box": [3, 5, 20, 30]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "row"), TABLES, ids=[name for name, *_ in TABLES])
+def test_columns_of_a_table(
+    name: str, content: Any, row: Any, tmp_path: Path, command: Any, models: Any
+) -> None:
+    pictures(tmp_path, *(f"{i}.png" for i in range(4)), *(f"m{i}.png" for i in range(4)))
+    write(tmp_path / name, content)
+    if name == "l.csv":
+        write(tmp_path / "sample_submission.csv", "image,label\n0.png,0\n1.png,0\n")
+    target = tmp_path / "made"
+    done = command("init", target, "--from", tmp_path)
+    assert done.code == (2 if row is None else 0), done.err
+    if row is None:
+        assert "answer" in done.err and not target.exists()
+        return
+    rows = [json.loads(line) for file in target.glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert len(rows) == 4 and row.items() <= next(r for r in rows if r["image"] == "3.png").items(), rows
+    checked = command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}")
+    assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
+
+
 def test_what_is_not_understood_is_one_message(tmp_path: Path, command: Any) -> None:
     pictures(
         tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in ("two", "plain", "yolo") for i in "12")

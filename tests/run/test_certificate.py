@@ -89,6 +89,9 @@ def test_files_that_are_not_what_the_run_wrote(models: Any, tmp_path: Path, comm
     done = command("view", tmp_path, "--certificate")
     assert done.code == 3 and "\nFAILED" in done.out
     assert numbers(certificate(RunPaths(tmp_path))["seeds"])[2] == 1
+    (tmp_path / "environment.json").write_text("[]")
+    done = command("view", tmp_path, "--certificate")
+    assert done.code == 2 and "is not what a run writes" in done.err and done.err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -186,6 +186,8 @@ def test_what_cannot_be_replayed_is_refused_by_name(whole: Path, tmp_path: Path)
     with pytest.raises(ConfigError, match="run folder"):
         again(tmp_path, 1)
     shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run/environment.json").unlink()
+    assert again(tmp_path / "run", 1).versions[0].startswith("not known")
     (tmp_path / "run/rollouts/step-000002.jsonl").write_text('{"slot": 0}\n')
     with pytest.raises(ConfigError, match="step-000002"):
         again(tmp_path / "run", 2)

@@ -89,7 +89,9 @@ def _check_key(key_env: str) -> None:
             f"give key_env: null for a server without keys"
         )
     if not all("!" <= character <= "~" for character in os.environ[key_env].strip()):
-        raise RewardError(f"the environment's {key_env} holds no key: it has spaces or control characters")
+        raise RewardError(
+            f"the environment variable {key_env} holds no key: it has spaces or control characters"
+        )
 
 
 def _content(response: Any) -> str:
