@@ -295,6 +295,7 @@ def write_first_config(source: str, folder: Path) -> list[str]:
     used, left_out = _read(files := Files(path, target))
     rows = _merge_answers(chain(*used.values()), left_out)
     kind, reward, question, form = _suit(rows, "class" in used)
+    form = "" if all(form in str(row["prompt"]) for row in rows) else form
     if kind == "labels":
         clear = [row for row in rows if not isinstance(row["values"]["answer"], list)]
         left_out += ["a picture with several labels"] * (len(rows) - len(clear))

@@ -212,3 +212,9 @@ def test_links_and_folders_inside_one_another(tmp_path: Path, command: Any, mode
         assert command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}").code == 0
     again = command("init", source, "--from", source)
     assert again.code == 2 and "config.yaml and 2 more exists already" in again.err
+
+
+def test_questions_that_say_how_to_answer_get_no_second_form(tmp_path: Path, command: Any) -> None:
+    assert command("init", tmp_path / "first").code == 0  # its question ends with "Answer with a number."
+    assert command("init", tmp_path / "made", "--from", tmp_path / "first").code == 0
+    assert GRPOConfig.from_yaml(tmp_path / "made/config.yaml").data.prompt_template is None
