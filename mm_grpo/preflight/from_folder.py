@@ -288,7 +288,7 @@ def write_first_config(source: str, folder: Path) -> list[str]:
     Raises ConfigError or DataError if nothing is understood, or if a file is there already.
     """
     path, target = (Path(os.path.realpath(expand_home(str(name)))) for name in (source, folder))
-    if not path.exists():
+    if not source or not path.exists():
         raise ConfigError(f"--from {source}: is no folder and no file here; {LEGAL}")
     names = "config.yaml train.jsonl val.jsonl test.jsonl word_f1.py"
     refuse_existing(target / name for name in names.split())

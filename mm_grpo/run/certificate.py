@@ -91,6 +91,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
         "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
         "seeds repeat": len({*seeds}) < len(seeds),
+        f"rollouts of {len(values['log/damaged'])} steps are not whole": any(values["log/damaged"]),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
     }
     faults += [fault for fault, is_broken in broken.items() if is_broken]

@@ -195,7 +195,8 @@ def test_what_is_not_understood_is_one_message(tmp_path: Path, command: Any) -> 
     for name, word in words.items():
         done = command("init", tmp_path / "made", "--from", tmp_path / name)
         assert done.code == 2 and word in done.err and done.err.count("\n") == 1, done.err
-    assert "data.train" in command("init", tmp_path / "made", "--from", "owner/name").err
+    for name in ("owner/name", ""):
+        assert "data.train" in command("init", tmp_path / "made", "--from", name).err
     assert not (tmp_path / "made").exists()
 
 

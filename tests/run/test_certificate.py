@@ -81,7 +81,7 @@ def test_files_that_are_not_what_the_run_wrote(models: Any, tmp_path: Path, comm
     first.write_text("".join(first.read_text().splitlines(keepends=True)[:-1]))
     third.unlink()
     facts = certificate(RunPaths(tmp_path))
-    assert numbers(facts["rollout log"]) == [3, 1, 2] and facts["failed"] == "nothing"
+    assert numbers(facts["rollout log"]) == [3, 1, 2] and numbers(facts["FAILED"]) == [1]
     line, *lines = second.read_text().splitlines()
     second.write_text("\n".join([json.dumps(json.loads(line) | {"seed": 7}), *lines]) + "\n")
     metrics = tmp_path / "metrics.jsonl"
