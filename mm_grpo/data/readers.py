@@ -89,7 +89,8 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:
             line = max(reader.reader.line_num, 1)
-            raise DataError(f"{path}:{line}: is not valid CSV in UTF-8 ({error}); save it as such") from None
+            fault = f"is not valid CSV in UTF-8 ({error}); correct it, or save it in UTF-8"
+            raise DataError(f"{path}:{line}: {fault}") from None
     if not rows:
         raise DataError(f"{path}: is empty; it needs a line of names and at least 1 row")
     return rows, lines
