@@ -74,7 +74,7 @@ def test_each_server_gets_gpus_of_its_own_after_the_trainers() -> None:
         ("train --serve 1 rollout.engine=vllm", None, "--serve 1: rollout.engine = 'vllm'"),
         ("train --serve 1", "2", "--serve 1: each process of a launcher"),
         ("serve --tensor-parallel 2", None, "--tensor-parallel 2"),
-        ("train --tensor-parallel 2", None, "--tensor-parallel 2: GPUs of each server of --serve"),
+        ("train --tensor-parallel 2", None, "--tensor-parallel 2: is for servers"),
     ],
 )
 def test_impossible_servers_are_refused_in_one_message(

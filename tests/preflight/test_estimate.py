@@ -111,7 +111,7 @@ def test_the_phases_of_a_run_by_hand(bare: Path) -> None:
         slept = config.with_values({"rollout.vllm.sleep_level": level})
         assert phases(slept, card, processes=1).learner["vLLM"] == 0
     tight = config.with_values({"rollout.vllm.gpu_memory_utilization": 0.1})
-    assert "no room for its weights and one sequence" in phases(tight, card, processes=1).fault
+    assert "no room for weights and one sequence" in phases(tight, card, processes=1).fault
     embedded = phases(config_for(bare), card, processes=1)
     # four prompts, each of an image and 256 tokens of text, with three completions of 8
     assert embedded.rollout["cache of the embedded engine"] == (4 * (1280 + 256) + 12 * 8) * 384
