@@ -232,7 +232,7 @@ parity/fixed_completions.py < parity/test_fixed_completions.py
     * scale | * max(floor, *(scores.gap.mean for ==> * min(floor, *(scores.gap.mean for
     * scale | self.rounding = max(floor, *( ==> self.rounding = min(floor, *(
     * count | + 1 if lost else 0 ==> + 1 if lost else self._unmoved.get(name, 0)
-    * dropped check | return visible and torch.equal( ==> return torch.equal(
+    * dropped check | return is_broad and float(move.mean()) >= MIN_VISIBLE_MOVE and ==> return
     sign | error = now.difference - before ==> error = now.difference + before
     * dropped term | excess = abs(share) * size - len(move) * min( ==> excess = abs(share) * size - 0 * min(
     * stale scores | earlier = (self._first(name), recent[0], recent[-2]) ==> earlier = (recent[-2],)
@@ -320,7 +320,7 @@ run/same_run.py < run/test_run_folder.py run/test_checkpoint.py trainer/test_tra
     skipped check | if sets != old_sets: ==> if False:
     dropped exception | return field not in NOT_NEUTRAL and any( ==> return any(
 replay.py < trainer/test_replay.py ! slow
-    * version of weights | if s < step - staleness]) ==> if s < step])
+    * version of weights | if s < step - staleness]: ==> if s < step]:
     swapped stage | "advantage": ("advantage", "turn advantages"), ==> "advantage": ("reward",),
     skipped check | is_close = isinstance(old, float) and ==> is_close = isinstance(old, (int, float)) and
     dropped factor | - logged[n]), _square(logged[n] - before[n])) ==> - logged[n]), _square(logged[n]))
