@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import csv
 import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +75,7 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     lines: list[int] = []
     csv.field_size_limit(MAX_CELL)  # a cell may be an image; the limit of csv itself is 128 KiB
     with path.open("rb") as file:
-        head = file.readline(MAX_CELL).decode(errors="replace")
+        head = re.sub('"[^"]*"', "", file.readline(MAX_CELL).decode(errors="replace"))
     delimiter = "\t" if path.suffix.lower() == ".tsv" else max(",;\t|", key=head.count)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -84,7 +85,9 @@ def read_csv(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
                 raise ValueError(f"the first line names the columns, once each; it is {names}")
             for row in reader:
                 if None in row or None in row.values():
-                    raise ValueError("a row has as many cells as names; a comma in a cell needs quotes")
+                    raise ValueError(
+                        f"a row has as many cells as names; {delimiter!r} in a cell needs quotes"
+                    )
                 rows.append({key: cell or None for key, cell in row.items()})
                 lines.append(reader.line_num)
         except (ValueError, csv.Error) as error:

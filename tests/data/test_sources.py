@@ -81,6 +81,8 @@ def test_csv(tmp_path: Path) -> None:
     tabs = tmp_path / "rows.tsv"
     tabs.write_text("prompt\tn\nA, or B?\t3\n")
     assert read(tabs).fields(0).other_columns == {"n": "3"}
+    path.write_text('prompt,"a; b; c"\n?,1\n')  # a separator within quotes is none
+    assert read(path).fields(0).other_columns == {"a; b; c": "1"}
 
 
 @pytest.mark.parametrize(
