@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,9 @@ class RunFolder:
         """
         paths = self.paths
         environment = describe_environment() | {"sampler": sampler, "rewards": [dict(r) for r in rewards]}
-        if self._resume and paths.environment.is_file():
-            environment["starts"] = read_json(paths.environment, dict).get("starts", [])
+        if self._resume:
+            with suppress(OSError, ValueError):  # it is not there, or damaged
+                environment["starts"] = read_json(paths.environment, dict).get("starts", [])
         with self.claim(), self.writing("the folder"):
             assert self._lock is not None
             for file in _temporary_files(paths) if self._lock.mark.wrote else ():

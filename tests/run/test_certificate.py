@@ -70,6 +70,9 @@ def test_a_killed_run_has_each_step_once(models: Any, finished: Path, tmp_path: 
     killed = certificate(RunPaths(tmp_path))
     assert killed["state"] == "not finished" and numbers(killed["seeds"]) == [24, 24, 0]
     resumed = certificate(RunPaths(trained(models, tmp_path, resume=True)))
+    (tmp_path / "environment.json").write_text("{")  # a disk that was full; a resumed run writes it again
+    trained(models, tmp_path, resume=True)
+    assert numbers(certificate(RunPaths(tmp_path))["starts"])[:2] == [1, 4]
     whole = certificate(RunPaths(finished))
     assert numbers(resumed["starts"]) == [2, 0, 2, 1]
     assert {name for name in whole if resumed[name] != whole[name]} <= PROCESS
