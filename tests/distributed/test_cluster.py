@@ -104,8 +104,10 @@ def train_options(words: list[str]) -> dict[str, Any]:
     """The options of a command line, as our command reads them."""
     command, name, *arguments = words
     assert (command, name) == ("mm-grpo", "train")
-    group: Any = typer.main.get_command(app)
-    options: dict[str, Any] = group.commands[name].make_context(name, arguments).params
+    group: Any = typer.main.get_command(app)  # shared by the tests of a worker (conftest)
+    # without its parent a command would keep `--help` as its only option for help, in the tests that follow
+    parent = group.make_context(command, [name, *arguments])
+    options: dict[str, Any] = group.commands[name].make_context(name, arguments, parent=parent).params
     return options
 
 
