@@ -50,6 +50,10 @@ class Section(BaseModel):
         except ValidationError as error:
             raise as_config_error(type(self), error) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        path = f"{self.where}.{name}".lstrip(".")
+        raise ConfigError(f"{path}: is fixed; config.with_values({{{path!r}: ...}}) makes a changed copy")
+
     # pydantic would otherwise call this constructor for a section inside another one, and the first
     # section with an error would hide the errors of the others
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]

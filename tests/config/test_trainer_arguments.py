@@ -36,5 +36,28 @@ def test_arguments_by_position_and_slips() -> None:
     ):
         (line,) = refused(*args)
         assert line.startswith("config is ") and what in line
+    (line,) = refused()
+    assert "missing" in line
     (line,) = refused(CONFIG, trian=[])
     assert "did you mean 'train'" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rewards", len),
+        ("rewards", "count"),
+        ("rewards", {"name": "count"}),
+        ("processor", object()),
+        ("resume", "runs/a"),
+    ],
+)
+def test_an_argument_that_is_another_thing_in_trl(name: str, value: object) -> None:
+    (line,) = refused(CONFIG, **{name: value})
+    assert line.startswith(f"{name} = ")
+
+
+def test_a_config_is_not_assigned_to() -> None:
+    with pytest.raises(ConfigError, match=r"^run\.max_steps: .*with_values"):
+        CONFIG.run.max_steps = 3  # type: ignore[misc]
+    assert CONFIG.run.max_steps is None
