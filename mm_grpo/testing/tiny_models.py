@@ -123,6 +123,7 @@ def _tokenizer(*special: str, **attributes: str) -> Any:
         ["what is in the picture"] * 2,
         vocab_size=272 + count,
         new_special_tokens=[*CHAT_TOKENS[1:], *special],
+        show_progress=False,
     )
 
 
