@@ -193,11 +193,10 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     ):
         return "batch"
     if per_completion == per_batch:
-        fault = "both parameters" if per_batch else "neither parameter"
         verl = "; verl's solution_str is completion here, and its ground_truth the column answer"
         raise RewardError(
-            f"reward {name!r} has {fault}, completion (a text) and completions (a list, for all at once), and needs one"
-            f" of them; it has ({', '.join(parameters)}){verl if 'solution_str' in parameters else ''}"
+            f"reward {name!r}: needs either a parameter completion (a text) or completions (a list of all), and has"
+            f" ({', '.join(parameters)}){verl if 'solution_str' in parameters else ''}"
         )
     return "completion" if per_completion else "batch"
 

@@ -159,7 +159,7 @@ class RunFolder:
             reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
             raise ConfigError(
                 f"run.dir = '{self.paths.root}': {name} cannot be written ({reason}); make room, allow the write or "
-                "name another folder, and continue with --resume: everything written before is intact"
+                "name another folder; a run that had begun goes on with --resume, and what it wrote is intact"
             ) from error
 
     def write_rollouts(self, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()) -> Path:
@@ -261,7 +261,7 @@ class RunFolder:
         if contents and not self._overwrite and not self._resume:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(contents)}); name another folder with"
-                " run.dir=..., continue this run with --resume, or replace it with run.overwrite=true"
+                " run.dir=..., continue this run with --resume (resume=True), or replace it with run.overwrite=true"
             )
 
 
