@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def config(
-    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD | WORD", show_default=False)] = None,
 ) -> None:
-    """Show a field or the fields of a section; without a name the most important fields, marked with *."""
+    """Show a field, a section, or fields about a word; without a name the most important fields, marked with *."""
     from mm_grpo.config import GRPOConfig
     from mm_grpo.config.shipped import shipped_folder
     from mm_grpo.migrate.keys import advice_on, unknown_key
@@ -32,8 +32,8 @@ def config(
     else:
         matches = [field for field in fields if f"{field.path}.".startswith(f"{name}.")]
         matches = matches or [field for field in fields if f".{field.path}".endswith(f".{name}")]
+        word = re.compile(rf"(?<![a-z]){re.escape(name)}", re.IGNORECASE)
         if not matches and advice_on(name, paths) is None:  # a word, such as save
-            word = re.compile(rf"(?<![A-Za-z]){re.escape(name)}", re.IGNORECASE)
             matches = [field for field in fields if word.search(f"{field.path} {field.description}")]
     if not matches:
         raise ConfigError(unknown_key(name or "", None, paths)[0])
