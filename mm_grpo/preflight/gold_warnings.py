@@ -67,8 +67,7 @@ def _asks(gold: Gold) -> bool:
 def _is_structure(gold: Gold) -> bool:
     if _STRUCTURE.fullmatch(gold.text) and not text_list(gold.text):
         return _MESSAGE.search(gold.text) is not None or not _asks(gold)
-    items = gold.value if isinstance(gold.value, list | tuple) else [gold.value]
-    return any(isinstance(item, Mapping) for item in items)
+    return False
 
 
 def _is_long(gold: Gold) -> bool:
@@ -79,12 +78,27 @@ def _is_boolean(gold: Gold) -> bool:
     return isinstance(gold.value, bool) and not re.search(r"(?i)\b(true|false)\b", gold.prompt)
 
 
+def _is_bit(gold: Gold) -> bool:
+    """Return True for 0 and 1 as the answer to a question of yes and no, which does not name them."""
+    asks = re.search(
+        r"(?i)(?:^|[.!?>\n] ?)(?:is|are|was|were|do|does|did|has|have|can|will)\b[^?]*\?", gold.prompt
+    )
+    return (
+        gold.parts[0] in ("0", "1") and asks is not None and not re.search(r"\b[01]\b|how many", gold.prompt)
+    )
+
+
+def _is_lone_letter(gold: Gold) -> bool:
+    return all(re.fullmatch(r"\W?[A-Z]\W?", part) for part in gold.parts)
+
+
 def _is_other_option(gold: Gold) -> bool:
     """Return True if the prompt shows options, and the gold names one in another way than it asks for."""
     prompt, golds = gold.prompt, [normalise(part) for part in gold.parts]
     asks_letter = re.search(r"\bletters?\b", prompt, re.I) is not None
     if max(map(len, golds)) > 4 and not asks_letter:
         return False  # most rows, in little time
+    golds = [re.sub(r"^\(?[a-z][.):] (?=\w)", "", text) for text in golds]  # "A. cat" is the option's text
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
     listed = gold_texts(column) if isinstance(column, str | list | tuple) else ()
@@ -133,6 +147,8 @@ TEXTS = {
     "reasoning": f"hold reasoning, its tags or over {MAX_WORDS} words: let the column hold the final answer alone",
     "missing": "are nan, <NA> or NaT, which pandas writes for a missing value: make them null",
     "booleans": 'are booleans, which only "True" and "False" equal: ask for these, or let the column hold texts',
+    "bits": 'are 0 or 1, which no "yes" or "no" equals: ask for these, or let the column hold texts',
+    "letters": "are single letters, and any text with such a word is right, as in 'a cat': use the reward choice",
     "options": "are the number, letter or text of an option, and the prompt asks for another of these: let them agree",
     "small": "are smaller than 4 pixels or a second: if they are shares of image or video, set gold_space: normalized",
     "tokens": "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it",
@@ -153,6 +169,8 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("reasoning", ("anls",), 0.1, 1, _is_long),
     ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
     ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
+    ("bits", _LISTED, 0.9, 1, _is_bit),
+    ("letters", ("contains",), 0.5, 1, _is_lone_letter),
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
     ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
     ("small", tuple(GOLD_COLUMNS), 1, 1, _is_small),
@@ -189,7 +207,7 @@ class GoldWarnings:
             if spec.needs[0] in spec.bound or not spec.applies_to(columns):
                 continue
             parts = []
-            with suppress(TypeError):  # the reward refuses it
+            with suppress(TypeError, ValueError):  # the reward refuses it
                 parts = [final_part(text).strip() for text in gold_texts(value)]
             if not parts:
                 continue
