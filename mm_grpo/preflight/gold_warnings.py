@@ -101,7 +101,9 @@ def _is_other_option(gold: Gold) -> bool:
     golds = [re.sub(r"^\(?[a-z][.):] (?=\w)", "", text) for text in golds]  # "A. cat" is the option's text
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
-    listed = gold_texts(column) if isinstance(column, str | list | tuple) else ()
+    if isinstance(column, list | tuple):
+        column = [name for name in column if isinstance(name, str)]
+    listed = gold_texts(column) if isinstance(column, str | list) else ()
     names = [normalise(name) for name in (lettered.values() if shows_letters else listed)]
     if len(names) < 2:
         return False
@@ -148,6 +150,7 @@ TEXTS = {
     "missing": "are nan, <NA> or NaT, which pandas writes for a missing value: make them null",
     "booleans": 'are booleans, which only "True" and "False" equal: ask for these, or let the column hold texts',
     "bits": 'are 0 or 1, which no "yes" or "no" equals: ask for these, or let the column hold texts',
+    "floats": 'are texts such as "3.0", which "3" does not equal: use numeric or count, or write 3',
     "letters": "are single letters, and any text with such a word is right, as in 'a cat': use the reward choice",
     "options": "are the number, letter or text of an option, and the prompt asks for another of these: let them agree",
     "small": "are smaller than 4 pixels or a second: if they are shares of image or video, set gold_space: normalized",
@@ -170,6 +173,13 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
     ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
     ("bits", _LISTED, 0.9, 1, _is_bit),
+    (
+        "floats",
+        ("exact_match", "contains"),
+        0.5,
+        1,
+        lambda gold: bool(re.fullmatch(r"-?\d+\.0+", gold.parts[0])),
+    ),
     ("letters", ("contains",), 0.5, 1, _is_lone_letter),
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
     ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
@@ -207,7 +217,7 @@ class GoldWarnings:
             if spec.needs[0] in spec.bound or not spec.applies_to(columns):
                 continue
             parts = []
-            with suppress(TypeError, ValueError):  # the reward refuses it
+            with suppress(TypeError):  # the reward refuses it
                 parts = [final_part(text).strip() for text in gold_texts(value)]
             if not parts:
                 continue

@@ -97,6 +97,7 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
         for name in ("exact_match", "contains", "anls")
     ),
     ("bits", "exact_match", [0, "1"], {"prompt": "Look. Is the red bar the lowest?"}),
+    ("floats", "exact_match", ["3.0", "12.0", "4.5"], {}),
     # equal golds
     ("alike", "exact_match", ["tram"] * 8, {}),
     ("alike", "numeric", [0] * 11 + [3, 4, 5, 6, 7, 8, 9, 1, 2], {}),
@@ -135,6 +136,8 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ("iou", [[5, 5, 5, 5], "no box"], {}),  # the reward refuses them
     ("exact_match", ["A", "B"], {"prompt": LETTER}),
     ("contains", ["A", "tram", "bus"], {}),
+    ("exact_match", ["0.5", "3.0", "1.25"], {}),
+    ("exact_match", ["tram", "cow"], {"choices": [{"id": 0, "choice": "tram"}]}),
     ("exact_match", [0, 1], {"prompt": "Is it red? Answer with 1 or 0."}),
     ("exact_match", ["0", "1"], {"prompt": "How many are there?"}),
     ("exact_match", [{"text": ["tram"]}, b"tram"], {}),  # the reward refuses them

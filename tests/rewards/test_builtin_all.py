@@ -58,7 +58,6 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
     ("box_match", "boxes", [[3], "no box", {"x": 1}]),
     ("box_match", "threshold", [0, 1.5]),
     ("choice", "answer", ["F", "AB"]),
-    ("exact_match", "answer", [{"text": ["tram"]}, [{"answer": "tram"}], b"tram"]),
     ("choice", "letters", ["abc", "A", "ABA"]),
     ("clicking", "target", [[1, 2, 3], [1, 2, 3, math.nan], [1, 2, 3, 4, 5, math.nan], [5, 5, 1, 1], "here",
                             [5, 0, 5, 5, 5, 10], "[" * 100_000]),

@@ -69,7 +69,10 @@ def test_parts_and_normal_forms(fn, text, found):
 
 def test_gold_answers_of_a_column():
     assert gold_texts(3.0) == ["3"] and gold_texts(2.5) == ["2.5"] and gold_texts(None) == []
-    assert gold_texts(["a", None, " ", 3]) == ["a", "3"]
+    assert gold_texts(["a", None, " ", 3, float("nan")]) == ["a", "3"]
+    for wrong in ({"text": ["a"]}, [{"answer": "a"}], b"a"):
+        with pytest.raises(TypeError, match="gold"):
+            gold_texts(wrong)
 
 
 LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'

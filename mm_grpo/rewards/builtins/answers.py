@@ -99,7 +99,7 @@ def gold_texts(answer: Answer, *, whole: bool = False) -> list[str]:
 
     A text that is a list of texts (`text_list`) is read as that list; with `whole` it is itself one more answer. A
     whole float is written as an integer, because a column of integers with gaps arrives as floats; nan is a gap.
-    Raise ValueError for a mapping or bytes, which no completion equals.
+    Raise TypeError for a mapping or bytes, which no completion equals.
 
     >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts("['a', 'b']"), gold_texts(None)
     (['3'], ['a'], ['a', 'b'], [])
@@ -109,7 +109,7 @@ def gold_texts(answer: Answer, *, whole: bool = False) -> list[str]:
     golds = [answer] if answer is None or isinstance(answer, str | int | float) else list(answer)
     for gold in (answer, *golds):
         if isinstance(gold, Mapping | bytes):
-            raise ValueError(f"the gold answer {gold!r:.80} is no text, number or list of these")
+            raise TypeError(f"the gold answer {gold!r:.80} is no text, number or list of these")
     texts = [
         str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold)
         for gold in golds
