@@ -34,12 +34,9 @@ CALLS: Mapping[str, Mapping[str, str]] = {
     "LoraConfig": (_LORA := {"r": "lora_r", "target_modules": "lora_target_modules"}),
     "get_peft_model": _LORA,
     "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
-    "from_pretrained": {
-        **dict.fromkeys(("model", "model_name", "pretrained_model_name_or_path"), "model_name_or_path"),
-        "fast_inference": "use_vllm", "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-        "max_seq_length": "vllm_max_model_len",
-    },
-}  # fmt: skip
+    "from_pretrained": {"fast_inference": "use_vllm", "max_seq_length": "vllm_max_model_len"}
+    | dict.fromkeys(("model", "model_name", "pretrained_model_name_or_path"), "model_name_or_path"),
+}
 """Calls of a Python script whose arguments are read, with the options that scripts have for them ("" is none)."""
 
 
@@ -99,25 +96,20 @@ def flatten(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
 def _call_arguments(tree: ast.Module) -> dict[str, Any]:
     """Return the arguments of CALLS and what is set on a config; names stand for literals that they are given once."""
     nodes = [*ast.walk(tree)]
-    given = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    stores = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
     assigns = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
-    named = {n.id: value for n, value in assigns if isinstance(n, ast.Name) and given[n.id] == 1}
+    named = {n.id: value for n, value in assigns if isinstance(n, ast.Name) and stores[n.id] == 1}
     arguments: list[tuple[str, ast.expr]] = []
     options: dict[str, Any] = {}
     for call, name in ((node, _called(node)) for node in nodes):
         if isinstance(call, ast.Call) and name in CALLS:
-            first = (
-                [("model", call.args[0])] if call.args and name in ("GRPOTrainer", "from_pretrained") else []
-            )
+            first = [("model", argument) for argument in call.args[:1] if "model" in CALLS[name]]
             keywords = [(k.arg or f"**{ast.unparse(k.value)}", k.value) for k in call.keywords]
             arguments += [(CALLS[name].get(key, key), value) for key, value in first + keywords]
-            options |= {"use_peft": True} if name in ("LoraConfig", "get_peft_model") else {}
-    for target, value in assigns:
-        if (
-            isinstance(target, ast.Attribute)
-            and _called(named.get(ast.unparse(target.value))) == "GRPOConfig"
-        ):
-            arguments.append((target.attr, value))
+            options |= {"use_peft": True} if "r" in CALLS[name] else {}
+    attributes = [(target, value) for target, value in assigns if isinstance(target, ast.Attribute)]
+    configs = {name for name, value in named.items() if _called(value) == "GRPOConfig"}
+    arguments += [(target.attr, v) for target, v in attributes if ast.unparse(target.value) in configs]
     for key, value in arguments:
         try:
             options[key] = ast.literal_eval(named.get(ast.unparse(value), value))
@@ -128,10 +120,9 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
 
 
 def _called(node: ast.AST | None) -> str:
-    """Return the last name of a call, "" for all else and for a processor."""
+    """Return the last name of a call, with its class if that is a processor; "" for all else."""
     name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-    last = name.rpartition(".")[2]
-    return last if last != "from_pretrained" or re.search("Model|For", name) else ""
+    return re.sub(r"^.*\.(?!from_pretrained)|^.*(?:Model|For).*\.", "", name)
 
 
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:

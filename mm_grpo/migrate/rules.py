@@ -171,14 +171,13 @@ def _rewards(result: Conversion, value: Any) -> Converted:
     entries: list[Any] = []
     unknown: list[str] = []
     is_boxes = result.find("is_reward_customized_from_vlm_module") and result.find("task_type") == "rec"
-    ours = {**REWARDS, "accuracy": "iou"} if is_boxes else REWARDS  # VLM-R1
     for name, weight in zip(map(str, names), weights, strict=True):
         module, _, function = name.rpartition(".")
-        entry = ours.get(name, f"{module}:{function}")
+        entry = "iou" if is_boxes and name == "accuracy" else REWARDS.get(name, f"{module}:{function}")
         ends = REWARD_OPTIONS.get(entry, {}).items()
-        options = {arg: result.find(keys, 512 if arg == "max_length" else None) for arg, keys in ends}
+        options = {ours: result.find(keys, 512 if ours == "max_length" else None) for ours, keys in ends}
         options["weight"] = None if weight is None else float(weight)
-        options = {arg: option for arg, option in options.items() if option is not None}
+        options = {ours: option for ours, option in options.items() if option is not None}
         if module or name in REWARDS:
             entries.append({"name": entry, **options} if options else entry)
         else:

@@ -113,13 +113,11 @@ def commands(text: str) -> Iterator[Command]:
             if kind == "end":
                 yield from script.finish(words)
                 words = []
-        elif kind == "unknown":
-            word = (word or "") + match[0].join(UNKNOWN)
         elif kind in ("double", "expansion"):
             inner = script.expand(match[kind], quoted=kind == "double")
             word = (word or "") + inner if inner or word is not None or kind == "double" else None
         else:
-            word = (word or "") + match[kind]
+            word = (word or "") + (match[0].join(UNKNOWN) if kind == "unknown" else match[kind])
 
 
 def _calculate(node: ast.expr) -> int:

@@ -40,6 +40,7 @@ _NUMBERS = re.compile(r"\[[-+\d.,\s\[\]eE]*\d[\s\]]*\]")
 _TAG = "think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer"
 _TAGS = re.compile(rf"(?i)</?(?:{_TAG})>|<\|(?:begin|end)_of_\w{{1,20}}\|>|\\boxed\{{|(?:^|\s)####\s")
 _WORD = re.compile(r"[\u3040-\u9fff]{2}|(?<!\\)\b[^\W\d_]{2,}")  # of a script without spaces two characters
+_YES_NO = re.compile(r"(?i)(?:^|[.!?>\n] ?)(?:is|are|was|were|do|does|did|has|have|can|will)\b[^?]*\?")
 _MARK = r"[.):\]]"  # behind the letter of an option
 _OPTION = re.compile(
     rf"(?m)(?:^|[\s(\[])([A-Z]){_MARK}\s{{0,4}}(\S.{{0,300}}?)(?=\s{{1,4}}[(\[]?[A-Z]{_MARK}|\s{{0,4}}$)"
@@ -65,9 +66,8 @@ def _asks(gold: Gold) -> bool:
 
 
 def _is_structure(gold: Gold) -> bool:
-    if _STRUCTURE.fullmatch(gold.text) and not text_list(gold.text):
-        return _MESSAGE.search(gold.text) is not None or not _asks(gold)
-    return False
+    is_list = _STRUCTURE.fullmatch(gold.text) is not None and not text_list(gold.text)
+    return is_list and (_MESSAGE.search(gold.text) is not None or not _asks(gold))
 
 
 def _is_long(gold: Gold) -> bool:
@@ -79,17 +79,8 @@ def _is_boolean(gold: Gold) -> bool:
 
 
 def _is_bit(gold: Gold) -> bool:
-    """Return True for 0 and 1 as the answer to a question of yes and no, which does not name them."""
-    asks = re.search(
-        r"(?i)(?:^|[.!?>\n] ?)(?:is|are|was|were|do|does|did|has|have|can|will)\b[^?]*\?", gold.prompt
-    )
-    return (
-        gold.parts[0] in ("0", "1") and asks is not None and not re.search(r"\b[01]\b|how many", gold.prompt)
-    )
-
-
-def _is_lone_letter(gold: Gold) -> bool:
-    return all(re.fullmatch(r"\W?[A-Z]\W?", part) for part in gold.parts)
+    names_it = re.search(r"\b[01]\b|how many", gold.prompt) is not None
+    return gold.parts[0] in ("0", "1") and not names_it and _YES_NO.search(gold.prompt) is not None
 
 
 def _is_other_option(gold: Gold) -> bool:
@@ -101,9 +92,8 @@ def _is_other_option(gold: Gold) -> bool:
     golds = [re.sub(r"^\(?[a-z][.):] (?=\w)", "", text) for text in golds]  # "A. cat" is the option's text
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
-    if isinstance(column, list | tuple):
-        column = [name for name in column if isinstance(name, str)]
-    listed = gold_texts(column) if isinstance(column, str | list) else ()
+    texts = [n for n in column if isinstance(n, str)] if isinstance(column, list | tuple) else column
+    listed = gold_texts(texts) if isinstance(texts, str | list) else ()
     names = [normalise(name) for name in (lettered.values() if shows_letters else listed)]
     if len(names) < 2:
         return False
@@ -173,14 +163,8 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
     ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
     ("bits", _LISTED, 0.9, 1, _is_bit),
-    (
-        "floats",
-        ("exact_match", "contains"),
-        0.5,
-        1,
-        lambda gold: bool(re.fullmatch(r"-?\d+\.0+", gold.parts[0])),
-    ),
-    ("letters", ("contains",), 0.5, 1, _is_lone_letter),
+    ("floats", _COMPARED[:2], 0.5, 1, lambda gold: re.fullmatch(r"-?\d+\.0+", gold.parts[0]) is not None),
+    ("letters", ("contains",), 0.5, 1, lambda gold: all(re.fullmatch(r"\W?[A-Z]\W?", p) for p in gold.parts)),
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
     ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
     ("small", tuple(GOLD_COLUMNS), 1, 1, _is_small),

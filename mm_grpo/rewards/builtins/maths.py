@@ -32,7 +32,8 @@ _LATEX = (
 """Patterns of plain notation, which math-verify misreads (2√3 as 2), and LaTeX for it."""
 _POWER = r"(?:\^\{?[23]\}?)?"
 _UNIT = rf"""(?!(?:alpha|beta|gamma|theta|lambda|sqrt|sin|cos|tan|log|dozen|hundred|thousand|[mbt]r?illion)\b)
-    (?:[kcdmμn]?m|k?g|m?[lL]|s|h|ft|in|yd|lb|oz|[kMGmμn]?[A-ZΩ][a-z]?|[A-Za-z]{{3,20}}){_POWER}(?:\s?/\s?[A-Za-z]{{1,7}}{_POWER})?"""
+    (?:[kcdmμn]?m|k?g|m?[lL]|s|h|ft|in|yd|lb|oz|[kMGmμn]?[A-ZΩ][a-z]?|[A-Za-z]{{3,20}})
+    {_POWER}(?:\s?/\s?[A-Za-z]{{1,7}}{_POWER})?"""
 _AROUND = re.compile(
     rf"""^(?:about|approximately|approx\.?|roughly|≈|~|\\approx)\s*
     |(?<=[\d}})π])(?:\\[,;\ ]|[\s~])*(?:\\(?:text|mathrm)\s?\{{[^{{}}]{{1,40}}\}}{_POWER}|[cdkm]m{_POWER}
@@ -75,7 +76,9 @@ def maths(completion: str, answer: Answer, *, digits: int = 6) -> float | None:
     if not golds:
         return None
     gold_expressions = [_gold(gold) for gold in golds]
-    if any(_same_words(completion, gold) for gold in golds):
+    parts = [final_part(gold).strip() for gold in golds]
+    letters = {chosen(part) for part in parts if _LETTER.fullmatch(part)} - {None}
+    if chosen(completion) in letters or normalise(final_part(completion)) in map(normalise, parts):
         return 1.0
     prediction = _parse(*readings(completion))
     verify = partial(library("math").verify, float_rounding=digits, timeout_seconds=None)
@@ -91,18 +94,10 @@ def _gold(text: str) -> list[Any]:
     return parsed
 
 
-def _same_words(completion: str, gold: str) -> bool:
-    """Return True for equal texts, and if the gold names an option that the completion chooses."""
-    part = final_part(gold).strip()
-    letter = chosen(part) if _LETTER.fullmatch(part) else None
-    same = normalise(final_part(completion)) == normalise(part)
-    return same or (letter is not None and chosen(completion) == letter)
-
-
 def readings(text: str, whole: bool = False) -> tuple[str, ...]:
     """Return what `math` may read of a text, the best first. If `whole`, all of it is the answer."""
-    part = final_part(text).translate(_SIGNS)
-    whole = whole or len(part) < len(text)
+    part = final_part(text)
+    whole, part = whole or len(part) < len(text), part.translate(_SIGNS)
     for pattern, latex in _LATEX:
         part = re.sub(pattern, latex, part)
     inner = boxed(part)
