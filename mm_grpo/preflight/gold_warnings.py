@@ -162,7 +162,7 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("reasoning", ("anls",), 0.1, 1, _is_long),
     ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
     ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
-    ("bits", _LISTED, 0.9, 1, _is_bit),
+    ("bits", _LISTED, 0.5, 1, _is_bit),
     ("floats", _COMPARED[:2], 0.5, 1, lambda gold: re.fullmatch(r"-?\d+\.0+", gold.parts[0]) is not None),
     ("letters", ("contains",), 0.5, 1, lambda gold: all(re.fullmatch(r"\W?[A-Z]\W?", p) for p in gold.parts)),
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),

@@ -23,7 +23,7 @@ _CLOSE = re.compile(r"</answer>", re.IGNORECASE)
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
 
 _TRAILING = ".,;:!?。、，；：！？"
-_QUOTED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+_QUOTED = r"""(?:u?"(?:[^"\\]|\\.)*+"|u?'(?:[^'\\]|\\.)*+')"""
 _NUMBER = r"[-+]?\d[\d.]*"
 _ITEM = re.compile(f"({_QUOTED})|({_NUMBER})|None|null|nan", re.DOTALL)
 # no capturing group may stand in a possessive one: Python 3.11 fails on it
@@ -143,7 +143,7 @@ def _unquoted(text: str) -> str:
     for parse in (json.loads, ast.literal_eval) if "\\" in text else ():
         with suppress(ValueError, SyntaxError):
             return str(parse(text))
-    return text[1:-1]
+    return text.removeprefix("u")[1:-1]
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
