@@ -32,7 +32,6 @@ from mm_grpo.run.manifest import manifest_text
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
-from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
 from mm_grpo.trained.source import find_checkpoint
@@ -97,7 +96,7 @@ def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path
     ]  # fmt: skip
     write_rollouts(paths, 1, [replace(group, rewards=(0.0,) * 4) for group in groups])
     trained = Trained(load_active_model(config, processor, 0.2), processor, config, paths, 1)
-    found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
+    found = write_export(trained, tmp_path / "out", adapter=number % 3 == 0)
     assert found.gap.max <= 1e-4 and found.prompts == 3 + TABLE[family].videos
 
 
@@ -155,7 +154,7 @@ def test_an_export_that_is_not_the_trained_model_is_removed(
         monkeypatch.setattr(proof, "score", elsewhere)
     monkeypatch.setattr(export, "write_model", changed)
     with pytest.raises(ConfigError, match=words):
-        write_export(trained, RunLog(), tmp_path / "out", adapter=False)
+        write_export(trained, tmp_path / "out", adapter=False)
     assert list(tmp_path.iterdir()) == []
 
 
