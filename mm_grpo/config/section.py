@@ -69,6 +69,15 @@ class Section(BaseModel):
         branch = {path for path, _ in leaves(cls)}
         return max((tree for tree in trees if branch <= {*tree}), key=len, default=[*branch])
 
+    def flat(self) -> dict[str, Any]:
+        """Return the value of every field below this section by its dotted path, as `model_dump` has it."""
+        flat: dict[str, Any] = {}
+        for name, value in self.model_dump().items():
+            inner = getattr(self, name)
+            is_section = section_of(type(self).model_fields[name]) is not None
+            flat |= inner.flat() if is_section else {_join(self.where, name): value}
+        return flat
+
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with `{"a.b": value}` laid over it, checked as a new one is. Paths start at this section."""
         tree = self.model_dump()

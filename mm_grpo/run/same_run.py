@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.section import Section, section_of
 from mm_grpo.data.base import Rows
 from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
@@ -60,18 +59,9 @@ def is_neutral(field: str) -> bool:
 
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     """Return the fields that change what a run computes, by dotted path, as JSON values."""
-    flat: dict[str, Any] = {}
-
-    def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
-        for name, value in dumped.items():
-            path = before + name
-            if section_of(type(section).model_fields[name]):
-                walk(getattr(section, name), value, f"{path}.")
-            elif not is_neutral(path):  # mappings as a whole: a missing key is a difference too
-                flat[path] = json.loads(json.dumps(value, default=str))
-
-    walk(config, redact(config.model_dump()), "")
-    flat |= config.resolved_fields
+    # mappings as a whole: a missing key is a difference too
+    values = {path: value for path, value in redact(config.flat()).items() if not is_neutral(path)}
+    flat: dict[str, Any] = json.loads(json.dumps(values, default=str)) | config.resolved_fields
     # the pack decides which rows are dropped if it is the narrower limit, and which have a twin
     longest = config.data.max_prompt_length
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
