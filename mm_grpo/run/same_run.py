@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -90,11 +90,6 @@ def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
     return [{"name": s.name, "weight": s.weight, **describe_code(s.fn)} for s in specs]
 
 
-def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
-    """Return the identity of each tool and environment: its name and `describe_code`."""
-    return [{"name": name, **describe_code(code)} for name, code in tools]
-
-
 def identity_of(
     sets: Mapping[str, Rows],
     specs: Sequence[RewardSpec],
@@ -102,11 +97,12 @@ def identity_of(
     features: Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
     """Return the identity of rows (by their field of `data`), rewards, tools and the user's loss features by name."""
+    sources = [*features, *([] if toolbox is None else toolbox.sources)]
     return {
         "rows": {field: rows.fingerprint() for field, rows in sets.items()},
         "rewards": rewards_of(specs),
         "tools": [] if toolbox is None else list(toolbox.schemas),
-        "tool_sources": tool_sources_of([*features, *([] if toolbox is None else toolbox.sources)]),
+        "tool_sources": [{"name": name, **describe_code(code)} for name, code in sources],
     }
 
 
