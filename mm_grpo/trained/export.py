@@ -22,7 +22,7 @@ from mm_grpo.learner.transformers_patches import save_pretrained
 from mm_grpo.trained.card import write_card
 from mm_grpo.trained.model import Trained, load_trained
 from mm_grpo.trained.proof import Proof, ProofPrompts, prompts_of_run, prove
-from mm_grpo.trained.source import find_checkpoint
+from mm_grpo.trained.source import NO_RUN, WholeModel, find_model
 from mm_grpo.version import __version__
 
 MARK = "mm_grpo_export.json"
@@ -51,7 +51,9 @@ def export_run(
     if the run's files ask to run code.
     """
     check_out(out, overwrite=overwrite)
-    run_checkpoint = find_checkpoint(source, checkpoint, overrides, trust=trust)
+    run_checkpoint = find_model(str(source), checkpoint, overrides, trust=trust)
+    if isinstance(run_checkpoint, WholeModel):
+        raise ConfigError(f"'{source}' is {NO_RUN}")
     if adapter and run_checkpoint.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
     return write_export(load_trained(run_checkpoint), out, adapter=adapter, overwrite=overwrite)

@@ -34,7 +34,7 @@ from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
-from mm_grpo.trained.source import find_checkpoint
+from mm_grpo.trained.source import find_model
 
 Runs = Callable[[str], Finished]
 
@@ -247,7 +247,7 @@ def test_a_best_without_a_checkpoint_is_refused(runs: Runs, tmp_path: Path) -> N
         manifest["extra"]["best"] = best
         file.write_text(manifest_text(manifest))
         with pytest.raises(ConfigError, match=f"{tmp_path}/run.*{'step-000003' if best else 'last'}"):
-            find_checkpoint(tmp_path / "run", "best")
+            find_model(str(tmp_path / "run"), "best")
 
 
 def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> Non
     file.write_text(manifest_text({**manifest, "dtype": "bfloat16"}))
     (tmp_path / "run/environment.json").write_text("{}")  # tells how the run was started, and decides nothing
     for overrides, dtype in (([], "bfloat16"), (["device=cpu"], "bfloat16"), (["dtype=float32"], "float32")):
-        found = find_checkpoint(tmp_path / "run", None, [f"model.{each}" for each in overrides])
-        assert found.config.model.dtype == dtype
+        found = find_model(str(tmp_path / "run"), None, [f"model.{each}" for each in overrides])
+        assert found.config is not None and found.config.model.dtype == dtype
 
 
 def test_weights_are_read_from_the_parts_of_several_processes(tmp_path: Path) -> None:
