@@ -100,8 +100,6 @@ def gather_gallery(paths: RunPaths, budget: Budget, images: ImageStore, run: int
     gallery: list[dict[str, Any]] = []
     steps_shown = left_out = 0
     for step in order:
-        if texts <= 0:
-            break
         groups, count, room = by_group(read_rollouts(paths, step)), 0, min(texts, step_share)
         groups.sort(key=lambda rows: reward_range(row["reward"] for row in rows), reverse=True)
         for rows in groups:
