@@ -31,7 +31,7 @@ MAX_TASK_LENGTH = 64
 class Rows(Protocol):
     """Rows by index (from 0), read when they are asked for. IndexError for an index outside of [0, len).
 
-    A method with a body here is that of several sources; a dataset, which is its own only source, has others.
+    A method that asks the sources is that of several; a dataset, which is its own only source, replaces it.
     """
 
     name: str
