@@ -178,9 +178,8 @@ FILTER = "algorithm.filter_groups"
         ({"deepspeed": "configs/ds_zero3.json"}, "optim.zero_stage", 3),
         ({f"{ACTOR}.ppo_mini_batch_size": "${data.train_batch_size}"}, "optim.updates_per_step", 1),
         ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:i", "dataset_name": "no"}, "data.image_dir", "i"),
-        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:i", "dataset_name": "no"}, "data.train",
-         ["a.jsonl", "b.jsonl"]),
-        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:j"}, "data.train",
+        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:i"}, "data.train", ["a.jsonl", "b.jsonl"]),
+        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:j", "dataset_name": "no"}, "data.train",
          [{"path": "a.jsonl", "image_dir": "i"}, {"path": "b.jsonl", "image_dir": "j"}]),
         ({"reward_funcs": ["accuracy"], "task_type": "rec", "is_reward_customized_from_vlm_module": True}, "rewards",
          ["iou"]),
@@ -234,15 +233,14 @@ def test_a_script_in_python_gives_its_literals(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "LR = 1e-6\nfor LR in (1e-5, 1e-4):\n    args = GRPOConfig(learning_rate=LR, **more)\nargs.loss_type = 'grpo'\n"
         "model, tokenizer = FastVisionModel.from_pretrained(model_name='o/n', load_in_4bit=True, fast_inference=True)\n"
-        "model = FastVisionModel.get_peft_model(model, r=4, lora_alpha=4)\nGRPOTrainer(model, [score], args)\n"
-        "AutoProcessor.from_pretrained('o/processor')\n"
+        "Fast.get_peft_model(model, r=4, lora_alpha=4)\nGRPOTrainer(model, [score], args)\nA.from_pretrained('p')"
     )
     converted = convert(read_foreign(tmp_path / "a.py"))
     assert converted.values["model"] == {"path": "o/n", "lora": {"rank": 4, "alpha": 4}}
-    assert (
-        converted.values["algorithm"]["loss_type"] == "grpo"
-        and converted.values["rollout"]["engine"] == "vllm"
-    )
+    assert [converted.values[s][n] for s, n in (("algorithm", "loss_type"), ("rollout", "engine"))] == [
+        "grpo",
+        "vllm",
+    ]
     assert set(converted.omitted) == {"learning_rate", "**more", "load_in_4bit"}
 
 

@@ -136,7 +136,6 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ("iou", [[5, 5, 5, 5], "no box"], {}),  # the reward refuses them
     ("exact_match", ["A", "B"], {"prompt": LETTER}),
     ("contains", ["A", "tram", "bus"], {}),
-    ("exact_match", ["0.5", "3.0", "1.25"], {}),
     ("exact_match", ["tram", "cow"], {"choices": [{"id": 0, "choice": "tram"}]}),
     ("exact_match", [0, 1], {"prompt": "Is it red? Answer with 1 or 0."}),
     ("exact_match", ["0", "1"], {"prompt": "How many are there?"}),
