@@ -160,14 +160,7 @@ def test_a_smoke_run_only_warns_and_leaves_nothing(
 
 
 def test_ctrl_c_while_the_commands_are_imported() -> None:
-    code = """
-import sys
-class Finder:
-    def find_spec(self, name, *rest):
-        if name == "mm_grpo.cli.train":
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Finder())
-import mm_grpo.cli
-"""
+    hook = "lambda event, args: os.kill(os.getpid(), 2) if args[:1] == ('mm_grpo.cli.train',) else 0"
+    code = f"import os, sys; sys.addaudithook({hook}); import mm_grpo.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -142,7 +142,7 @@ def test_init_writes_what_check_accepts(tmp_path: Path, command: Any) -> None:
     assert ended.code == 0 and ended.out.rstrip().endswith("ok") and "1 / 1 / 1" in ended.out
     assert json.loads((folder / "rows.jsonl").read_text())["answer"] == "3"
     again = command("init", folder)
-    assert again.code == 2 and "config.yaml and 3 more exists already" in again.err
+    assert again.code == 2 and "config.yaml and 3 more would be" in again.err
 
 
 @pytest.mark.parametrize(("gpu", "engine"), [(True, "vllm"), (False, "transformers")])
