@@ -28,7 +28,8 @@ from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
-from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
+from mm_grpo.learner.learner_weights import LearnerWeights
+from mm_grpo.learner.lora import as_frozen_base
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
@@ -268,7 +269,7 @@ class Learner(LearnerWeights):
     def _reference_values(self, items: Sequence[Item]) -> ByCompletion:
         """Return log-probs [T] of each completion under the reference policy."""
         assert self.reference is not None
-        with frozen_base_of(self.reference.model):
+        with as_frozen_base(self.reference.model):
             return self.run(items, self.reference)[0]
 
     def _keep_image_features(self, minibatches: int) -> None:
