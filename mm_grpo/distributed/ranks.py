@@ -249,11 +249,12 @@ def use_deepspeed(gpu: bool) -> Any:
     return deepspeed
 
 
-def open_group_alone(gpu: bool) -> None:
-    """Open a process group of one, which DeepSpeed needs."""
+def open_group_alone(backend: str) -> None:
+    """Open a process group of one, which DeepSpeed and vLLM need, if none is open."""
     if not dist.is_initialized():
+        # in memory: a group of one needs neither port nor file
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def lost_text(label: str, error: RuntimeError) -> str:
