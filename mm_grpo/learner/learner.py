@@ -48,6 +48,8 @@ from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 R = TypeVar("R")
+Answered = Sequence[tuple[Prompt, Sequence[Completion]]]
+"""Prompts, each with its completions."""
 
 
 class Learner(LearnerWeights):
@@ -129,15 +131,11 @@ class Learner(LearnerWeights):
         versions = [tuple({v for _, v in c.weight_versions}) for g in groups for c in g.completions]
         return self._report(statistics, updates, logprobs, versions)
 
-    def reference_logprobs(
-        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
-    ) -> list[list[list[float]]]:
+    def reference_logprobs(self, answered: Answered) -> list[list[list[float]]]:
         """Return log-probs [T] of each prompt's completions under the reference policy, as they are sampled."""
         return self._by_prompt(answered, self._reference_values)
 
-    def current_logprobs(
-        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
-    ) -> list[list[list[float]]]:
+    def current_logprobs(self, answered: Answered) -> list[list[list[float]]]:
         """Return the same under the present weights. Collective. The passes are not counted as work of the step."""
         uncounted = PackStatistics()
         return self._by_prompt(answered, lambda items: self.run(items, work=uncounted)[0])
@@ -252,9 +250,7 @@ class Learner(LearnerWeights):
             return read(module, forward_pass.even_packs())
 
     def _by_prompt(
-        self,
-        answered: Sequence[tuple[Prompt, Sequence[Completion]]],
-        values_of: Callable[[Sequence[Item]], ByCompletion],
+        self, answered: Answered, values_of: Callable[[Sequence[Item]], ByCompletion]
     ) -> list[list[list[float]]]:
         rows = [
             (number, prompt, c) for number, (prompt, completions) in enumerate(answered) for c in completions
