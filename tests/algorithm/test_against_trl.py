@@ -118,7 +118,8 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     """Our loss over the same tokens, flat and in two packs, and its gradients."""
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
     lengths = MASK.sum(1)
-    chosen = top_entropy_mask(given["entropy"], MASK, config.top_entropy_quantile)
+    chosen, active = MASK.bool(), MASK.bool()
+    chosen[active] = top_entropy_mask(given["entropy"][active], config.top_entropy_quantile)
     weights = LOSSES[config.loss_type].weights(lengths, LIMIT)
     loss_inputs = LossInputs(given["advantages"].double(), weights, int(chosen.sum()))
     statistics, total = LossStatistics(), torch.zeros(())
