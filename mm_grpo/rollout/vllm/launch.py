@@ -290,8 +290,7 @@ def _ensure_process_group() -> None:
                 "the vLLM engine must start after the process group: call torch.distributed.init_process_group (or "
                 "let DeepSpeed do it) on every rank first"
             )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        open_group_alone(backend)
+        open_group_alone("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size()
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
     os.environ.setdefault("RANK", str(dist.get_rank()))
