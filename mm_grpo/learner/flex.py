@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -148,13 +148,8 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
     weight = weight * (segments != PADDING)[:, None, :, None]
     mask, dense = block_mask(segments), attention_mask(segments)
     gqa = query.shape[1] != key.shape[1]
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=gqa)
-
-    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, mask)
-
+    flex = partial(attend, mask=mask)
+    plain = partial(scaled_dot_product_attention, attn_mask=dense, enable_gqa=gqa)
     results: list[list[Tensor]] = []
     for run in (flex, plain):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]
