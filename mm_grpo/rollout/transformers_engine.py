@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -253,12 +253,8 @@ class TransformersStream(RequestStream):
 
     def _next_group(self) -> list[_Row]:
         """Return the first waiting row and its neighbours with the same prompt and sampling."""
-        first = self.waiting[0].request
-
-        def shares(row: _Row) -> bool:
-            return row.request.prompt is first.prompt and row.request.sampling == first.sampling
-
-        return list(takewhile(shares, self.waiting))
+        _, rows = next(groupby(self.waiting, lambda row: (id(row.request.prompt), row.request.sampling)))
+        return list(rows)
 
     def _prefill(self, groups: list[list[_Row]]) -> None:
         """Run the prompts of `groups` together, and append their rows."""
