@@ -10,6 +10,7 @@ that are not trained are not stored; `frozen_digest` tells whether they are the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -134,16 +135,9 @@ def _read(files: Sequence[Path], parts: Mapping[str, tuple[int, Tensor]], *, fin
 
 def mark_of(path: Path) -> FileMark:
     """Return the mark of a file on the disk."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
     return {"name": path.name, "bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Return True if a file's bytes fit its mark in a manifest."""
-    return bool(mark_of(path)["xxh3_128"] == mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:
