@@ -32,7 +32,7 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.processors.base import register
 from mm_grpo.processors.family import Family
 from mm_grpo.processors.hf_processor import HFProcessor
-from mm_grpo.processors.image_size import NoFixedPoint, Size
+from mm_grpo.processors.image_size import NoFixedPoint, Size, settle
 from mm_grpo.processors.video_input import FRAMES_UNCHANGED, frames_array, video_metadata
 from mm_grpo.types import Medium, Video
 
@@ -144,13 +144,7 @@ class QwenVLProcessor(HFProcessor):
         return FRAMES_UNCHANGED | ({"cap_pixels_per_frame": False} if has_cap else {})
 
     def limited_size(self, size: Size, min_pixels: int, max_pixels: int) -> Size:
-        try:
-            height, width = smart_resize(
-                *size, factor=self.factor, min_pixels=min_pixels, max_pixels=max_pixels
-            )
-        except ValueError as error:  # an aspect ratio above 200
-            raise NoFixedPoint(f"{size[1]}x{size[0]}: {error}") from error
-        return height, width
+        return _rule(size, self.factor, min_pixels, max_pixels)
 
     def max_image_tokens(self) -> int:
         return self.max_pixels // self.factor**2
@@ -250,3 +244,19 @@ class QwenVLProcessor(HFProcessor):
             super().save(path)
         finally:
             self.hf.image_processor.size = size
+
+
+def fixed_size(height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int) -> Size:
+    """Return the (height, width) in pixels that the rule maps to itself, starting from the given size.
+
+    Raises NoFixedPoint when the rule refuses the size (aspect ratio above 200) or does not settle.
+    """
+    return settle((height, width), lambda size: _rule(size, factor, min_pixels, max_pixels))
+
+
+def _rule(size: Size, factor: int, min_pixels: int, max_pixels: int) -> Size:
+    try:
+        height, width = smart_resize(*size, factor=factor, min_pixels=min_pixels, max_pixels=max_pixels)
+    except ValueError as error:
+        raise NoFixedPoint(f"{size[1]}x{size[0]}: {error}") from error
+    return height, width

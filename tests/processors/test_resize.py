@@ -13,19 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mm_grpo.processors.image_size import NoFixedPoint, Size, resize_to, settle
-from mm_grpo.processors.qwen_vl import QwenVLProcessor
+from mm_grpo.processors.image_size import NoFixedPoint, resize_to, settle
+from mm_grpo.processors.qwen_vl import fixed_size
 
 pytestmark = pytest.mark.lowest
 
 SIDES = st.integers(1, 4000)
-
-
-def fixed_size(height: int, width: int, **limits: int) -> Size:
-    """The size that Qwen's rule settles at, without a model's folder."""
-    processor = QwenVLProcessor.__new__(QwenVLProcessor)
-    vars(processor).update(limits)
-    return processor.fixed_size((height, width))
 
 
 @settings(max_examples=60, deadline=None)
