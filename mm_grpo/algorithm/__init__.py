@@ -9,5 +9,5 @@
 - `correction.py`: weights and masks for a policy that is not the one that sampled.
 - `masks.py`: tokens that enter the loss.
 
-None of it needs a trainer. `learner/loss.py` puts the loss of a pack together from these.
+None of it needs a trainer or a config object. `learner/loss.py` puts the loss of a pack together from these.
 """

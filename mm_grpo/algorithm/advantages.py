@@ -22,9 +22,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Literal
+from typing import Literal, Protocol
 
-from mm_grpo.config import AlgorithmConfig
 from mm_grpo.errors import RewardError
 
 EPSILON = 1e-4
@@ -39,6 +38,18 @@ Rewards = Sequence[Sequence[float | None]]
 Scale = Literal["group", "batch", "none"]
 
 
+class AdvantageOptions(Protocol):
+    """Options that estimators read; `AlgorithmConfig` has them."""
+
+    @property
+    def advantage_estimator(self) -> str: ...
+    @property
+    def multi_objective_aggregation(self) -> str: ...
+
+    scale_rewards: Scale
+    turn_gamma: float | None
+
+
 @dataclass(frozen=True)
 class Objective:
     """Reward of a step: its weight, and its unweighted scores [P][G]."""
@@ -49,7 +60,7 @@ class Objective:
 
 
 def advantages(
-    rewards: Rewards, options: AlgorithmConfig, objectives: Sequence[Objective] = ()
+    rewards: Rewards, options: AdvantageOptions, objectives: Sequence[Objective] = ()
 ) -> list[tuple[float, ...]]:
     """Return advantages [P][G] of total rewards [P][G], by the estimator of `options`.
 
@@ -182,7 +193,7 @@ def gdpo(totals: Rewards, objectives: Sequence[Objective]) -> list[tuple[float, 
     return [zero_for_none([None if s is None else s / divisor for s in row]) for row in sums]
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Callable[[Rewards, AlgorithmConfig], list[tuple[float, ...]]]] = {
+ADVANTAGE_ESTIMATORS: dict[str, Callable[[Rewards, AdvantageOptions], list[tuple[float, ...]]]] = {
     "grpo": lambda rewards, options: grpo(rewards, options.scale_rewards),
     "maxrl": lambda rewards, options: maxrl(rewards),
     "rloo": lambda rewards, options: rloo(rewards),

@@ -18,14 +18,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mm_grpo.config import AlgorithmConfig
-
 Level = Literal["token", "sequence"]
+
+
+class LossOptions(Protocol):
+    """Options that losses read; `AlgorithmConfig` has them."""
+
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    importance_sampling_level: Level
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    vespo_k_pos: float
+    vespo_lambda_pos: float
+    vespo_k_neg: float
+    vespo_lambda_neg: float
+
+    @property
+    def importance_sampling_mode(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +100,7 @@ def sequence_mean(values: Tensor, completion_index: Tensor) -> Tensor:
 # the loss of a token -----------------------------------------------------------------------------
 
 
-def clipped(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def clipped(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """PPO's clipped surrogate at the config's importance level: `grpo`, `bnpo`, `dr_grpo`, `dapo`, `luspo`."""
     weight = log_importance(tokens.log_ratio, tokens.completion_index, config.importance_sampling_level)
     return clipped_surrogate(weight, tokens.advantages, config.epsilon, _upper(config), config.delta)
@@ -117,7 +133,7 @@ def clipped_surrogate(
     )
 
 
-def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def cispo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """REINFORCE with a clipped importance weight: every token keeps its gradient (MiniMax-M1, arXiv:2506.13585).
 
         loss_t = -stop_gradient(min(ratio_t, epsilon_high)) * A * logp_t
@@ -130,7 +146,7 @@ def cispo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     return unclipped(-ratio.clamp(max=_upper(config)) * tokens.advantages * tokens.logp)
 
 
-def sapo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def sapo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """A soft gate in place of the hard clip (SAPO, arXiv:2511.20347).
 
         loss_t = -sigmoid(tau * (ratio_t - 1)) * 4 / tau * A
@@ -147,7 +163,7 @@ DPPO_MAX = 20.0
 """Upper bound of the importance weight in `dppo_tv` and `dppo_kl`, verl's."""
 
 
-def dppo_tv(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def dppo_tv(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """REINFORCE without tokens that have become too much likelier or less likely, as their advantage says (DPPO).
 
         loss_t = -stop_gradient(min(ratio_t, 20)) * A * logp_t     if |p_t - p_old_t| is within its bound
@@ -160,7 +176,7 @@ def dppo_tv(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
     return _within(tokens, change > _upper(config), change < -config.epsilon)
 
 
-def dppo_kl(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def dppo_kl(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """`dppo_tv`, but it bounds the Kullback-Leibler divergence of "this token or another", in nats.
 
         D_t = p_old * log(p_old / p) + (1 - p_old) * log((1 - p_old) / (1 - p))
@@ -184,11 +200,11 @@ def _within(tokens: Tokens, above: Tensor, below: Tensor) -> TokenLoss:
     return TokenLoss(loss, clipped_low=low, clipped_high=high, capped=torch.zeros_like(low))
 
 
-def _upper(config: AlgorithmConfig) -> float:
+def _upper(config: LossOptions) -> float:
     return config.epsilon if config.epsilon_high is None else config.epsilon_high
 
 
-def gmpo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def gmpo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """Geometric mean of a completion's clipped ratios (GMPO: Zhao et al. 2025, arXiv:2507.20673, eq. 4).
 
         loss of a completion = -A * exp(mean over its tokens of l_t)
@@ -211,7 +227,7 @@ VESPO_MIN, VESPO_MAX = math.log(1e-8), 20.0
 """Bounds of logarithms in `vespo`, TRL's."""
 
 
-def vespo(tokens: Tokens, config: AlgorithmConfig) -> TokenLoss:
+def vespo(tokens: Tokens, config: LossOptions) -> TokenLoss:
     """REINFORCE weighed by a smooth function of the whole completion's ratio (VESPO, arXiv:2602.10693).
 
         loss_t = -phi(w) * A * logp_t,   phi(w) = exp(lambda) * w^k * exp(-lambda * w),   phi(1) = 1
@@ -284,7 +300,7 @@ class Loss(NamedTuple):
     and the loss [M] of each token."""
 
     weights: Callable[[Tensor, int], Tensor]
-    token_loss: Callable[[Tokens, AlgorithmConfig], TokenLoss]
+    token_loss: Callable[[Tokens, LossOptions], TokenLoss]
 
 
 LOSSES: dict[str, Loss] = {

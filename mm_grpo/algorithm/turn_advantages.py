@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mm_grpo.algorithm.advantages import advantages
-from mm_grpo.config import AlgorithmConfig
+from mm_grpo.algorithm.advantages import AdvantageOptions, advantages
 
 TurnRewards = Sequence[Sequence[Sequence[float | None]]]
 """Rewards [P][G][K]; None if no reward applies to the turn, or to the conversation."""
@@ -45,7 +44,7 @@ def discounted_returns(rewards: Sequence[float | None], gamma: float) -> list[fl
     return returns[::-1]
 
 
-def turn_advantages(rewards: TurnRewards, options: AlgorithmConfig) -> list[tuple[tuple[float, ...], ...]]:
+def turn_advantages(rewards: TurnRewards, options: AdvantageOptions) -> list[tuple[tuple[float, ...], ...]]:
     """Return advantages [P][G][K] of the turns of P groups, by `turn_gamma`, estimator and scale of `options`.
 
     A scale of the whole step (`scale_rewards: batch`, `reinforce_plus_plus_baseline`) counts all its turns. Raises

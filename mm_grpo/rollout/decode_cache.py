@@ -293,19 +293,23 @@ def _select(buffer: Tensor, entries: Sequence[int], width: int) -> Tensor:
     return buffer[torch.tensor(entries, dtype=torch.long, device=buffer.device), :, buffer.shape[2] - width :]
 
 
-def _states(layer: Any) -> list[tuple[dict[Any, Any], Any, Tensor]]:
-    """List the tensors [R, ...] of a layer of linear attention: (dict that holds it, name or number, tensor)."""
-    tensors: list[tuple[dict[Any, Any], Any, Tensor]] = []
+def _states(layer: Any) -> list[tuple[Any, Any, Tensor]]:
+    """List the tensors [R, ...] of a layer of linear attention: (holder, name or number, tensor)."""
+    tensors: list[tuple[Any, Any, Tensor]] = []
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
         if isinstance(states, dict):
             tensors += [(states, number, state) for number, state in states.items() if state is not None]
         elif states is not None:
-            tensors.append((vars(layer), name, states))
+            tensors.append((layer, name, states))
     return tensors
 
 
 def _fill(layer: Any, new: Any, *, append: bool) -> None:
     """Give a layer of linear attention the states of a new one: behind its states, or in their place."""
     for (holder, name, state), (_, _, new_state) in zip(_states(layer), _states(new), strict=True):
-        holder[name] = torch.cat([state, new_state]) if append else new_state
+        value = torch.cat([state, new_state]) if append else new_state
+        if isinstance(holder, dict):
+            holder[name] = value
+        else:
+            setattr(holder, name, value)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from mm_grpo.distributed.ranks import Ranks
     from mm_grpo.rewards.scorer import Scorer
     from mm_grpo.rewards.streaming_rewards import StreamedCalls
-    from mm_grpo.rollout.engine import Request, RolloutEngine, Sampling
+    from mm_grpo.rollout.engine import Request, Sampling
     from mm_grpo.rollout.prompts import PromptBuilder, StepPrompts
-    from mm_grpo.rollout.turns import TurnLoop
+    from mm_grpo.rollout.turns import Sampler
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RolloutRunner:
     """
 
     prompt_builder: PromptBuilder
-    sampler: RolloutEngine | TurnLoop
+    sampler: Sampler
     """The engine, or a loop of turns over it."""
     scorer: Scorer
     ranks: Ranks

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from mm_grpo.environments.observation import Observation, digest, failed
 from mm_grpo.errors import BadMedia
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from mm_grpo.processors.base import ConversationProcessor, Processor
     from mm_grpo.rollout.engine import RequestStream, RolloutEngine
     from mm_grpo.rollout.seeds import SeedPlan
+
+
+class Sampler(Protocol):
+    """An engine, or a loop of turns over one."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+    def stream(self) -> RequestStream: ...
 
 
 @dataclass(eq=False)
@@ -235,7 +243,7 @@ def sampler_of(
     toolbox: Toolbox | None,
     seeds: SeedPlan,
     version: Callable[[], int],
-) -> RolloutEngine | TurnLoop:
+) -> Sampler:
     """Return the engine, or with tools a loop over it."""
     if toolbox is None:
         return engine

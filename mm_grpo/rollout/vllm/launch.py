@@ -10,12 +10,14 @@ import ctypes
 import importlib.util
 import logging
 import os
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
@@ -26,7 +28,6 @@ from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rollout.vllm import adapters, four_bits
 from mm_grpo.rollout.vllm.model_patches import has_experts, patch_model
 from mm_grpo.rollout.vllm.read_back import ReadBack
-from mm_grpo.user_code.kept_state import kept_state
 
 OURS: Mapping[str, str] = {
     "model": "model.path",
@@ -306,17 +307,20 @@ def _restore_process() -> Iterator[None]:
     # vLLM seeds Python, numpy and torch, writes variables that child processes would inherit (LD_PRELOAD,
     # LOCAL_WORLD_SIZE), and on a CPU replaces `torch.set_num_threads`
     environment = dict(os.environ)
+    states = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     precision = torch.get_float32_matmul_precision()
     try:
-        with kept_state("vLLM"):
-            yield
+        yield
     finally:
         torch.set_num_threads = set_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
+        random.setstate(states[0])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
         if cuda:
             torch.cuda.set_rng_state_all(cuda)
         for name in os.environ.keys() - environment.keys():
