@@ -45,8 +45,7 @@ def explain_arguments(init: Callable[Concatenate[Self, P], None]) -> Callable[Co
 
     @functools.wraps(init)
     def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        lines = list(_faults(inspect.signature(init), args, kwargs))
-        if lines:
+        if lines := list(_faults(inspect.signature(init), args, kwargs)):
             raise ConfigError("\n".join(lines))
         init(self, *args, **kwargs)
 
@@ -64,8 +63,7 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping
             "rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
     for name, (fits, legal) in KINDS.items():
-        value = kwargs.get(name)
-        if value is not None and not fits(value):
+        if (value := kwargs.get(name)) is not None and not fits(value):
             yield f"{name} = {shorten(repr(value), 80)}: must be {legal}"
     for name in (name for name in kwargs if name not in names):
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, names)}GRPOTrainer takes {', '.join(names)}")
