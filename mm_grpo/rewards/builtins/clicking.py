@@ -11,8 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.rewards.builtins.answers import column_value
-from mm_grpo.rewards.builtins.boxes import Box, Frame, Layout, Point, has_area, is_coordinate, point_in
+from mm_grpo.rewards.builtins.boxes import (
+    Box,
+    Frame,
+    Layout,
+    Point,
+    boxes_of,
+    has_area,
+    is_coordinate,
+    point_in,
+)
 from mm_grpo.rewards.builtins.grounding import box_options, takes_box_options
 from mm_grpo.rewards.registry import reward
 
@@ -76,7 +84,7 @@ def clicking(
         return 0.0
     x, y = frame.scale(space, distance_space)
     nearest = min(
-        distance((point[0] * x, point[1] * y), shape)
+        _to_edge((point[0] * x, point[1] * y), shape)
         for shape in moved_shapes(shapes, frame, space, distance_space)
     )
     return max(0.0, 1.0 - nearest / (reach * diagonal))
@@ -87,7 +95,7 @@ def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[P
 
     Raise ValueError if it holds no polygon, or one that has no extent or does not lie in the image.
     """
-    text, value = str(value)[:80], column_value(value)
+    text, value = str(value)[:80], boxes_of(value)
     if isinstance(value, list | tuple) and len(value) == 4 and all(isinstance(n, int | float) for n in value):
         x0, y0, x1, y1 = frame.gold(value, layout, space)
         return (((x0, y0), (x1, y0), (x1, y1), (x0, y1)),)
@@ -143,15 +151,6 @@ def is_inside(point: Point, polygon: Polygon) -> bool:
         if (ay > y) != (by > y) and x < ax + (y - ay) * (bx - ax) / (by - ay):
             inside = not inside
     return inside or _to_edge(point, polygon) <= ON_EDGE * max(x1 - x0, y1 - y0)
-
-
-def distance(point: Point, polygon: Polygon) -> float:
-    """Return the distance of a point from a polygon; 0 inside.
-
-    >>> distance((7, 9), ((0, 0), (4, 0), (4, 5), (0, 5)))
-    5.0
-    """
-    return 0.0 if is_inside(point, polygon) else _to_edge(point, polygon)
 
 
 def point_inside(polygon: Polygon) -> Point:
