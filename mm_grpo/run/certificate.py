@@ -24,7 +24,7 @@ from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.manifest import LOG, Checkpoint, checkpoints_in, inspect_checkpoint
 from mm_grpo.run.metrics import read_rows, read_summary
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import read_rollouts
+from mm_grpo.run.rollout_log import read_rollouts, rollout_digests
 from mm_grpo.run.same_run import deciding_fields
 from mm_grpo.run.summary import summary_lines
 from mm_grpo.terminal import printable
@@ -36,6 +36,8 @@ FACTS = {
     "warmed base": "<start/warmed:sum> of <start/warmed:len> starts",
     "steps": "<step:len>; missing in metrics.jsonl: <run/missing:all>",
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
+    "rollout digests": "as written: <log/intact:sum> files; not recorded: <log/unrecorded:sum>; changed: "
+    "<log/changed:all>",
     "samples": "<log/tokens:len> answers, <log/seeds:len> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
     "seeds": "<log/seeds:len> recomputed, <log/seeds:distinct> distinct; <log/wrong:sum> answers against the seed law",
     "prompt ids": "<log/ids:sum> compared, of <log/ids:len> answers",
@@ -66,10 +68,11 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     """
     config, summary = GRPOConfig.from_dict(read_yaml(paths.config)), summary or read_summary(paths) or {}
     environment = read_json(paths.environment, dict) if paths.environment.is_file() else {}
-    rows = [row for row in read_rows(paths.metrics) if row["step"] > 0]
+    all_rows = read_rows(paths.metrics)
+    rows = [row for row in all_rows if row["step"] > 0]
     starts = ({f"start/{k}": v for k, v in start.items()} for start in environment.get("starts", ()))
     values = defaultdict[str, list[Any]](list)
-    for counts in (*rows, *starts, *_log_counts(paths, config, rows)):
+    for counts in (*rows, *starts, *_log_counts(paths, config, rows), *_file_counts(paths, all_rows)):
         for name, value in counts.items():
             values[name] += value if isinstance(value, list) else [value] * (value is not None)
     steps, seeds, guards = values["step"], values["log/seeds"], config.run.guards
@@ -88,6 +91,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     texts = {fact: re.sub(r"<([^:>]+):(\w+)>", number, text) for fact, text in FACTS.items()}
     digests, faults = _digests(paths, config)
     broken = {
+        f"changed after their step: {shorten(', '.join(values['log/changed']), 200)}": any(values["log/changed"]),
         "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
         "seeds repeat": len({*seeds}) < len(seeds),
@@ -146,6 +150,15 @@ def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]])
             yield {"log/step": step}
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield {"log/missing" if isinstance(error, FileNotFoundError) else "log/damaged": step}
+
+
+def _file_counts(paths: RunPaths, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield counts of each rollout file by its digest in the rows; `changed` is a file that differs."""
+    for row in rows:
+        for name, digest in rollout_digests(paths, row["step"]).items():
+            old, file = row.get(name), f"{name}-{row['step']:06d}.jsonl"
+            yield {"log/intact": old == digest, "log/unrecorded": old is None}
+            yield {"log/changed": None if old in (digest, None) else file}
 
 
 def _digests(paths: RunPaths, config: GRPOConfig) -> tuple[dict[str, str], list[str]]:

@@ -27,7 +27,7 @@ from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
 from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
-from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.run.rollout_log import rollout_digests, write_rollouts
 from mm_grpo.types import Group
 
 FILES = (
@@ -174,9 +174,10 @@ class RunFolder:
             atomic_write(self.paths.summary, text + "\n")
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append to metrics.jsonl (`metrics.append_row`)."""
+        """Append to metrics.jsonl (`metrics.append_row`), with digests of the step's rollout files."""
         with self.writing("metrics.jsonl"):
-            append_row(self.paths.metrics, step, finite_or_text(metrics))
+            values = {**finite_or_text(metrics), **rollout_digests(self.paths, step)}
+            append_row(self.paths.metrics, step, values)
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `metrics.append_event`."""

@@ -192,6 +192,12 @@ def logged_steps(paths: RunPaths, kind: str = "") -> list[int]:
     return sorted(int(match[2]) for match in matches if match and match[1] == kind)
 
 
+def rollout_digests(paths: RunPaths, step: int) -> dict[str, str]:
+    """Return XXH3 of a step's rollout files by metric: rollouts/step, and rollouts/eval-step of the evaluation."""
+    files = {f"rollouts/{kind}step": paths.rollout_file(step, kind) for kind in ("", EVALUATION)}
+    return {k: xxhash.xxh3_128_hexdigest(file.read_bytes()) for k, file in files.items() if file.is_file()}
+
+
 def read_rollouts(paths: RunPaths, step: int, kind: str = "") -> list[dict[str, Any]]:
     """Read the rows of a step, or with EVALUATION of the evaluation after it."""
     text = paths.rollout_file(step, kind).read_text(encoding="utf-8")
