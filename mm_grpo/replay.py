@@ -15,7 +15,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import chdir, closing
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json, temporary_folder
+from mm_grpo.files import TEMPORARY, read_json, temporary_folder
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.manifest import Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
@@ -115,17 +115,21 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     `config` is the run's own, with other values of fields that change no result, such as addresses of servers.
     `arguments` are those of GRPOTrainer that the run was made with from Python (train, rewards, model, ...). Raises
     ConfigError if `run` is no run folder, has no log of the step or is of another config, GuardStop if a guard stops
-    the replay.
+    the replay. Relative paths, also of `arguments`, start from the folder in which the run was started (`_start_of`).
     """
-    paths = RunFolder.open(run).paths
+    paths = RunFolder.open(Path(run).absolute()).paths
     saved = GRPOConfig.from_dict(read_yaml(paths.config))  # without keys, which `deciding_fields` leaves out
+    if f"{TEMPORARY}smoke" in saved.model.path:
+        raise ConfigError(
+            f"--replay {step}: '{run}' is of --smoke, whose tiny model is removed; replay a real run"
+        )
     config = config or GRPOConfig.from_yaml(paths.config)
     fields = deciding_fields(config), deciding_fields(saved)
     refuse_other_fields(*fields, "the run was made with", "leave it as it was")
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
-    report = ReplayReport(paths.root, step, 0 if start is None else start.step)
+    report = ReplayReport(Path(run), step, 0 if start is None else start.step)
     report.versions = _other_versions(paths)
-    with temporary_folder("replay") as work:
+    with temporary_folder("replay") as work, chdir(_start_of(paths.root, Path(saved.run.dir))):
         changes = {"dir": str(work / "run"), "trackers": [], "report": False, "save_model": False}
         allowed = {"allow_changed_rows": True, "allow_changed_code": True, "overwrite": False}
         run_fields = {f"run.{name}": value for name, value in {**changes, **allowed}.items()}
@@ -278,6 +282,18 @@ def _square(tensor: Tensor) -> float:
 def _ratio(gap: float, update: float) -> float:
     """Return the norm of a difference over the norm of an update, from their squares."""
     return math.sqrt(gap / update) if update else math.inf if gap else 0.0
+
+
+def _start_of(root: Path, run_dir: Path) -> Path:
+    """Return the folder in which the run in `root` was started, by its relative run.dir; the current one if unknown."""
+    depth = len(run_dir.parts)
+    is_below = not run_dir.is_absolute() and root.parts[-depth:] == run_dir.parts
+    if is_below:
+        return root.parents[depth - 1]
+    print_phase(
+        f"{root} was moved, or run.dir is absolute: go to where the run was started if its paths are relative"
+    )
+    return Path()
 
 
 def _nearest_checkpoint(paths: RunPaths, step: int, staleness: int) -> Checkpoint | None:

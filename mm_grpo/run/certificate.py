@@ -90,8 +90,9 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
 
     texts = {fact: re.sub(r"<([^:>]+):(\w+)>", number, text) for fact, text in FACTS.items()}
     digests, faults = _digests(paths, config)
+    changed = values["log/changed"]
     broken = {
-        f"changed after their step: {shorten(', '.join(values['log/changed']), 200)}": any(values["log/changed"]),
+        f"changed after their step: {shorten(', '.join(changed), 200)}": bool(changed),
         "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
         "seeds repeat": len({*seeds}) < len(seeds),

@@ -99,7 +99,11 @@ def test_files_that_are_not_what_the_run_wrote(models: Any, tmp_path: Path, comm
 
 
 def test_an_edited_rollout_file_fails_by_name(finished: Path, tmp_path: Path) -> None:
-    changes = {"step-000002": {"completion": "x"}, "step-000003": {"reward": 9.0}, "eval-step-000000": {"parts": {}}}
+    changes = {
+        "step-000002": {"completion": "x"},
+        "step-000003": {"reward": 9.0},
+        "eval-step-000000": {"parts": {}},
+    }
     for name, change in changes.items():
         run = Path(shutil.copytree(finished, tmp_path / name))
         line, *lines = (file := run / f"rollouts/{name}.jsonl").read_text().splitlines()

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import TEMPORARY
 from mm_grpo.learner.state import mark_of
 from mm_grpo.replay import ReplayReport, replay
 from mm_grpo.run.manifest import manifest_text
@@ -175,6 +176,24 @@ def test_a_planted_update_is_found(whole: Path, tmp_path: Path) -> None:
     share = 1e-4 * update.numel() ** 0.5 / float(update.norm())
     assert report.tensor_gap == pytest.approx(share, rel=1e-3)
     assert report.update_gap and 1e-5 < report.update_gap < report.tensor_gap
+
+
+@pytest.mark.slow
+def test_relative_paths_start_where_the_run_did(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        if folder is folders[0]:
+            (folder / "base").symlink_to(models["qwen2_5_vl"])
+            train(Path("base"), Path("runs/a"), "plain")
+    assert again(Path("../first/runs/a"), 3).completions == 12 and Path.cwd() == folders[1]
+    config = folders[0] / "runs/a/config.yaml"
+    config.write_text(config.read_text().replace("path: base", f"path: /tmp/{TEMPORARY}smoke_x/model"))
+    with pytest.raises(ConfigError, match="--smoke"):
+        again(folders[0] / "runs/a", 3)
 
 
 @pytest.mark.slow
