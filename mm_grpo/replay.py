@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import chdir, closing
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -174,7 +175,7 @@ class _Replay(GRPOTrainer):
         report, file = self.report, self.logged.rollout_file(step)
         try:
             logged = read_rollouts(self.logged, step) if file.exists() or step == report.step else None
-            row = next((row for row in read_rows(self.logged.metrics) if row["step"] == step), {})
+            row = self.logged_metrics.get(step, {})
             new = read_rollouts(self.folder.paths, step)
             difference = None if logged is None else first_difference(step, logged, new)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -188,6 +189,11 @@ class _Replay(GRPOTrainer):
             if gap > METRIC_LIMIT:
                 return Difference(step, "gradient", name, row.get(name), metrics.get(name))
         return None
+
+    @cached_property
+    def logged_metrics(self) -> dict[int, dict[str, Any]]:
+        """Rows of the run's metrics.jsonl by step."""
+        return {row["step"]: row for row in read_rows(self.logged.metrics)}
 
     def _compare_weights(self, before: Mapping[str, Tensor]) -> None:
         """Compare the trained weights with the run's checkpoint of the asked step, if there is an intact one."""

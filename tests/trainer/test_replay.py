@@ -22,6 +22,7 @@ from mm_grpo.files import TEMPORARY
 from mm_grpo.learner.state import mark_of
 from mm_grpo.replay import ReplayReport, replay
 from mm_grpo.run.manifest import manifest_text
+from mm_grpo.run.metrics import read_rows
 
 RUN: dict[str, Any] = {"run": {**LITTLE, "max_steps": 4, "save_every": 2, "keep_checkpoints": 9}}
 TURNS: dict[str, Any] = {
@@ -93,11 +94,16 @@ def test_with_steps_ahead_the_step_itself_is_sampled_again(
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_replayed_to_the_step_that_it_did_not_finish(model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_replayed_to_the_step_that_it_did_not_finish(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr("mm_grpo.replay.read_rows", lambda path: reads.append(path) or read_rows(path))
     train(model, tmp_path, "plain", killed_after=3)
     assert (again(tmp_path, 3).metric_gap, again(tmp_path, 3).start) == (0.0, 2)
     report = again(tmp_path, 4)
     assert (report.difference, report.update_gap, report.completions) == (None, None, 24)
+    assert len(reads) == 3  # one of each replay
 
 
 def edit(file: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
