@@ -72,7 +72,9 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     rows = [row for row in all_rows if row["step"] > 0]
     starts = ({f"start/{k}": v for k, v in start.items()} for start in environment.get("starts", ()))
     values = defaultdict[str, list[Any]](list)
-    for counts in (*rows, *starts, *_log_counts(paths, config, rows), *_file_counts(paths, all_rows)):
+    # callbacks may log any name, also one of the counts below
+    metrics = ({k: v for k, v in row.items() if not k.startswith(("start/", "log/", "run/"))} for row in rows)
+    for counts in (*metrics, *starts, *_log_counts(paths, config, rows), *_file_counts(paths, all_rows)):
         for name, value in counts.items():
             values[name] += value if isinstance(value, list) else [value] * (value is not None)
     steps, seeds, guards = values["step"], values["log/seeds"], config.run.guards
