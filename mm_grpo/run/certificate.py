@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
@@ -38,9 +39,9 @@ FACTS = {
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
     "rollout digests": "as written: <log/intact:sum> files; not recorded: <log/unrecorded:sum>; changed: "
     "<log/changed:all>",
-    "samples": "<log/tokens:len> answers, <log/seeds:len> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
-    "seeds": "<log/seeds:len> recomputed, <log/seeds:distinct> distinct; <log/wrong:sum> answers against the seed law",
-    "prompt ids": "<log/ids:sum> compared, of <log/ids:len> answers",
+    "samples": "<log/answers:sum> answers, <log/seeds:sum> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
+    "seeds": "<log/seeds:sum> recomputed, <log/distinct:sum> distinct; <log/wrong:sum> answers against the seed law",
+    "prompt ids": "<log/ids:sum> compared, of <log/id_answers:sum> answers",
     "gap at starts": "<start/gap_tokens:sum> tokens; mean <start/gap_mean:max>, most <start/gap_max:max> nats",
     "gap of samples": "<GAP/tokens:sum> of <log/tokens:sum> tokens, <GAP/tokens:len> steps; mean <GAP/mean:mean>, "
     "most <GAP/max:max> nats",
@@ -57,7 +58,6 @@ FACTS = {
 """Fact -> text with <metric:how>, a name of HOW. GAP is sampling/sampling_logp_difference."""
 HOW: Mapping[str, Callable[[Any], Any]] = {
     "sum": sum, "len": len, "max": max, "min": min, "mean": fmean, "first": itemgetter(0), "last": itemgetter(-1),
-    "distinct": lambda values: len(set(values)),
 }  # fmt: skip
 
 
@@ -74,10 +74,10 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     values = defaultdict[str, list[Any]](list)
     # callbacks may log any name, also one of the counts below
     metrics = ({k: v for k, v in row.items() if not k.startswith(("start/", "log/", "run/"))} for row in rows)
-    for counts in (*metrics, *starts, *_log_counts(paths, config, rows), *_file_counts(paths, all_rows)):
+    for counts in chain(metrics, starts, _log_counts(paths, config, rows), _file_counts(paths, all_rows)):
         for name, value in counts.items():
             values[name] += value if isinstance(value, list) else [value] * (value is not None)
-    steps, seeds, guards = values["step"], values["log/seeds"], config.run.guards
+    steps, guards = values["step"], config.run.guards
     values["run/missing"] = [*{*range(1, max(steps, default=0))}.difference(steps)]
     values["run/checked"] = values["learner/updates"] * (guards.get("update_happens") != "off")
 
@@ -97,7 +97,7 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
         f"changed after their step: {shorten(', '.join(changed), 200)}": bool(changed),
         "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
-        "seeds repeat": len({*seeds}) < len(seeds),
+        "seeds repeat": sum(values["log/distinct"]) < sum(values["log/seeds"]),
         f"rollouts of {len(values['log/damaged'])} steps are not whole": any(values["log/damaged"]),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
     }
@@ -130,7 +130,10 @@ def certificate_lines(paths: RunPaths) -> list[str]:
 
 
 def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield counts of each sample that was logged in the steps of the rows. Its seeds are computed again."""
+    """Yield counts of the samples that were logged in the step of each row. Their seeds are computed again.
+
+    A seed that obeys the law is no other step's, so repeats are counted step by step.
+    """
     rollout, last = config.rollout, max((row["step"] for row in rows), default=1)
     max_turns = rollout.max_turns if any("turns/max" in row for row in rows) else 1
     shape = rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts
@@ -142,15 +145,21 @@ def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]])
             count = sum(sample["attempt"] == 0 for sample in samples)
             if len(samples) % plan.generations or count < prompts * plan.generations:
                 raise ValueError("samples are missing")
+            wrong, seeds = 0, list[int]()
             for sample in samples:
                 seed = plan.group(step, sample["slot"], sample["attempt"])[sample["generation"]]
-                seeds = [turn["seed"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
-                turn_seeds = [plan.of_turn(seed, turn) for turn in range(len(seeds))]
-                oldest = min(version for _, version in sample["weight_versions"])
-                is_wrong = sample["seed"] != seed or seeds != turn_seeds
-                counts = {"log/wrong": is_wrong, "log/age": step - 1 - oldest, "log/tokens": sample["tokens"]}
-                yield counts | {"log/seeds": seeds or [sample["seed"]], "log/ids": sample.get("ids_compared")}
-            yield {"log/step": step}
+                turns = [turn["seed"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
+                turn_seeds = [plan.of_turn(seed, turn) for turn in range(len(turns))]
+                wrong += sample["seed"] != seed or turns != turn_seeds
+                seeds += turns or [sample["seed"]]
+            ages = [step - 1 - version for sample in samples for _, version in sample["weight_versions"]]
+            ids = [sample["ids_compared"] for sample in samples if "ids_compared" in sample]
+            counts = {"step": step, "answers": len(samples), "tokens": sum(s["tokens"] for s in samples)}
+            counts |= {"seeds": len(seeds), "distinct": len({*seeds}), "wrong": wrong}
+            counts |= {"age": max(ages, default=0)} | (
+                {"ids": sum(ids), "id_answers": len(ids)} if ids else {}
+            )
+            yield {f"log/{name}": count for name, count in counts.items()}
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield {"log/missing" if isinstance(error, FileNotFoundError) else "log/damaged": step}
 
