@@ -96,7 +96,7 @@ class ReplayReport:
         """Return the report as text."""
         source = f"the checkpoint of step {self.start}" if self.start else "the first weights"
         count = f"{self.step - self.start} step(s), {self.completions} completions compared"
-        gap = "not logged"
+        gap = "not compared"
         if self.metric_gap is not None:
             gap = f"largest relative difference {self.metric_gap:.1e}"
         lines = [f"replay of step {self.step} of {self.run} from {source}: {count}"]
@@ -127,6 +127,11 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     config = config or GRPOConfig.from_yaml(paths.config)
     fields = deciding_fields(config), deciding_fields(saved)
     refuse_other_fields(*fields, "the run was made with", "leave it as it was")
+    for url in config.rollout.server.urls:  # `--serve` ends its servers, and a replay would wait for them
+        if url.startswith("unix://") and not Path(url.removeprefix("unix://")).exists():
+            raise ConfigError(
+                f"rollout.server.urls = [{url}]: no server; start one (mm-grpo serve), and name its URL"
+            )
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
     report = ReplayReport(Path(run), step, 0 if start is None else start.step)
     report.versions = _other_versions(paths)

@@ -204,8 +204,16 @@ def test_relative_paths_start_where_the_run_did(
 
 @pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
-    changed = GRPOConfig.from_yaml(whole / "config.yaml", ["optim.learning_rate=1"])
-    for step, options, word in ((5, {}, "1 to 4"), (3, {"config": changed}, "optim.learning_rate")):
+    changed, gone = (
+        GRPOConfig.from_yaml(whole / "config.yaml", [field])
+        for field in ("optim.learning_rate=1", "rollout.server.urls=[unix:///gone.sock]")
+    )
+    refused = (
+        (5, {}, "1 to 4"),
+        (3, {"config": changed}, "optim.learning_rate"),
+        (3, {"config": gone}, "gone.sock"),
+    )
+    for step, options, word in refused:
         with pytest.raises(ConfigError, match=word):
             again(whole, step, **options)
     with pytest.raises(ConfigError, match="run folder"):
