@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import chdir, closing
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -121,16 +120,14 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     paths = RunFolder.open(Path(run).absolute()).paths
     saved = GRPOConfig.from_dict(read_yaml(paths.config))  # without keys, which `deciding_fields` leaves out
     if f"{TEMPORARY}smoke" in saved.model.path:
-        raise ConfigError(
-            f"--replay {step}: '{run}' is of --smoke, whose tiny model is removed; replay a real run"
-        )
+        raise ConfigError(f"--replay {step}: '{run}' is of --smoke, whose model is gone; replay another run")
     config = config or GRPOConfig.from_yaml(paths.config)
     fields = deciding_fields(config), deciding_fields(saved)
     refuse_other_fields(*fields, "the run was made with", "leave it as it was")
     for url in config.rollout.server.urls:  # `--serve` ends its servers, and a replay would wait for them
         if url.startswith("unix://") and not Path(url.removeprefix("unix://")).exists():
             raise ConfigError(
-                f"rollout.server.urls = [{url}]: no server; start one (mm-grpo serve), and name its URL"
+                f"rollout.server.urls = [{url}]: it has ended; name one of `mm-grpo serve {run}`"
             )
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
     report = ReplayReport(Path(run), step, 0 if start is None else start.step)
@@ -142,6 +139,7 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
         trainer = _Replay(config.with_values(run_fields), **arguments)
         trainer.parts.resume = start or False
         trainer.logged, trainer.report = paths, report
+        trainer.logged_rows = {row.get("step"): row for row in read_rows(paths.metrics)}
         trainer.train()
     return report
 
@@ -150,6 +148,7 @@ class _Replay(GRPOTrainer):
     """Trainer that takes the steps up to `report.step` and compares each with those of `logged`."""
 
     logged: RunPaths
+    logged_rows: Mapping[Any, Mapping[str, Any]]
     report: ReplayReport
 
     def _train(self) -> dict[str, Any]:
@@ -180,7 +179,7 @@ class _Replay(GRPOTrainer):
         report, file = self.report, self.logged.rollout_file(step)
         try:
             logged = read_rollouts(self.logged, step) if file.exists() or step == report.step else None
-            row = self.logged_metrics.get(step, {})
+            row = self.logged_rows.get(step, {})
             new = read_rollouts(self.folder.paths, step)
             difference = None if logged is None else first_difference(step, logged, new)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -194,11 +193,6 @@ class _Replay(GRPOTrainer):
             if gap > METRIC_LIMIT:
                 return Difference(step, "gradient", name, row.get(name), metrics.get(name))
         return None
-
-    @cached_property
-    def logged_metrics(self) -> dict[int, dict[str, Any]]:
-        """Rows of the run's metrics.jsonl by step."""
-        return {row["step"]: row for row in read_rows(self.logged.metrics)}
 
     def _compare_weights(self, before: Mapping[str, Tensor]) -> None:
         """Compare the trained weights with the run's checkpoint of the asked step, if there is an intact one."""
@@ -298,11 +292,10 @@ def _ratio(gap: float, update: float) -> float:
 def _start_of(root: Path, run_dir: Path) -> Path:
     """Return the folder in which the run in `root` was started, by its relative run.dir; the current one if unknown."""
     depth = len(run_dir.parts)
-    is_below = not run_dir.is_absolute() and root.parts[-depth:] == run_dir.parts
-    if is_below:
+    if not run_dir.is_absolute() and root.parts[-depth:] == run_dir.parts:
         return root.parents[depth - 1]
     print_phase(
-        f"{root} was moved, or run.dir is absolute: go to where the run was started if its paths are relative"
+        "relative paths start here; if the config has some, go to the folder in which the run was started"
     )
     return Path()
 

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from mm_grpo.types import Completion, Prompt
 
 RESERVED = re.compile(
-    "step|reward|reward_std|reward_min|reward_max|frac_reward_zero_std|frac_reward_none|num_tokens|loss|grad_norm|"
-    "learning_rate|entropy|kl|epoch|step_time|tokens_per_second|rewards|time|advantages|completions|learner|"
-    "clip_ratio|credit|twin_view|perception|sampling|served|sync|lora|images|sight|prompts|task|dynamic_sampling|"
-    "turns|tools|eval|rollouts|log|start|run"
+    "step|reward|reward_(std|min|max)|frac_reward_.*|num_tokens|loss|grad_norm|learning_rate|entropy|kl|epoch|step_time|"
+    "rewards|time|advantages|completions|learner|clip_ratio|credit|twin_view|perception|sampling|served|sync|lora|images|"
+    "sight|prompts|task|dynamic_sampling|turns|tools|eval|rollouts|tokens_per_second|log|start|run"
 )
 """First parts of the names of the trainer's metrics (docs/metrics.md) and of the certificate's counts."""
 
@@ -66,7 +65,5 @@ class Batch:
         if number is None:
             raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
         if RESERVED.fullmatch(first := name.partition("/")[0]):
-            raise RewardError(
-                f"log_metric({name!r}): '{first}' is a name of the trainer's; log it as my/{name}"
-            )
+            raise RewardError(f"log_metric({name!r}): '{first}' is the trainer's; log it as my/{name}")
         self.logged.setdefault(name, []).append(number)

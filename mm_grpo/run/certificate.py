@@ -130,10 +130,7 @@ def certificate_lines(paths: RunPaths) -> list[str]:
 
 
 def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield counts of the samples that were logged in the step of each row. Their seeds are computed again.
-
-    A seed that obeys the law is no other step's, so repeats are counted step by step.
-    """
+    """Yield counts of the samples that were logged in the step of each row. Their seeds are computed again."""
     rollout, last = config.rollout, max((row["step"] for row in rows), default=1)
     max_turns = rollout.max_turns if any("turns/max" in row for row in rows) else 1
     shape = rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts
@@ -154,12 +151,11 @@ def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]])
                 seeds += turns or [sample["seed"]]
             ages = [step - 1 - version for sample in samples for _, version in sample["weight_versions"]]
             ids = [sample["ids_compared"] for sample in samples if "ids_compared" in sample]
-            counts = {"step": step, "answers": len(samples), "tokens": sum(s["tokens"] for s in samples)}
-            counts |= {"seeds": len(seeds), "distinct": len({*seeds}), "wrong": wrong}
-            counts |= {"age": max(ages, default=0)} | (
-                {"ids": sum(ids), "id_answers": len(ids)} if ids else {}
-            )
-            yield {f"log/{name}": count for name, count in counts.items()}
+            # step by step: a seed that obeys the law is no other step's
+            yield {"log/seeds": len(seeds), "log/distinct": len({*seeds}), "log/wrong": wrong}
+            yield {"log/answers": len(samples), "log/tokens": sum(sample["tokens"] for sample in samples)}
+            yield {"log/ids": sum(ids) or None, "log/id_answers": len(ids) or None}
+            yield {"log/step": step, "log/age": max(ages, default=0)}
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield {"log/missing" if isinstance(error, FileNotFoundError) else "log/damaged": step}
 

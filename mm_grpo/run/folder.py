@@ -176,8 +176,7 @@ class RunFolder:
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append to metrics.jsonl (`metrics.append_row`), with digests of the step's rollout files."""
         with self.writing("metrics.jsonl"):
-            values = {**finite_or_text(metrics), **rollout_digests(self.paths, step)}
-            append_row(self.paths.metrics, step, values)
+            append_row(self.paths.metrics, step, finite_or_text(metrics) | rollout_digests(self.paths, step))
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `metrics.append_event`."""
