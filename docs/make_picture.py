@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from mm_grpo.run.metrics import read_metrics
+from mm_grpo.run.metrics import read_rows
 
 SETS = {"colour_and_shape": "held-out questions", "blind": "the same, images shuffled"}
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 460, 58, 446, 10, 190
@@ -46,7 +46,7 @@ def line_chart(
 
 def picture(folder: Path) -> str:
     """Accuracy with the images and without them over the steps."""
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_rows(folder / "metrics.jsonl")
     lines = []
     for name, label in SETS.items():
         points = [

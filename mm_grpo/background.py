@@ -66,10 +66,6 @@ class BackgroundThreads(concurrent.futures.Executor):
             for _ in range(self._started):
                 self._calls.put(None)
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do what `close` does, whatever the arguments: no thread is joined."""
-        self.close()
-
     def _work(self) -> None:
         self.prepare()
         while (job := self._calls.get()) is not None:

@@ -14,6 +14,7 @@ from mm_grpo.pages.report import Report
 from mm_grpo.run.certificate import certificate
 from mm_grpo.run.folder import Save
 from mm_grpo.run.manifest import checkpoints_in
+from mm_grpo.run.metrics import read_rows
 from mm_grpo.run.summary import summary_of, warnings_of
 
 
@@ -59,7 +60,7 @@ class Exports:
         from mm_grpo.trained.hub import push_trained
         from mm_grpo.trained.model import Trained
 
-        address, rewards = "", [spec.name for spec in self.scorer.specs]
+        address = ""
         with self.ranks.fail_together("pushing to the Hub"):
             if is_sharded(self.model):
                 raise ConfigError(
@@ -67,9 +68,12 @@ class Exports:
                     "mm-grpo export --push"
                 )
             if self.ranks.first:
-                trained = Trained(self.model, self.processor, self.config, self.folder.paths, step=0)
+                paths, rewards = self.folder.paths, [spec.name for spec in self.scorer.specs]
+                rows = read_rows(paths.metrics)
+                step = max((int(row["step"]) for row in rows), default=0)
+                trained = Trained(self.model, self.processor, self.config, paths, step, rows, rewards)
                 options = {"private": private, "adapter": adapter, "overwrite": overwrite}
-                address = push_trained(name, trained, rewards, **options)
+                address = push_trained(name, trained, **options)
         return self.ranks.broadcast(address, "pushing to the Hub")
 
     def _finish(self, last_step: int, started: float, stop_reason: str) -> dict[str, Any]:

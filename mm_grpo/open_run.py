@@ -32,7 +32,6 @@ from mm_grpo.pages.curves import read_expected_curve
 from mm_grpo.pages.report import LivePage
 from mm_grpo.parity.gaps import check_start, first_with_media
 from mm_grpo.parity.images import ImageMeasures
-from mm_grpo.parity.sync import Canary
 from mm_grpo.preflight.gold_warnings import warn_of_golds
 from mm_grpo.preflight.memory import run_sentence
 from mm_grpo.preflight.out_of_memory import memory_explained, refuse_too_large
@@ -60,7 +59,7 @@ from mm_grpo.run.stop_signals import StopSignals
 from mm_grpo.run.trackers import Trackers
 from mm_grpo.terminal import print_phase
 from mm_grpo.trained.warm_mark import changes_of_form, read_mark
-from mm_grpo.types import Group, Prompt
+from mm_grpo.types import Prompt
 
 
 class OpenRun:
@@ -136,7 +135,7 @@ class OpenRun:
         )  # fmt: skip
         self.pipeline = pipeline_of(self.collector, self.engine, ranks)
         self.guards = Guards(config, scorer.specs, folder.append_event if ranks.first else None)
-        self.images = ImageMeasures(config, self.learner, self.guards, folder, ranks)
+        self.measures = ImageMeasures(config, self.learner, self.guards, folder, ranks)
         self.resume: bool | Checkpoint = resume  # a checkpoint: of another run's folder (replay.py)
         user_features = config.algorithm.features
         classes = map(type, self.learner.features[len(self.learner.features) - len(user_features) :])
@@ -176,14 +175,6 @@ class OpenRun:
             facts |= {f"gap_{name}": value for name, value in asdict(parity.sampled).items()}
         if self.ranks.first:
             self.folder.note_start(self.state.step, **facts)
-
-    def before_sleep(self, step: int, canary: Canary | None) -> dict[str, float]:
-        """Return measures of a step that are taken while the engine is awake. Every process calls it."""
-        return self.images.unread(step, canary)
-
-    def before_update(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Return measures of a step that the learner takes before its update. Collective."""
-        return self.images.sight(step, groups)
 
     def check_update(self, step: int, report: LearnerReport) -> None:
         """Apply the guards of an update: engine against learner, weights that moved, a finite loss."""

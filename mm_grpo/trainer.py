@@ -123,9 +123,9 @@ class GRPOTrainer(Exports):
             with timed(times, "time/sync"), self.ranks.fail_together("weight sync"):
                 # before the update: the engine's scores under the old weights prove later that new ones arrived
                 canary = self.sync.canary(groups)
-                measured = self.parts.before_sleep(step, canary)
+                measured = self.parts.measures.before_sleep(step, canary)
             self.pipeline.sleep()
-            measured |= self.parts.before_update(step, groups)
+            measured |= self.parts.measures.before_update(step, groups)
 
             with timed(times, "time/learner"):
                 report = self.learner.update(groups)

@@ -9,7 +9,7 @@ fields are set in theirs.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -84,24 +84,19 @@ def first_comment(path: Path) -> str:
 
 def refuse_missing_data(loaded: GRPOConfig, config: str) -> None:
     """Raise DataError if a recipe's prepared rows do not exist; the message names the script that makes them."""
+    from mm_grpo.config.source_entries import map_source
+
     recipe = find_config(config).parent
     script = recipe / "prepare.py"
-    for path in _paths([loaded.data.train, loaded.data.eval]):
-        if script.is_file() and path.endswith(".jsonl") and not os.path.exists(path):
+    paths: list[Any] = []
+    map_source([loaded.data.train, loaded.data.eval], paths.append)
+    for path in paths if script.is_file() else ():
+        if isinstance(path, str) and path.endswith(".jsonl") and not os.path.exists(path):
             raise DataError(
                 f"{path} does not exist; the recipe's rows are made once, with a network, by\n"
                 f"    python {os.path.relpath(script)}    # its first lines say what it takes\n"
                 f"--smoke does not need them: it uses the rows of {recipe / 'fixture'}"
             )
-
-
-def _paths(source: Any) -> Iterator[str]:
-    if isinstance(source, str):
-        yield source
-    elif isinstance(source, dict):
-        source = [source["path"]] if "path" in source else [] if "task" in source else list(source.values())
-    for entry in source if isinstance(source, list) else ():
-        yield from _paths(entry)
 
 
 def to_smoke(

@@ -19,9 +19,6 @@ from mm_grpo.config.yaml_file import set_value
 from mm_grpo.errors import ConfigError, half_character, nearest
 from mm_grpo.migrate.keys import VALUES, unknown_key
 
-MOST_BITS = 10_000
-"""Longest integer, some 3000 digits."""
-
 
 class RelativeToFile:
     """Marks a field whose relative paths are looked for beside the config file first."""
@@ -68,6 +65,15 @@ class Section(BaseModel):
         trees = [[path for path, _ in leaves(kind)] for kind in Section.__subclasses__()]
         branch = {path for path, _ in leaves(cls)}
         return max((tree for tree in trees if branch <= {*tree}), key=len, default=[*branch])
+
+    def flat(self) -> dict[str, Any]:
+        """Return the value of every field below this section by its dotted path, as `model_dump` has it."""
+        flat: dict[str, Any] = {}
+        for name, value in self.model_dump().items():
+            inner = getattr(self, name)
+            is_section = section_of(type(self).model_fields[name]) is not None
+            flat |= inner.flat() if is_section else {_join(self.where, name): value}
+        return flat
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Return a copy with `{"a.b": value}` laid over it, checked as a new one is. Paths start at this section."""
@@ -141,11 +147,9 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_unwritable(value: Any, path: str) -> None:
-    """Raise ConfigError for a value that no config file can hold: half a character, a number of too many digits."""
+    """Raise ConfigError for a text that no config file can hold, with half a character."""
     if isinstance(value, str) and (half := half_character(value)):
         raise ConfigError(f"{path} = {shown(value)}: {half}")
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise ConfigError(f"{path} = {shown(value)}: must have at most {MOST_BITS} bits")
     items = value.items() if isinstance(value, Mapping) else ()
     for key, inner in enumerate(value) if isinstance(value, list | tuple) else items:
         _refuse_unwritable(inner, _join(path, str(key)))

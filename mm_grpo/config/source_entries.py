@@ -54,6 +54,17 @@ def read_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in checked if key in checked.model_fields_set}
 
 
+def map_source(source: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to every path and task of a source, a mixture or sets by name."""
+    if isinstance(source, list):
+        return [map_source(entry, change) for entry in source]
+    if isinstance(source, dict) and "path" in source:
+        return {**source, "path": map_source(source["path"], change)}
+    if isinstance(source, dict) and not is_source(source):
+        return {name: map_source(entry, change) for name, entry in source.items()}
+    return change(source)
+
+
 def _source(value: Any) -> str | list[Any] | dict[str, Any]:
     """Read one source, a list of paths, whose rows come one after the other, or a mixture.
 

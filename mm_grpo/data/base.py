@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import chain, zip_longest
+from itertools import accumulate, chain, zip_longest
 from typing import Any, Protocol
 
 from mm_grpo.data.images import Refusal
 from mm_grpo.data.order import PromptOrder
+from mm_grpo.data.readers import place
 from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
 from mm_grpo.types import Sample
@@ -28,7 +29,10 @@ MAX_TASK_LENGTH = 64
 
 
 class Rows(Protocol):
-    """Rows by index (from 0), read when they are asked for. IndexError for an index outside of [0, len)."""
+    """Rows by index (from 0), read when they are asked for. IndexError for an index outside of [0, len).
+
+    A method that asks the sources is that of several; a dataset, which is its own only source, replaces it.
+    """
 
     name: str
     """What uids and messages call them."""
@@ -51,6 +55,11 @@ class Rows(Protocol):
     @property
     def sources(self) -> Sequence[Rows]:
         """The sources, one after the other; a dataset is its own only source."""
+
+    def place(self, index: int) -> tuple[Rows, int]:
+        """Return the source of a row, and the row's index there."""
+        at, inner = place([*accumulate(map(len, self.sources))], index)
+        return self.sources[at], inner
 
     @property
     def conversational(self) -> bool:
@@ -93,9 +102,13 @@ class Rows(Protocol):
 
     def uid(self, index: int) -> str:
         """Return the uid of a row's sample: "train:11"."""
+        source, inner = self.place(index)
+        return source.uid(inner)
 
     def row_name(self, index: int) -> str:
         """Return a row's name for messages: "train.jsonl:12" or "train row 11"."""
+        source, inner = self.place(index)
+        return source.row_name(inner)
 
     def sample(self, index: int) -> Sample:
         """Read row `index` with its images decoded, upright and RGB. Nothing is cached.
@@ -106,18 +119,27 @@ class Rows(Protocol):
 
     def opener(self, index: int) -> Callable[[], Sample]:
         """Read row `index` now; the function that is returned opens its images, in any thread. Raises as `sample`."""
+        source, inner = self.place(index)
+        return source.opener(inner)
 
     def fields(self, index: int) -> Fields:
         """Read row `index` with its images closed, in other columns too. DataError when it is wrong."""
+        source, inner = self.place(index)
+        return source.fields(inner)
 
     def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
         """Read row `index` now; the function that is returned raises BadMedia if `look_at_image` does for an image."""
+        source, inner = self.place(index)
+        return source.look_at_images(inner, refusal)
 
     def dataset_column(self, name: str) -> str:
         """Return the dataset's own name for one of our columns."""
+        return next((s.dataset_column(name) for s in self.sources if name in s.columns), name)
 
     def verify(self) -> None:
         """Read rows, not images: all of a list, the first of any other source. DataError when one is wrong."""
+        for source in self.sources:
+            source.verify()
 
     def columns_of_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the columns of every row that can be read; evenly spaced rows of all sources come first."""
@@ -132,12 +154,17 @@ class Rows(Protocol):
 
         No picture is opened, and rows with PIL images are left out.
         """
+        return chain.from_iterable(source.row_keys() for source in self.sources)
 
     def head(self, count: int) -> Rows:
         """Return the first `count` rows, or all if there are fewer; of a mixture an equal share of each source."""
+        share = -(-count // len(self.sources))
+        return self.map_sources(lambda source: source.head(share))
 
     def without(self, rows: Collection[int]) -> Rows:
         """Return all rows except the indices `rows`."""
+        starts = dict(zip(self.sources, (0, *accumulate(map(len, self.sources))), strict=False))
+        return self.map_sources(lambda source: source.without({row - starts[source] for row in rows}))
 
     def map_sources(self, change: Callable[[Rows], Rows]) -> Rows:
         """Apply `change` to every source; return the rows of the results."""
@@ -149,3 +176,4 @@ class Rows(Protocol):
         equal ones (`blind.exchange`). Rows without any stay as they are. Every row is read, but no file is opened.
         DataError if only one row has such numbers, or most rows with these numbers have the same images and videos.
         """
+        return self.map_sources(lambda source: source.control(kind))

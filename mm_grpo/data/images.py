@@ -77,8 +77,6 @@ Refusal = Callable[[Size, Limits], str]
 
 # Pillow's modes
 _EIGHT_BITS = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV"})
-_JPEG = b"\xff\xd8\xff"
-_FRAME_HEADERS = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 # the first bytes of PNG, JPEG, GIF, WebP and AVI, BMP, TIFF (two orders), HEIC, AVIF and MP4, WebM, encoded
 _BASE64 = re.compile(
     r"(?:iVBORw0KGgo|/9j/|R0lGOD|UklGR|Qk[0-3]|SUkq|TU0AK|AAAA.GZ0eX|GkXf)[A-Za-z0-9+/\s]+={0,2}\s*"
@@ -166,24 +164,10 @@ def _header_size(source: Any, row: str, image_dir: Folder, files: Files) -> tupl
     for at_most in (HEADER_BYTES, 16 * HEADER_BYTES, -1):
         data, where = read_encoded(source, row, image_dir, files, at_most)
         try:
-            return jpeg_size(data) or _identify(data, where).size, where
+            return _identify(data, where).size, where
         except BadMedia as error:
             fault = error
     raise fault
-
-
-def jpeg_size(data: bytes) -> Size | None:
-    """Return (width, height) by the frame header of a JPEG; None for other data, or if that is not at its usual place.
-
-    Pillow would read all tables, which takes as long as all other checks of a file.
-    """
-    at = 2 if data.startswith(_JPEG) else len(data)
-    while at + 9 <= len(data) and data[at] == 0xFF:
-        if data[at + 1] in _FRAME_HEADERS:
-            height, width = int.from_bytes(data[at + 5 : at + 7]), int.from_bytes(data[at + 7 : at + 9])
-            return (width, height) if width and height else None
-        at += 1 if data[at + 1] == 0xFF else 2 + int.from_bytes(data[at + 2 : at + 4])
-    return None
 
 
 def open_images(sources: Sequence[Any], *, row: str, **options: Any) -> tuple[Image.Image, ...]:

@@ -12,21 +12,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.config.messages import FieldError
 from mm_grpo.config.source_entries import read_entry
 from mm_grpo.data.base import Rows
-from mm_grpo.data.images import Refusal
 from mm_grpo.data.mixture_order import MixtureOrder, ratio
-from mm_grpo.data.readers import place
-from mm_grpo.data.rows import Fields
 from mm_grpo.errors import DataError
-from mm_grpo.types import Sample
 
 
 class Mixture:
@@ -63,10 +59,6 @@ class Mixture:
             names.append(name)
         return names
 
-    @property
-    def weights(self) -> list[float]:
-        return [entry.get("weight", 1.0) for entry in self.entries]
-
 
 def mixture_of(source: Any) -> Any:
     """Return a config's list of entries as a Mixture, any other source unchanged."""
@@ -96,21 +88,15 @@ class MixedDataset(Rows):
     def __init__(self, name: str, sources: Sequence[Rows], weights: Sequence[float]) -> None:
         self.name, self.weights = name, ratio(weights)
         self._sources = tuple(sources)
-        self._ends = list(accumulate(len(source) for source in sources))
         self.text_only = all(source.text_only for source in sources)
         self.in_memory = all(source.in_memory for source in sources)
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return sum(map(len, self._sources))
 
     @property
     def sources(self) -> Sequence[Rows]:
         return self._sources
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the sources, without the mixture's."""
-        return [source.name.rpartition("/")[2] for source in self._sources]
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
@@ -123,53 +109,8 @@ class MixedDataset(Rows):
 
     def order(self, prompts_per_step: int, seed: int, shuffle: bool) -> MixtureOrder:
         sizes = [len(source) for source in self._sources]
-        return MixtureOrder(sizes, self.weights, self.names, prompts_per_step, seed, shuffle)
-
-    def _place(self, index: int) -> tuple[Rows, int]:
-        """Return the source of a row, and the row's index there."""
-        at, inner = place(self._ends, index)
-        return self._sources[at], inner
-
-    def uid(self, index: int) -> str:
-        source, inner = self._place(index)
-        return source.uid(inner)
-
-    def row_name(self, index: int) -> str:
-        source, inner = self._place(index)
-        return source.row_name(inner)
-
-    def opener(self, index: int) -> Callable[[], Sample]:
-        source, inner = self._place(index)
-        return source.opener(inner)
-
-    def fields(self, index: int) -> Fields:
-        source, inner = self._place(index)
-        return source.fields(inner)
-
-    def look_at_images(self, index: int, refusal: Refusal | None = None) -> Callable[[], None]:
-        source, inner = self._place(index)
-        return source.look_at_images(inner, refusal)
-
-    def dataset_column(self, name: str) -> str:
-        return next((s.dataset_column(name) for s in self._sources if name in s.columns), name)
-
-    def verify(self) -> None:
-        for source in self._sources:
-            source.verify()
-
-    def row_keys(self) -> Iterator[tuple[Hashable, str]]:
-        return chain.from_iterable(source.row_keys() for source in self._sources)
-
-    def head(self, count: int) -> MixedDataset:
-        share = -(-count // len(self._sources))
-        return self.map_sources(lambda source: source.head(share))
-
-    def without(self, rows: Collection[int]) -> MixedDataset:
-        starts = dict(zip(self._sources, (0, *self._ends), strict=False))
-        return self.map_sources(lambda source: source.without({row - starts[source] for row in rows}))
+        names = [source.name.rpartition("/")[2] for source in self._sources]  # without the mixture's
+        return MixtureOrder(sizes, self.weights, names, prompts_per_step, seed, shuffle)
 
     def map_sources(self, change: Callable[[Rows], Rows]) -> MixedDataset:
         return MixedDataset(self.name, [change(source) for source in self._sources], self.weights)
-
-    def control(self, kind: str) -> MixedDataset:
-        return self.map_sources(lambda source: source.control(kind))

@@ -210,7 +210,7 @@ def _load_mixture(mixture: Mixture, settings: DataConfig, name: str, verify: boo
         own_settings = settings.model_copy(update={key: entry[key] for key in OWN if key in entry})
         options = {"verify": verify, "added": added, "pixel_limits": limits}
         datasets.append(_load_dataset(source, own_settings, source_name, **options))
-    return MixedDataset(name, datasets, mixture.weights)
+    return MixedDataset(name, datasets, [entry.get("weight", 1.0) for entry in mixture.entries])
 
 
 def _load_task(source: Mapping[str, Any], settings: DataConfig, name: str, **options: Any) -> Dataset:

@@ -10,7 +10,6 @@ blind control.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from PIL import Image
 
 from mm_grpo.files import data_url
 from mm_grpo.pages.page import FRAME, PageImage, as_text, cut
+from mm_grpo.rewards.thinking import without_thinking
 from mm_grpo.run.paths import EVALUATION, IMAGE_NAME, RunPaths
 from mm_grpo.run.rollout_log import (
     GOLD,
@@ -36,7 +36,6 @@ STEP_SHARES = 8  # parts of the budget; a step gets at most one
 IMAGE = (512, 200_000)  # pixels of a side; bytes of a PNG from which an image is shown as JPEG
 MAX_PROMPT = 4000
 MAX_TEXT = 6000  # characters of an answer, and of its thinking
-_THINKING = re.compile(r"<(/?)think>", re.IGNORECASE)
 MAX_OVERLAYS = 200
 MIN_SHADED = 0.1  # nats, above and below 0, from which page.js shades a token (SHADES there)
 
@@ -101,8 +100,6 @@ def gather_gallery(paths: RunPaths, budget: Budget, images: ImageStore, run: int
     gallery: list[dict[str, Any]] = []
     steps_shown = left_out = 0
     for step in order:
-        if texts <= 0:
-            break
         groups, count, room = by_group(read_rollouts(paths, step)), 0, min(texts, step_share)
         groups.sort(key=lambda rows: reward_range(row["reward"] for row in rows), reverse=True)
         for rows in groups:
@@ -223,11 +220,8 @@ def split_thinking(text: str, *, opened: bool = False) -> tuple[str, str]:
     >>> split_thinking("<think>2 + 2</think> 4"), split_thinking("2 + 2</think>4", opened=True)
     (('<think>2 + 2</think>', '4'), ('2 + 2</think>', '4'))
     """
-    tags = list(_THINKING.finditer(text))
-    if not tags and not opened:
-        return "", text
-    end = tags[-1].end() if tags and tags[-1][1] else len(text)
-    return text[:end], text[end:].lstrip()
+    answer = without_thinking(text, opened=opened)
+    return text.removesuffix(answer).rstrip(), answer
 
 
 def pictures_of(group: Mapping[str, Any]) -> dict[str, tuple[int, int]]:

@@ -173,18 +173,10 @@ def changed_settings(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         config = GRPOConfig.from_dict(values)
     except UserError:
         return []
-    default_config = GRPOConfig.from_dict({"model": {"path": config.model.path}})
-
-    def walk(section: Any, defaults: Any, prefix: str) -> Iterator[tuple[str, str]]:
-        for key, value in section.items():
-            default = defaults.get(key)
-            if isinstance(value, dict) and isinstance(default, dict) and value and default:
-                yield from walk(value, default, f"{prefix}{key}.")
-            elif value != default:
-                yield prefix + key, json.dumps(value, ensure_ascii=False, default=str)
-
-    changes = walk(redact(config.model_dump(mode="json")), default_config.model_dump(mode="json"), "")
-    return [("model.path", str(config.model.path)), *changes]
+    defaults = GRPOConfig.from_dict({"model": {"path": config.model.path}}).flat()
+    changes = {path: value for path, value in redact(config.flat()).items() if value != defaults[path]}
+    texts = {path: json.dumps(value, ensure_ascii=False, default=str) for path, value in changes.items()}
+    return [("model.path", str(config.model.path)), *texts.items()]
 
 
 def run_names(runs: Sequence[RunPaths]) -> list[str]:

@@ -1,7 +1,7 @@
 """Measurements of media in a step: that they are read at all, and how much completions depend on them (sight).
 
-`unread` scores one completion with other pixels (health/checks.py); only a change of exactly 0 is a failure.
-`sight` runs a few groups with the media of another row, and with videos in another order (learner/sight.py).
+`before_sleep` scores one completion with other pixels (health/checks.py); only a change of exactly 0 is a failure.
+`before_update` runs a few groups with the media of another row, and with videos in another order (learner/sight.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ImageMeasures:
         self.every, self.max_tokens = config.run.sight_every, config.optim.max_tokens_per_pack
         self.learner, self.guards, self.folder, self.ranks = learner, guards, folder, ranks
 
-    def unread(self, step: int, canary: Canary | None) -> Metrics:
+    def before_sleep(self, step: int, canary: Canary | None) -> Metrics:
         """On some steps, measure how far other pixels move the learner's log-probs of the canary, in nats per token.
 
         Raises GuardStop if they do not move them at all.
@@ -48,7 +48,7 @@ class ImageMeasures:
         self.guards.apply("unread_images", unread_images(change, prompt.uid), step)
         return {"images/logp_change": change} if math.isfinite(change) else {}
 
-    def sight(self, step: int, groups: Sequence[Group]) -> Metrics:
+    def before_update(self, step: int, groups: Sequence[Group]) -> Metrics:
         """On the first step and every `run.sight_every`-th, measure sight of a few groups before their update.
 
         Collective. Metrics are those of `sight_metrics`, and `sight/reward`, the mean reward of all completions of rows

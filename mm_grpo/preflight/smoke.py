@@ -8,13 +8,14 @@ config works from end to end; its scores and token counts mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.engine_facts import ENGINE_FACTS
-from mm_grpo.config.values import GuardName, is_source
+from mm_grpo.config.source_entries import map_source
+from mm_grpo.config.values import GuardName
 from mm_grpo.data.base import Rows
 from mm_grpo.data.sources import load_eval, load_train
 from mm_grpo.testing.tiny_models import build, family_of
@@ -88,7 +89,7 @@ def _use_fixture(source: Any, fixture: Path) -> Any:
         file = fixture / Path(path).parent.name / FIXTURE.name if isinstance(path, str) else fixture
         return str(file) if file.is_file() else path
 
-    return _map_source(source, replace)
+    return map_source(source, replace)
 
 
 def _shorten(source: Any) -> Any:
@@ -98,15 +99,4 @@ def _shorten(source: Any) -> Any:
         is_sized = isinstance(task, dict) and isinstance(task.get("size"), int)
         return {**task, "size": min(MAX_ROWS, task["size"])} if is_sized else task
 
-    return _map_source(source, limit)
-
-
-def _map_source(source: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to every path and task of a source, a mixture or sets by name."""
-    if isinstance(source, list):
-        return [_map_source(entry, change) for entry in source]
-    if isinstance(source, dict) and "path" in source:
-        return {**source, "path": _map_source(source["path"], change)}
-    if isinstance(source, dict) and not is_source(source):
-        return {name: _map_source(entry, change) for name, entry in source.items()}
-    return change(source)
+    return map_source(source, limit)

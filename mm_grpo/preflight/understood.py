@@ -14,12 +14,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from typing import Any
 
 from PIL import Image
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 
 from mm_grpo.config import GRPOConfig
 from mm_grpo.data.base import TASK, Rows
@@ -118,17 +117,12 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def _prefix(text: str, width: int) -> str:
-    """Return the longest beginning of a text of at most `width` columns."""
-    return text[: bisect_right([*accumulate(map(_character_columns, text[:width]))], width)]
+    """Return the longest beginning of a text of at most `width` characters and columns."""
+    return "".join(chop_cells(text[:width], width)[:1])
 
 
 def _columns(text: str) -> int:
-    return len(text) if text.isascii() else sum(map(_character_columns, text))
-
-
-@cache
-def _character_columns(character: str) -> int:
-    return max(1, cell_len(character))  # a mark counts as one: a letter may have hundreds
+    return max(len(text), cell_len(text))  # a letter may have hundreds of marks without a column
 
 
 def fit(parts: Iterable[str], width: int = WIDTH) -> str:

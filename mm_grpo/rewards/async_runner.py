@@ -145,7 +145,7 @@ class AsyncRunner:
                     task.result()
             await background.cancel_tasks(late)
             for call in sorted((tasks[task] for task in late), key=lambda call: call.rows):
-                reward.set_late(call, call.too_late(len(late), len(tasks)))
+                reward.fail(call.rows, call.too_late(len(late), len(tasks)), late=True)
         except BaseException:
             await background.cancel_tasks(tasks)
             raise
@@ -167,7 +167,7 @@ async def _await_answer(reward: RewardCalls, call: Call) -> None:
     except BaseException as error:  # sys.exit(0) and asyncio.CancelledError too
         if task.cancelling():  # by us: too late
             raise
-        reward.set_error(call, call.raised(error), error)
+        reward.fail(call.rows, call.raised(error), error)
     else:
         if not task.cancelling():
             reward.set_answer(call, answer)

@@ -116,7 +116,7 @@ class RewardCalls:
         try:
             checked = check_answer(answer, self.spec.kind, len(call.rows), self.spec.options.per_turn)
         except ValueError as error:  # a batch's is no list of scores
-            self.set_error(call, call.refused(Fault(str(error))))
+            self.fail(call.rows, call.refused(Fault(str(error))))
         else:
             self.set_scores(call, checked)
 
@@ -132,26 +132,23 @@ class RewardCalls:
                         f"returned {len(turns)} numbers where the model had {count} turns; {LEGAL_TURNS}"
                     )
             if isinstance(score, Fault):
-                self._mask_or_raise(self.errors, (row,), call.refused(score, row))
+                self.fail((row,), call.refused(score, row))
             else:
                 self.scores[row] = score
 
-    def set_error(self, call: Call, error: RewardError, cause: BaseException | None = None) -> None:
-        """Store that a call raised, died or returned no scores; this concerns all its rows."""
-        self._mask_or_raise(self.errors, call.rows, error, cause)
-
-    def set_late(self, call: Call, error: RewardError) -> None:
-        """Store that a call had no answer at the deadline."""
-        self._mask_or_raise(self.timeouts, call.rows, error)
-
-    def _mask_or_raise(
-        self, errors: RowErrors, rows: Sequence[int], error: RewardError, cause: BaseException | None = None
+    def fail(
+        self,
+        rows: Sequence[int],
+        error: RewardError,
+        cause: BaseException | None = None,
+        *,
+        late: bool = False,
     ) -> None:
-        options = self.spec.options
-        late = options.on_timeout is not None and errors is self.timeouts
-        if (options.on_timeout if late else options.on_error) == "stop":
+        """Mask rows whose call failed, or with `late` had no answer at the deadline; or raise the error."""
+        on_timeout = self.spec.options.on_timeout if late else None
+        if (on_timeout or self.spec.options.on_error) == "stop":
             raise error from cause
-        errors.update(dict.fromkeys(rows, error))
+        (self.timeouts if late else self.errors).update(dict.fromkeys(rows, error))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this reward; see `Scores.metrics`."""

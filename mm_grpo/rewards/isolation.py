@@ -202,7 +202,7 @@ def _read(outcome: Outcome) -> Mapping[str, Any]:
 def _store(reward: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
     """Store an answer. Raise RewardError if the worker could not read the call."""
     if "late" in answer:
-        reward.set_late(call, call.too_late(1, 1))
+        reward.fail(call.rows, call.too_late(1, 1), late=True)
     elif "unreadable" in answer:
         raise RewardError(
             f"reward {call.spec.name!r}: its arguments cannot be read in a worker process: {answer['unreadable']}. "
@@ -216,16 +216,15 @@ def _store(reward: RewardCalls, call: Call, answer: Mapping[str, Any]) -> None:
                 else:
                     call.batch.log_metric(name, values)
         except RewardError as error:
-            reward.set_error(call, call.raised(error), error)
+            reward.fail(call.rows, call.raised(error), error)
         else:
             scores = answer["scores"]
             reward.set_scores(call, [Fault(**s) if isinstance(s, dict) else s for s in scores])
     elif "raised" in answer:
         text = ExceptionText(*answer["raised"])
-        reward.set_error(call, call.raised(text), WorkerTrace(text.trace))
+        reward.fail(call.rows, call.raised(text), WorkerTrace(text.trace))
     elif "refused" in answer:
-        reward.set_error(call, call.refused(Fault(answer["refused"])))
+        reward.fail(call.rows, call.refused(Fault(answer["refused"])))
     else:
-        reward.set_error(
-            call, RewardError(f"{call.blame()} ended its worker process, which {answer['died']}")
-        )
+        ended = RewardError(f"{call.blame()} ended its worker process, which {answer['died']}")
+        reward.fail(call.rows, ended)

@@ -23,7 +23,7 @@ def run_plain(reward: RewardCalls) -> None:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # sys.exit(0) too, which must not end the run as a success
-                reward.set_error(current, current.raised(error), error)
+                reward.fail(current.rows, current.raised(error), error)
             else:
                 reward.set_answer(current, answer)
 

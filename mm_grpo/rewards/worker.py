@@ -81,11 +81,7 @@ class RewardWorker:
 
         if self.loop is None:  # one for the worker's life: clients that rewards keep belong to it
             self.loop = asyncio.new_event_loop()
-
-        async def waiting() -> Any:
-            return await answer
-
-        return self.loop.run_until_complete(waiting())
+        return self.loop.run_until_complete(answer)
 
 
 def _plain(value: Any) -> Any:

@@ -100,8 +100,6 @@ def _with_copies(method: Callable[..., Any]) -> Callable[..., Any]:
 def _argument_names(method: Callable[..., Any], event: str, label: str) -> tuple[str, ...]:
     """Return the event's arguments that a method declares. Raises ConfigError if it requires another one."""
     legal, names = EVENTS[event], []
-    if not callable(method):
-        raise ConfigError(f"callbacks: {label} is {method!r}; it must be a method")
     for name, parameter in inspect.signature(method).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             return legal

@@ -59,8 +59,6 @@ def decode(kind: Any, value: Any) -> Any:
         return [decode(inner[0], entry) for entry in value]
     if origin in (dict, Mapping):
         return {key: decode(inner[1], entry) for key, entry in value.items()}
-    if kind in (int, str, float, bool):
-        return value
     if kind is Image.Image:
         image = Image.open(io.BytesIO(base64.b64decode(value)))
         image.load()

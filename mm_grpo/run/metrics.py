@@ -40,13 +40,8 @@ def append_row(path: Path, step: int, values: Mapping[str, Value]) -> None:
         os.fsync(file.fileno())
 
 
-def read_metrics(path: str | PathLike[str]) -> list[dict[str, Any]]:
-    """Read the rows of a metrics.jsonl without an unfinished last line. Raises DataError for an illegal line."""
-    return list(iter_metrics(path))
-
-
 def iter_metrics(path: str | PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `read_metrics`, with only one in memory."""
+    """Yield the rows of a metrics.jsonl, except an unfinished last line. Raises DataError for an illegal line."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -71,8 +66,8 @@ def append_event(path: Path, step: int, name: str, action: str, message: str) ->
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of metrics.jsonl or events.jsonl as `read_metrics` does; [] without a file."""
-    return read_metrics(path) if path.is_file() else []
+    """Read the rows of metrics.jsonl or events.jsonl as `iter_metrics` does; [] without a file."""
+    return list(iter_metrics(path)) if path.is_file() else []
 
 
 def cut_events(path: Path, step: int) -> None:

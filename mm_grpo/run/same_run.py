@@ -11,13 +11,12 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mm_grpo.config import GRPOConfig
-from mm_grpo.config.section import Section, section_of
 from mm_grpo.data.base import Rows
 from mm_grpo.data.media_check import rows_to_look_at
 from mm_grpo.data.order import PromptOrder
@@ -60,18 +59,9 @@ def is_neutral(field: str) -> bool:
 
 def deciding_fields(config: GRPOConfig) -> dict[str, Any]:
     """Return the fields that change what a run computes, by dotted path, as JSON values."""
-    flat: dict[str, Any] = {}
-
-    def walk(section: Section, dumped: Mapping[str, Any], before: str) -> None:
-        for name, value in dumped.items():
-            path = before + name
-            if section_of(type(section).model_fields[name]):
-                walk(getattr(section, name), value, f"{path}.")
-            elif not is_neutral(path):  # mappings as a whole: a missing key is a difference too
-                flat[path] = json.loads(json.dumps(value, default=str))
-
-    walk(config, redact(config.model_dump()), "")
-    flat |= config.resolved_fields
+    # mappings as a whole: a missing key is a difference too
+    values = {path: value for path, value in redact(config.flat()).items() if not is_neutral(path)}
+    flat: dict[str, Any] = json.loads(json.dumps(values, default=str)) | config.resolved_fields
     # the pack decides which rows are dropped if it is the narrower limit, and which have a twin
     longest = config.data.max_prompt_length
     drops = config.data.on_overlong == "drop" and (longest is None or config.pack_room < longest)
@@ -100,11 +90,6 @@ def rewards_of(specs: Sequence[RewardSpec]) -> list[dict[str, Any]]:
     return [{"name": s.name, "weight": s.weight, **describe_code(s.fn)} for s in specs]
 
 
-def tool_sources_of(tools: Sequence[tuple[str, Callable[..., Any]]]) -> list[dict[str, Any]]:
-    """Return the identity of each tool and environment: its name and `describe_code`."""
-    return [{"name": name, **describe_code(code)} for name, code in tools]
-
-
 def identity_of(
     sets: Mapping[str, Rows],
     specs: Sequence[RewardSpec],
@@ -112,11 +97,12 @@ def identity_of(
     features: Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
     """Return the identity of rows (by their field of `data`), rewards, tools and the user's loss features by name."""
+    sources = [*features, *([] if toolbox is None else toolbox.sources)]
     return {
         "rows": {field: rows.fingerprint() for field, rows in sets.items()},
         "rewards": rewards_of(specs),
         "tools": [] if toolbox is None else list(toolbox.schemas),
-        "tool_sources": tool_sources_of([*features, *([] if toolbox is None else toolbox.sources)]),
+        "tool_sources": [{"name": name, **describe_code(code)} for name, code in sources],
     }
 
 

@@ -100,9 +100,9 @@ TRACKERS: dict[str, tuple[str, Callable[[Any, GRPOConfig], Tracker]]] = {
 class Trackers:
     """All trackers of a run; a callback of the run.
 
-    The constructor imports the packages of run.trackers, before a model loads. Raises ConfigError if a name is unknown
-    or a package is missing. Call `open` around the run. A tracker that raises, because a network or a disk is gone, is
-    dropped with one warning; the run goes on.
+    The constructor imports the packages of run.trackers, before a model loads. Raises ConfigError if a package is
+    missing. Call `open` around the run. A tracker that raises, because a network or a disk is gone, is dropped with one
+    warning; the run goes on.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -155,8 +155,6 @@ def _only_warn(name: str, problem: str) -> Iterator[None]:
 
 
 def _maker(name: str) -> Callable[[GRPOConfig], Tracker]:
-    if name not in TRACKERS:
-        raise ConfigError(f"run.trackers = '{name}': unknown; legal are {', '.join(TRACKERS)}")
     module, tracker = TRACKERS[name]
     try:
         package = import_module(module)

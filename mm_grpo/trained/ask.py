@@ -54,7 +54,10 @@ def load_answering(
     overrides = [f"model.device={device}"] if device else []
     found_model = find_model(source, checkpoint, overrides, trust=trust)
     if isinstance(found_model, RunCheckpoint):
-        return _from_run(found_model)
+        config, trained = found_model.config, load_trained(found_model)
+        note = "the run's tools and environment are not called: the answer is one turn"
+        notes = (note,) if config.rollout.tools or config.rollout.environment else ()
+        return AnsweringModel(trained.model, trained.processor, config, sampling_of(config), notes)
     path = Path(source)
     mark = read_export_mark(path)
     settings: dict[str, Any] = mark["settings"] if mark else {}
@@ -76,14 +79,6 @@ def load_answering(
         model = load_model(config.model, processor.family).eval()
     sampling = sampling_of(config) if mark else Sampling(MAX_TOKENS, temperature=0.0)
     return AnsweringModel(model, processor, config, sampling)
-
-
-def _from_run(checkpoint: RunCheckpoint) -> AnsweringModel:
-    config, trained = checkpoint.config, load_trained(checkpoint)
-    notes: tuple[str, ...] = ()
-    if config.rollout.tools or config.rollout.environment:
-        notes = ("the run's tools and environment are not called: the answer is one turn",)
-    return AnsweringModel(trained.model, trained.processor, config, sampling_of(config), notes)
 
 
 def ask(

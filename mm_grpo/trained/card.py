@@ -7,42 +7,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import write_yaml
 from mm_grpo.data.sources import BLIND
 from mm_grpo.terminal import redact
+from mm_grpo.trained.model import Trained
 from mm_grpo.version import __version__
 
 
-@dataclass(frozen=True)
-class RunLog:
-    """Log of a run up to the exported step: rows of metrics.jsonl, and the names of its rewards."""
-
-    rows: Sequence[Mapping[str, Any]] = ()
-    rewards: Sequence[str] = ()
-
-
-def evaluations(log: RunLog) -> list[tuple[str, str, float, float, int]]:
-    """Return each set's (name, measure, value before the first step, last value, step of the last value)."""
-    first = log.rows[0] if log.rows and log.rows[0]["step"] == 0 else {}
+def evaluations(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float, float, int]]:
+    """Return each set's (name, measure, value before the first step, last value, its step) from the `rows` of a log."""
+    first = rows[0] if rows and rows[0]["step"] == 0 else {}
     results = []
     for key, before in first.items():
         name, _, measure = key.removeprefix("eval/").rpartition("/")
         of_a_set = key.startswith("eval/") and measure in ("accuracy", "reward") and "/task/" not in key
-        later = [row for row in log.rows[1:] if row.get(key) is not None]
+        later = [row for row in rows[1:] if row.get(key) is not None]
         if of_a_set and name not in ("", BLIND) and before is not None and later:
             results.append((name, measure, before, later[-1][key], int(later[-1]["step"])))
     return results
 
 
-def write_card(
-    folder: Path, config: GRPOConfig, log: RunLog, *, step: int, adapter: bool, proof: str
-) -> None:
+def write_card(folder: Path, trained: Trained, *, adapter: bool, proof: str) -> None:
     """Write README.md with its YAML header."""
+    config, step = trained.config, trained.step
     base = shorten_paths(config.model.path)
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
     header |= {"pipeline_tag": "image-text-to-text", "tags": ["grpo", "mm_grpo"]}
@@ -60,13 +50,13 @@ def write_card(
         f"| base model | `{base}` |",
         f"| data | {_sources(config.data.train)} |",
         f"| evaluation data | {_sources(config.data.eval)} |",
-        f"| rewards | {', '.join(f'`{name}`' for name in log.rewards)} |",
+        f"| rewards | {', '.join(f'`{name}`' for name in trained.rewards)} |",
         f"| headline | {config.run.headline or 'mean reward'} |", "",
     ]  # fmt: skip
     table = ["## Evaluation", "", "| set | measure | before | after | at step |", "|---|---|---|---|---|"]
     rows = [
         f"| {name} | {measure} | {before:.3f} | {after:.3f} | {last_step} |"
-        for name, measure, before, after, last_step in evaluations(log)
+        for name, measure, before, after, last_step in evaluations(trained.rows)
     ]
     lines += [*table, *rows] if rows else ["The run was not evaluated."]
     lines += ["", "## How it was compared", "", f"Before this folder was named: {proof}.", "", "## Use", ""]

@@ -19,10 +19,10 @@ from mm_grpo.errors import ConfigError
 from mm_grpo.files import atomic_folder, read_json
 from mm_grpo.learner.lora import adapter_factors, has_adapters, merged_tensors, save_adapter
 from mm_grpo.learner.transformers_patches import save_pretrained
-from mm_grpo.trained.card import RunLog, write_card
+from mm_grpo.trained.card import write_card
 from mm_grpo.trained.model import Trained, load_trained
 from mm_grpo.trained.proof import Proof, ProofPrompts, prompts_of_run, prove
-from mm_grpo.trained.source import find_checkpoint
+from mm_grpo.trained.source import NO_RUN, WholeModel, find_model
 from mm_grpo.version import __version__
 
 MARK = "mm_grpo_export.json"
@@ -51,19 +51,15 @@ def export_run(
     if the run's files ask to run code.
     """
     check_out(out, overwrite=overwrite)
-    run_checkpoint = find_checkpoint(source, checkpoint, overrides, trust=trust)
+    run_checkpoint = find_model(str(source), checkpoint, overrides, trust=trust)
+    if isinstance(run_checkpoint, WholeModel):
+        raise ConfigError(f"'{source}' is {NO_RUN}")
     if adapter and run_checkpoint.config.model.lora is None:
         raise ConfigError("--adapter: the run trained no adapters (model.lora is null); export its model")
-    trained, contents = load_trained(run_checkpoint), run_checkpoint.checkpoint
-    rows = [json.loads(line) for line in (contents.log or b"").splitlines()]
-    rewards = [str(reward["name"]) for reward in contents.extra["rewards"]]
-    log = RunLog([row for row in rows if row["step"] <= contents.step], rewards)
-    return write_export(trained, log, out, adapter=adapter, overwrite=overwrite)
+    return write_export(load_trained(run_checkpoint), out, adapter=adapter, overwrite=overwrite)
 
 
-def write_export(
-    trained: Trained, log: RunLog, out: Path, *, adapter: bool, overwrite: bool = False
-) -> Proof:
+def write_export(trained: Trained, out: Path, *, adapter: bool, overwrite: bool = False) -> Proof:
     """Write a trained model to `out` and prove it; takes memory for a second copy of the model."""
     check_out(out, overwrite=overwrite)
     prompts = prompts_of_run(trained.paths, trained.processor, trained.config)
@@ -72,7 +68,7 @@ def write_export(
     def write(folder: Path) -> None:
         write_model(trained, folder, adapter=adapter)
         proof = prove(folder, trained, prompts, _tensors(trained, adapter=adapter), adapter=adapter)
-        write_card(folder, trained.config, log, step=trained.step, adapter=adapter, proof=str(proof))
+        write_card(folder, trained, adapter=adapter, proof=str(proof))
         _write_mark(folder, trained, prompts, proof, adapter=adapter)
         check_out(out, overwrite=overwrite)  # again: another process may have written there
         proofs.append(proof)

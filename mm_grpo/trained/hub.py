@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,6 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import temporary_folder
-from mm_grpo.run.metrics import read_rows
-from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, write_export
 from mm_grpo.trained.model import Trained, as_config_error
 
@@ -57,18 +53,11 @@ def push(folder: Path, name: str, *, private: bool = True) -> str:
         return str(api.upload_folder(repo_id=name, folder_path=str(folder), **options))
 
 
-def push_trained(
-    name: str, trained: Trained, rewards: Sequence[str], *, private: bool, adapter: bool, overwrite: bool
-) -> str:
-    """Export a trainer's model to a temporary folder and push it; return the commit's address.
-
-    The step of `trained` is the last one in the log.
-    """
+def push_trained(name: str, trained: Trained, *, private: bool, adapter: bool, overwrite: bool) -> str:
+    """Export a trainer's model to a temporary folder and push it; return the commit's address."""
     if adapter and trained.config.model.lora is None:
         raise ConfigError("adapter=True: the run trained no adapters (model.lora is null)")
     full = check_hub(name, overwrite=overwrite)
-    log = RunLog(read_rows(trained.paths.metrics), rewards)
-    trained = replace(trained, step=max((int(row["step"]) for row in log.rows), default=0))
     with temporary_folder("push") as folder:
-        write_export(trained, log, folder / "export", adapter=adapter)
+        write_export(trained, folder / "export", adapter=adapter)
         return push(folder / "export", full, private=private)

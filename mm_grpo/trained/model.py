@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +21,15 @@ from mm_grpo.trained.source import RunCheckpoint
 
 @dataclass(frozen=True)
 class Trained:
-    """Trained model with its processor and its run's config and paths."""
+    """Trained model with its processor, and its run's config, paths and log."""
 
     model: Any
     processor: Processor
     config: GRPOConfig
     paths: RunPaths
     step: int  # the last one that trained it
+    rows: Sequence[Mapping[str, Any]] = ()  # of metrics.jsonl, up to that step
+    rewards: Sequence[str] = ()  # their names
 
 
 def load_trained(checkpoint: RunCheckpoint) -> Trained:
@@ -36,7 +39,11 @@ def load_trained(checkpoint: RunCheckpoint) -> Trained:
     model = load_model(config.model, processor.family)
     check_saveable(model, processor)
     put_in(model, checkpoint)
-    return Trained(model.eval(), processor, config, checkpoint.paths, checkpoint.step)
+    contents, step = checkpoint.checkpoint, checkpoint.step
+    rows = [json.loads(line) for line in (contents.log or b"").splitlines()]
+    rows = [row for row in rows if row["step"] <= step]
+    rewards = [str(reward["name"]) for reward in contents.extra["rewards"]]
+    return Trained(model.eval(), processor, config, checkpoint.paths, step, rows, rewards)
 
 
 def put_in(model: Any, checkpoint: RunCheckpoint) -> None:

@@ -104,16 +104,6 @@ def model_to_evaluate(
     return WholeModel(source or config.model.path, _with_model(config, **update))
 
 
-def find_checkpoint(
-    path: Path, checkpoint: str | None = None, overrides: Sequence[str] = (), *, trust: bool = False
-) -> RunCheckpoint:
-    """Return a run's checkpoint as `find_model` does; raise ConfigError for any other model."""
-    model = find_model(str(path), checkpoint, overrides, trust=trust)
-    if isinstance(model, WholeModel):
-        raise ConfigError(f"'{path}' is {NO_RUN}")
-    return model
-
-
 def refuse_code(folder: str | Path, section: ModelConfig, user: ModelConfig | None = None) -> None:
     """Raise ConfigError if a folder's `section` asks to run code that the `user`'s own section does not name."""
     trusted = {} if user is None or user.path != section.path else user.model_dump()

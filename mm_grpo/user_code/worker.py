@@ -15,7 +15,7 @@ import struct
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from mm_grpo.errors import UserError
 from mm_grpo.import_path import digest_of
@@ -30,7 +30,8 @@ def serve(connection: socket.socket, make: Callable[[Any], Handler]) -> NoReturn
 
     Reply to the first frame with an empty frame on success, the error otherwise.
     """
-    environment, folder, sys.path[:], load = pickle.loads(_receive(connection))
+    requests = connection.makefile("rb")
+    environment, folder, sys.path[:], load = pickle.loads(_receive(requests))
     os.environ.clear()
     os.environ.update(environment)
     with suppress(OSError):
@@ -47,7 +48,7 @@ def serve(connection: socket.socket, make: Callable[[Any], Handler]) -> NoReturn
         _end()
     _send(connection, b"")
     while True:
-        _send(connection, handler(_receive(connection)))
+        _send(connection, handler(_receive(requests)))
 
 
 def require_unchanged(address: str, digest: str | None) -> None:
@@ -64,23 +65,18 @@ def _send(connection: socket.socket, body: bytes) -> None:
         _end()
 
 
-def _receive(connection: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(_receive_exactly(connection, LENGTH.size))
-    return _receive_exactly(connection, length)
+def _receive(requests: BinaryIO) -> bytes:
+    (length,) = LENGTH.unpack(_receive_exactly(requests, LENGTH.size))
+    return _receive_exactly(requests, length)
 
 
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    body = bytearray(length)
-    view = memoryview(body)
-    while view:
-        try:
-            count = connection.recv_into(view)
-        except OSError:
-            count = 0
-        if not count:
-            _end()
-        view = view[count:]
-    return bytes(body)
+def _receive_exactly(requests: BinaryIO, length: int) -> bytes:
+    body = b""
+    with suppress(OSError):
+        body = requests.read(length)
+    if len(body) < length:
+        _end()
+    return body
 
 
 def _end() -> NoReturn:

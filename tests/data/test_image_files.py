@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from contextlib import nullcontext
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ from reading import config
 from mm_grpo.data import image_files
 from mm_grpo.data.base import Rows
 from mm_grpo.data.image_files import readable
-from mm_grpo.data.images import jpeg_size
 from mm_grpo.data.mixture import Mixture
 from mm_grpo.data.sources import load_train
 from mm_grpo.distributed.ranks import Ranks
@@ -169,15 +167,6 @@ def test_sizes_that_the_model_refuses_are_bad_images(
         readable(given, "stop", Ranks(), processor)
     policy = "stop" if not bad or "size in" not in kind else "drop"
     assert len(readable(given, policy, Ranks())) >= 9  # no rule
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (image, _) in SIZES.items() if isinstance(image, bytes)])
-def test_the_size_of_a_jpeg_is_pillows(kind: str) -> None:
-    data = SIZES[kind][0]
-    size = jpeg_size(data)
-    is_whole = data.startswith(b"\xff\xd8") and len(data) > 40
-    assert size == (Image.open(BytesIO(data)).size if is_whole else None)
-    assert jpeg_size(b"BM" + b"\xff\xc0" * 20) is None and jpeg_size(data[:15]) is None
 
 
 def test_a_rule_may_depend_on_how_an_image_lies(tmp_path: Path) -> None:

@@ -194,7 +194,8 @@ def test_the_mixture_of_the_docs_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     scorer = Scorer(settings.rewards)
     mixed = load_train(settings, needs=scorer.check)
     assert [mixed.sample(i).columns["task"] for i in range(3)] == ["grounding", "count", "chart"]
-    assert list(mixed.weights) == [3, 1, 1] and mixed.names == ["boxes", "counts", "charts"]
+    assert list(mixed.weights) == [3, 1, 1]
+    assert mixed.order(1, 0, False).names == ["boxes", "counts", "charts"]
     assert mixed.sample(1).messages[0] == {"role": "system", "content": "Answer with a number."}
     found = load_eval(settings, needs=scorer.check)
     assert {name: len(rows) for name, rows in found.items()} == {"boxes": 1, "all": 2}

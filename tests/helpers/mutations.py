@@ -304,7 +304,6 @@ data/layouts.py < data/test_prompt_forms.py data/test_layouts.py
 messages.py < data/test_row_settings.py processors/test_image_limits.py
     wrong bound | min(max(part[key], low), high) for key ==> min(part[key], high) for key
 data/images.py < data/test_images.py data/test_image_files.py
-    dropped marker | - {0xC4, 0xC8, 0xCC} ==> - {0xC8, 0xCC}
     skipped check | if bool(why) != bool(refusal(size, limits)): ==> if False:
     skipped step | return ImageOps.exif_transpose(image) ==> return image.copy()
 data/fingerprint.py < data/test_fingerprint.py

@@ -16,7 +16,7 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout import evaluate
 from mm_grpo.rollout.eval_metric import EvalMetric
 from mm_grpo.rollout.evaluate import Best, Evaluation, RowScores, as_metrics, better, summarise
-from mm_grpo.run.metrics import read_metrics
+from mm_grpo.run.metrics import read_rows
 from mm_grpo.types import Completion, Group, Prompt, Sample
 
 ROWS = shapes_rows(split="train", size=4, seed=1, image_size=56)
@@ -69,7 +69,7 @@ def test_what_was_not_measured_is_not_0(models: dict[str, Path], tmp_path: Path)
     summary = trainer.train()
     assert summary["score_before"] is None and summary["score_after"] is None
     assert summary["eval"] == {"known": {"before": 0.5, "after": 0.5, "rows": 1}}
-    start, metrics = read_metrics(trainer.folder.paths.metrics)
+    start, metrics = read_rows(trainer.folder.paths.metrics)
     assert start.pop("time/eval") > 0
     assert start == {"step": 0, **measured}
     assert "eval/new/reward" not in metrics and metrics["eval/known/reward"] == 0.5

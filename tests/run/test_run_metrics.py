@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mm_grpo.errors import DataError
-from mm_grpo.run.metrics import append_event, append_row, cut_events, read_metrics, read_rows
+from mm_grpo.run.metrics import append_event, append_row, cut_events, read_rows
 
 
 def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_one_object_a_step_in_the_order_given(tmp_path: Path) -> None:
         '{"step": 1, "reward": 0.5, "kl": 0, "rewards/iou/mean": null, "note": "warm-up"}\n'
         '{"step": 2, "reward": 0.25}\n'
     )
-    assert read_metrics(path)[1] == {"step": 2, "reward": 0.25}
+    assert read_rows(path)[1] == {"step": 2, "reward": 0.25}
 
 
 def test_what_is_no_plain_number_is_an_error(tmp_path: Path) -> None:
@@ -32,12 +32,12 @@ def test_what_is_no_plain_number_is_an_error(tmp_path: Path) -> None:
 def test_a_line_that_a_killed_run_left_unfinished_is_none_and_a_broken_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m"
     path.write_text('{"step": 1, "reward": 1.0}\n{"step": 2, "rew')
-    assert read_metrics(path) == [{"step": 1, "reward": 1.0}]
+    assert read_rows(path) == [{"step": 1, "reward": 1.0}]
     assert path.read_text().endswith('"rew')  # a reader changes nothing
     for line in ("{oops", "[1]"):
         path.write_text('{"step": 1}\n' + line + "\n")
         with pytest.raises(DataError, match="m, line 2: "):
-            read_metrics(path)
+            read_rows(path)
 
 
 def test_events_come_back_and_are_cut(tmp_path: Path) -> None:

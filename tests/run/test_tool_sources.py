@@ -12,7 +12,7 @@ from helpers.configs import small_config
 from mm_grpo.environments.toolbox import toolbox_of
 from mm_grpo.errors import ConfigError
 from mm_grpo.run.manifest import Checkpoint
-from mm_grpo.run.same_run import refuse_another_run, tool_sources_of
+from mm_grpo.run.same_run import identity_of, refuse_another_run
 
 BODY = '''
 FACTOR = 2
@@ -42,7 +42,8 @@ def sources(folder: Path, body: str = BODY) -> list[dict[str, Any]]:
     rollout = {"tools": [f"{file}:double"], "environment": f"{file}:World", "environment_workers": 0}
     box = toolbox_of(small_config("m", rollout=rollout), None, None)
     assert box is not None
-    return tool_sources_of(box.sources)
+    tool_sources: list[dict[str, Any]] = identity_of({}, [], box, [])["tool_sources"]
+    return tool_sources
 
 
 def resume(then: Any, now: Any, **allowed: bool) -> None:

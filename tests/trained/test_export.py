@@ -32,10 +32,9 @@ from mm_grpo.run.manifest import manifest_text
 from mm_grpo.run.paths import RunPaths
 from mm_grpo.run.rollout_log import write_rollouts
 from mm_grpo.trained import export, proof
-from mm_grpo.trained.card import RunLog
 from mm_grpo.trained.export import MARK, export_run, write_export
 from mm_grpo.trained.model import Trained
-from mm_grpo.trained.source import find_checkpoint
+from mm_grpo.trained.source import find_model
 
 Runs = Callable[[str], Finished]
 
@@ -97,7 +96,7 @@ def test_every_family_is_exported(family: str, models: dict[str, Path], tmp_path
     ]  # fmt: skip
     write_rollouts(paths, 1, [replace(group, rewards=(0.0,) * 4) for group in groups])
     trained = Trained(load_active_model(config, processor, 0.2), processor, config, paths, 1)
-    found = write_export(trained, RunLog(), tmp_path / "out", adapter=number % 3 == 0)
+    found = write_export(trained, tmp_path / "out", adapter=number % 3 == 0)
     assert found.gap.max <= 1e-4 and found.prompts == 3 + TABLE[family].videos
 
 
@@ -155,7 +154,7 @@ def test_an_export_that_is_not_the_trained_model_is_removed(
         monkeypatch.setattr(proof, "score", elsewhere)
     monkeypatch.setattr(export, "write_model", changed)
     with pytest.raises(ConfigError, match=words):
-        write_export(trained, RunLog(), tmp_path / "out", adapter=False)
+        write_export(trained, tmp_path / "out", adapter=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -248,7 +247,7 @@ def test_a_best_without_a_checkpoint_is_refused(runs: Runs, tmp_path: Path) -> N
         manifest["extra"]["best"] = best
         file.write_text(manifest_text(manifest))
         with pytest.raises(ConfigError, match=f"{tmp_path}/run.*{'step-000003' if best else 'last'}"):
-            find_checkpoint(tmp_path / "run", "best")
+            find_model(str(tmp_path / "run"), "best")
 
 
 def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> None:
@@ -259,8 +258,8 @@ def test_the_number_format_is_that_of_the_run(runs: Runs, tmp_path: Path) -> Non
     file.write_text(manifest_text({**manifest, "dtype": "bfloat16"}))
     (tmp_path / "run/environment.json").write_text("{}")  # tells how the run was started, and decides nothing
     for overrides, dtype in (([], "bfloat16"), (["device=cpu"], "bfloat16"), (["dtype=float32"], "float32")):
-        found = find_checkpoint(tmp_path / "run", None, [f"model.{each}" for each in overrides])
-        assert found.config.model.dtype == dtype
+        found = find_model(str(tmp_path / "run"), None, [f"model.{each}" for each in overrides])
+        assert found.config is not None and found.config.model.dtype == dtype
 
 
 def test_weights_are_read_from_the_parts_of_several_processes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.errors import ConfigError, DataError, GuardStop, RewardError
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.rollout.seeds import SeedPlan
-from mm_grpo.run.metrics import read_metrics
+from mm_grpo.run.metrics import read_rows
 
 pytestmark = pytest.mark.lowest
 
@@ -186,6 +186,6 @@ def test_a_loss_that_is_no_number_is_a_row_where_guards_warn(
     GRPOTrainer(warned, train=ROWS, rewards=[vowels]).train()
     assert "loss" in caplog.text and "cannot be written" not in caplog.text
     assert [row["loss"] for row in rows_of(tmp_path / "w")] == ["nan"] * 2  # JSON has no number for it
-    (first, _) = read_metrics(tmp_path / "w/metrics.jsonl")
+    (first, _) = read_rows(tmp_path / "w/metrics.jsonl")
     assert math.isnan(first["loss"])
     assert (tmp_path / "w/report.html").is_file()

@@ -76,7 +76,7 @@ def clicking(
         return 0.0
     x, y = frame.scale(space, distance_space)
     nearest = min(
-        distance((point[0] * x, point[1] * y), shape)
+        _to_edge((point[0] * x, point[1] * y), shape)
         for shape in moved_shapes(shapes, frame, space, distance_space)
     )
     return max(0.0, 1.0 - nearest / (reach * diagonal))
@@ -143,15 +143,6 @@ def is_inside(point: Point, polygon: Polygon) -> bool:
         if (ay > y) != (by > y) and x < ax + (y - ay) * (bx - ax) / (by - ay):
             inside = not inside
     return inside or _to_edge(point, polygon) <= ON_EDGE * max(x1 - x0, y1 - y0)
-
-
-def distance(point: Point, polygon: Polygon) -> float:
-    """Return the distance of a point from a polygon; 0 inside.
-
-    >>> distance((7, 9), ((0, 0), (4, 0), (4, 5), (0, 5)))
-    5.0
-    """
-    return 0.0 if is_inside(point, polygon) else _to_edge(point, polygon)
 
 
 def point_inside(polygon: Polygon) -> Point:
