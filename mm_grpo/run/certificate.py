@@ -37,8 +37,7 @@ FACTS = {
     "warmed base": "<start/warmed:sum> of <start/warmed:len> starts",
     "steps": "<step:len>; missing in metrics.jsonl: <run/missing:all>",
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
-    "rollout digests": "as written: <log/intact:sum> files; not recorded: <log/unrecorded:sum>; changed: "
-    "<log/changed:all>",
+    "rollout digests": "intact: <log/intact:sum> files; not recorded: <log/unrecorded:sum>; changed: <log/changed:all>",
     "samples": "<log/answers:sum> answers, <log/seeds:sum> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
     "seeds": "<log/seeds:sum> recomputed, <log/distinct:sum> distinct; <log/wrong:sum> answers against the seed law",
     "prompt ids": "<log/ids:sum> compared, of <log/id_answers:sum> answers",

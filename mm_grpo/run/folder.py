@@ -183,7 +183,7 @@ class RunFolder:
         with self.writing("events.jsonl"):
             append_event(self.paths.events, step, name, action, message)
 
-    def replace_folder(self, name: str, write: Callable[[Path], None]) -> Path:
+    def replace_folder(self, name: str, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new `model` or `adapter`, and replace the old folder by it.
 
         Files of the old folder that no run wrote are copied to the new one, if the folder is claimed.
@@ -203,7 +203,6 @@ class RunFolder:
 
         with self.writing(f"{name}/"):
             atomic_folder(path, fill)
-        return path
 
     def replace_folders(self, saves: Mapping[str, Save], *, first: bool) -> None:
         """Replace folders by name in the first process. Each process runs all `saves`, which may be collective."""

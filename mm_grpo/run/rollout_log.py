@@ -65,15 +65,13 @@ class EvaluationLog:
         fields = {"set": name, "blind": blind}
         self._lines += map(_line, _rows(self.paths, self.step, groups, self.specs, fields))
 
-    def write(self, best: int | None) -> Path:
+    def write(self, best: int | None) -> None:
         """Write the file; remove the files of all steps but 0, `best` and this one."""
         self.paths.rollouts.mkdir(exist_ok=True)  # `_rows` made no folder if every row was dropped
-        file = self.paths.rollout_file(self.step, EVALUATION)
-        atomic_write(file, "".join(self._lines))
+        atomic_write(self.paths.rollout_file(self.step, EVALUATION), "".join(self._lines))
         for step in logged_steps(self.paths, EVALUATION):
             if step not in (0, best, self.step):
                 self.paths.rollout_file(step, EVALUATION).unlink(missing_ok=True)
-        return file
 
 
 def add_to_rollouts(
