@@ -207,7 +207,7 @@ def test_an_answer_in_several_turns_is_a_conversation_of_one() -> None:
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
         ({"name": "math"}, {"answer": "(2, -3)"}, r"\boxed{(2, -3)}"),
-        ({"name": "math"}, {"answer": r"$(0, \infty)$"}, r"$(0, \infty)$"),
+        ({"name": "math"}, {"answer": r"$(0, \infty)$"}, r"\boxed{(0, \infty)}"),
         ({"name": "math"}, {"answer": r"So \boxed{\frac{1}{2}}"}, r"\boxed{\frac{1}{2}}"),
         ({"name": "math"}, {"answer": "16 - 13 = 3\n#### 3"}, "16 - 13 = 3\n#### 3"),
         ({"name": "math"}, {"answer": "45°"}, r"\boxed{45°}"),

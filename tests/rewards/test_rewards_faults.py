@@ -66,6 +66,7 @@ def line_of(fn):
         (logs("extra", "e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
         (lambda completion, box: inner(box), rf"row 'row:0' .*raised ZeroDivisionError: .* {line_of(inner)}"),
         (in_a_library, f"raised ValueError: .* {line_of(in_a_library)}"),  # of the user's file
+        (lambda completions: [completions[0][0]["content"]["x"]], r"string ind.*set completions: messages"),
         (lambda completion, gone: gone[0], r"raised TypeError: .*'gone' is None; .*needs=\('gone',\)"),
     ],
 )
