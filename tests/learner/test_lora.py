@@ -168,7 +168,7 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
     assert moved > 1e-6
     ids = [c.token_ids for c in groups[0].completions]
     plain = learner_for(path, load_model(ModelConfig(path=str(path), device="cpu"), FAMILY))
-    with lora_module.without_adapters(model):
+    with lora_module.as_frozen_base(model):
         assert learner.score(groups[0].prompt, ids) == plain.score(groups[0].prompt, ids)
     assert learner.score(groups[0].prompt, ids) != plain.score(groups[0].prompt, ids)
 
