@@ -24,6 +24,9 @@ from mm_grpo.terminal import printable, redact
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Placeholder in `model.path` if the file names no model."""
 
+ESSENTIAL = ("model.path", "data.train", "rewards", "rollout.num_generations", "optim.learning_rate")
+"""Fields of which the config of a run of GRPO sets one."""
+
 
 def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.Conversion:
     """Convert a config of another trainer, nested or by dotted key.
@@ -45,6 +48,8 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.C
         _count_devices(result)
     elif devices is not None and trainer in rules.DOTTED:
         note(f"--devices {devices}: changes nothing; batches of {trainer} are whole")
+    if result.counts_prompts:
+        note("rollout.prompts_per_step: a batch of R1-V's trainer is of prompts, each with num_generations completions")
     for key, value in result.foreign.items():
         result.key = key
         converted = _convert_key(result, key, value)
@@ -118,17 +123,21 @@ def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
 
 def _count_devices(result: rules.Conversion) -> None:
     """Take the number of processes from the launcher's options, or from the GPUs that the script names."""
-    gpus = len(str(result.foreign.get("cuda_visible_devices", "0")).split(","))
+    visible = result.foreign.get("include", result.foreign.get("cuda_visible_devices"))  # of deepspeed, of CUDA
+    gpus = len(str(visible).rpartition(":")[2].split(","))
     default = 1 if result.trainer == "ms-swift" else gpus  # ms-swift starts one without NPROC_PER_NODE
+    count = None if visible is None else default
     try:
-        nodes = 1 if result.find("num_processes") else result.number("nnodes", 1)
-        result.devices = int(result.number("num_processes nproc_per_node num_gpus", default) * nodes)
+        nodes = 1 if result.find("num_processes global_world_size") else result.number("nnodes", 1)
+        count = result.find("num_processes nproc_per_node num_gpus global_world_size", count)
+        result.devices = int(result.number("num_processes nproc_per_node num_gpus global_world_size", default) * nodes)
     except (rules.UnknownValue, ConfigError):
-        result.notes.append(
-            "rollout.prompts_per_step: of one process; the file names no number: give --devices"
-        )
-    if result.devices > 1:
-        result.notes.append(f"rollout.prompts_per_step: of the file's {result.devices} processes (--devices)")
+        count = None
+    source = f"of the file's {result.devices} processes (--devices)"
+    if count is None:
+        source = "of one process; the file names no number: give --devices"
+    if (count is None or result.devices > 1) and result.find("global_batch_size") is None:
+        result.notes.append(f"rollout.prompts_per_step: {source}")
 
 
 def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Converted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from mm_grpo.config.yaml_file import read_value, read_yaml, refuse_long
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import read_regular_file
-from mm_grpo.migrate.keys import PROGRAMS
+from mm_grpo.migrate.keys import ADVICE, PROGRAMS, by_end
 from mm_grpo.migrate.shell import UNKNOWN, commands
 
 ENVIRONMENT = (
@@ -26,11 +27,11 @@ ENVIRONMENT = (
     " FPS_MIN_FRAMES VIDEO_MAX_PIXELS VIDEO_MIN_PIXELS VIDEO_TOTAL_PIXELS VIDEO_MAX_TOKEN_NUM VIDEO_MIN_TOKEN_NUM"
 )
 """Variables of the environment that a trainer reads."""
-LAUNCHERS = "accelerate torchrun deepspeed"
-SERVERS = {"rollout", "deploy", "serve", "vllm-serve"}
-"""Commands of trainers that train nothing."""
+LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
+SERVERS = {"rollout", "deploy", "serve", "vllm-serve", "echo", "printf"}
+"""Commands that train nothing."""
 CALLS: Mapping[str, Mapping[str, str]] = {
-    "GRPOConfig": {},
+    **dict.fromkeys(("GRPOConfig", "RLHFArguments"), {}),
     "LoraConfig": (_LORA := {"r": "lora_r", "target_modules": "lora_target_modules"}),
     "get_peft_model": _LORA,
     "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
@@ -60,11 +61,15 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
         try:
             text = read_regular_file(path).decode("utf-8-sig")
             refuse_long(text, str(path))
-            if path.suffix.lower() == ".py":
+            if path.suffix.lower() == ".ipynb":
+                cells = (cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code")
+                text = "\n".join("".join(cell["source"]) for cell in cells)
+            if path.suffix.lower() in (".py", ".ipynb"):
+                text = re.sub(r"(?m)^[!%].*", "", text)  # a notebook's commands
                 keys = flatten(_call_arguments(ast.parse(text)))
             else:
                 words, keys = _command_options(text, path)
-        except (OSError, ValueError, SyntaxError) as error:
+        except (OSError, ValueError, SyntaxError, LookupError, TypeError) as error:
             raise ConfigError(f"{path}: cannot be read as a script ({error})") from None
     marks = {*keys, *words, *(key.partition(".")[0] for key in keys)}
     marks |= {f"{key}={value}" for key, value in keys.items()}
@@ -114,7 +119,8 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
         try:
             options[key] = ast.literal_eval(named.get(ast.unparse(value), value))
         except ValueError:  # a model that was loaded before, say, does not hide its name
-            options.setdefault(key, Unexpanded(ast.unparse(value)))
+            text = ast.unparse(value)
+            options.setdefault(key, text[6:] if re.fullmatch(r"torch\.\w+", text) else Unexpanded(text))
     options.pop("", None)
     return options
 
@@ -128,27 +134,45 @@ def _called(node: ast.AST | None) -> str:
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     """Return the words that name the program, and the options, of the command that has the most of them."""
     runs: list[tuple[list[str], dict[str, str]]] = [([], {})]
-    for words, environment in commands(text):
+    pending = [*commands(text)]
+    for words, environment in pending:
+        pending += [inner for n, word in enumerate(words) if words[n - 1] == "-c" for inner in commands(word)]
         if words[:1] and words[0].startswith("--"):  # cut off by a comment or a space behind a backslash
             runs[-1][0].extend(words)
         elif SERVERS.isdisjoint(words[:4]):
             runs.append((words, environment))
-    words, environment = max(runs, key=lambda run: sum(map(_is_option, run[0])))
+    words, environment = run = max(runs, key=lambda run: _rank(run[0]))
+    others = [other for other in runs if other is not run and _rank(other[0])[:2] >= (True, 4)]
     words = words[words.index("--") + 1 :] if "--" in words else words  # as in: ray job submit -- PROGRAM
-    start = 0
-    if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
-        scripts = (n for n, word in enumerate(words) if word.endswith(".py") or words[n - 1] == "-m")
-        start = next(scripts, 0)
+    programs = [n for n, word in enumerate(words) if re.fullmatch(r"python[\d.]*", Path(word).name)]
+    launchers = [n for n, word in enumerate(words) if Path(word).name in LAUNCHERS]
+    first = min([*programs, *launchers], default=0)  # behind env, nohup, docker run and their options
+    environment |= dict(word.split("=", 1) for word in words[:first] if re.match(r"[A-Z_]+=", word))
+    words, start = words[first:], 0
+    if launchers:  # its options come first, then the program
+        behind = range(launchers[-1] - first + 1, len(words))
+        start = next((n for n in behind if words[n].endswith(".py") or words[n - 1] == "-m"), 0)
     names = ENVIRONMENT.split()
     variables = {name.lower(): _value([text]) for name, text in environment.items() if name in names}
     options = _options(words[:start]) | _options(words[start:]) | variables
+    options |= {"another_command": " ".join(others[0][0]).strip(UNKNOWN)} if others else {}
     folders = (Path(), *path.resolve().parents[:4])
     files = [folder / str(options["config"]) for folder in folders if "config" in options]
     if file := next(filter(Path.is_file, files), None):
         options = flatten(read_yaml(file)) | options
         del options["config"]
-    program = itertools.takewhile(lambda word: not _is_option(word), words[start:])
+    program = [*itertools.takewhile(lambda word: not _is_option(word), words[start:])]
+    if "config" not in options and any("open_r1" in word for word in program):
+        options["open_r1"] = True
     return [part for word in program for part in (word, *re.split(r"[./]", word))], flatten(options)
+
+
+def _rank(words: Sequence[str]) -> tuple[bool, int, int, int]:
+    """Return how likely a command is the run: it is of GRPO, then its options that are known, and all of them."""
+    options = [word.lstrip("+~-").partition("=")[0].replace("-", "_") for word in words if _is_option(word)]
+    stages = PROGRAMS["another stage than GRPO"].split()
+    known = sum(by_end(key, ADVICE, None) is not None for key in options)
+    return bool(words) and not {*words[:4]} & {*stages}, known, len(options), len(words)
 
 
 def _is_option(word: str) -> bool:
@@ -167,6 +191,8 @@ def _options(words: Iterable[str]) -> dict[str, Any]:
             texts[key].append(word)
         elif texts and UNKNOWN[0] in word:  # options that the script alone does not say
             texts[word.strip(UNKNOWN)] = [word]
+        elif re.fullmatch(r"~[\w.]+", word):  # hydra's deletion
+            texts[word] = []
     return {key: _value(values) for key, values in texts.items()}
 
 

@@ -102,7 +102,8 @@ REASONS: Mapping[str, str] = {
     "write rollout.prompts_per_step and optim.updates_per_step (= prompts a step / prompts an update)":
         "ppo_mini_batch_size actor.global_batch_size",
     "write run.max_steps (steps, not epochs; null is one pass over the data)": 
-        "num_train_epochs total_epochs epochs num_epochs max_epochs",
+        "num_train_epochs total_epochs epochs num_epochs max_epochs train_iters",
+    "a file is one run: convert that command from a file of its own": "another_command",
     # the run
     "write run.eval_every (steps; 0 is before and after the run only)": "eval_steps eval_strategy test_freq val_freq",
     "write run.trackers (a list)": "report_to trainer.logger",
@@ -202,6 +203,8 @@ PARTS: Mapping[str, str] = {
          "pf_ppo", "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), NO_SETTING),
     **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
     "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
+    "env": "write rollout.environment, rollout.max_turns and rollout.num_generations (verl-agent's env.rollout.n)",
+    "dataset_mixture": "write data.train: [{path: ..., weight: ...}]",
     "distillation": "write algorithm.reference_path: the teacher, with algorithm.beta > 0",
     "engine_kwargs": _VLLM,
 }  # fmt: skip
@@ -212,10 +215,18 @@ PROGRAMS: Mapping[str, str] = {
     "NeMo-RL": "policy loss_fn nemo_rl",
     "Trinity-RFT": "trinity buffer explorer synchronizer",
     "Axolotl": "axolotl base_model sequence_len",
+    "slime": "hf_checkpoint prompt_data",
+    "ROLL": "actor_train actor_infer",
+    "RLinf": "runner component_placement",
+    "SkyRL": "skyrl_train generator",
+    "open-instruct": "open_instruct num_samples_per_prompt_rollout",
+    "torchtune": "tune checkpointer",
+    "DeepSpeed": "zero_optimization",
     "OpenRLHF": "openrlhf pretrain actor_num_nodes",
     "AReaL": "areal gconfig allocation_mode",
+    "mm_grpo, as it is; mm-grpo check and train take it": "rewards rollout.prompts_per_step optim.learning_rate run.dir",
     "another stage than GRPO": "sft dpo kto pt sft_trainer fsdp_sft_trainer sft_vlm dpo_vlm max_seq_length"
-    " assistant_only_loss completion_only_loss"
+    " main_generation main_eval assistant_only_loss completion_only_loss loss_type=sigmoid"
     + "".join(f" rlhf_type={name}" for name in ["dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "gkd"]),
 }
 """Programs whose files are refused, and keys or words of the command line that only they have."""
@@ -235,7 +246,7 @@ PREFIXES: Mapping[str, str] = {
     **dict.fromkeys(("bnb_", "load_in_", "quant_", "qlora", "hqq_"), _QUANTIZED),
     **dict.fromkeys(("main_process_", "master_", "rdzv_", "machine_", "node_"), _PROCESSES),
     **dict.fromkeys(
-        ("ppo_micro_", "log_prob_micro_", "micro_batch_size_"), "memory is bounded by optim.max_tokens_per_pack"),
+        ("ppo_micro_", "log_prob_micro_", "micro_batch_size"), "memory is bounded by optim.max_tokens_per_pack"),
     "kl_": "the weight of the KL term stays: write algorithm.beta",
 }  # fmt: skip
 """Advice by the beginning of keys."""

@@ -32,8 +32,10 @@ DOTTED = ("verl", "EasyR1")
 """Trainers whose keys are in sections."""
 PROMPTS = "data.train_batch_size data.rollout_batch_size"
 MINI_BATCH = "actor.ppo_mini_batch_size actor.global_batch_size"
-BATCH = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
-_LENGTH = "max_steps total_training_steps"
+BATCH = (
+    "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
+    " global_batch_size"
+)
 
 
 class UnknownValue(Exception):
@@ -77,11 +79,29 @@ class Conversion:
         return value
 
     @property
+    def length(self) -> Any:
+        """The run's steps (TRL's updates), -1 if epochs say them."""
+        ends = "trainer.max_steps trainer.total_training_steps" if self.trainer in DOTTED else "max_steps"
+        return self.number(ends, -1)
+
+    @property
+    def counts_prompts(self) -> bool:
+        """True if a batch of R1-V's trainer is of prompts, each with all its completions."""
+        trains = self.find("open_r1") and not self.find("data_file_paths")
+        return bool(trains and not self.find("use_vllm", False))
+
+    @property
+    def micro_batch(self) -> Any:
+        """TRL's completions in a forward of all devices; with Megatron in an update."""
+        prompt = self.number("num_generations", 8) if self.counts_prompts else 1
+        device = self.number("per_device_train_batch_size", 8) * self.devices * prompt
+        return self.number("global_batch_size", device)
+
+    @property
     def generation(self) -> int:
         """TRL's completions between two updates of the weights that sample."""
         accumulated = self.number("gradient_accumulation_steps", 1)
-        device = self.number("per_device_train_batch_size", 8)
-        default = device * self.number("steps_per_generation", accumulated) * self.devices
+        default = self.micro_batch * self.number("steps_per_generation", accumulated)
         return int(self.number("generation_batch_size", default))
 
     @property
@@ -89,8 +109,9 @@ class Conversion:
         """The trainer's optimizer updates in one of our steps, of one iteration."""
         if self.trainer in DOTTED:
             return Fraction(self.number(PROMPTS, 1)) / Fraction(self.number(MINI_BATCH, 1))
-        device = self.number("per_device_train_batch_size", 8) * self.devices
-        return Fraction(self.generation) / Fraction(device * self.number("gradient_accumulation_steps", 1))
+        return Fraction(self.generation) / Fraction(
+            self.micro_batch * self.number("gradient_accumulation_steps", 1)
+        )
 
 
 Rule = Callable[[Conversion, Any], Converted]
@@ -126,7 +147,7 @@ def _steps(result: Conversion, value: Any) -> Converted:
 
 
 def _epochs(result: Conversion, value: Any) -> Converted:
-    if result.number(_LENGTH, -1) > 0:
+    if result.length > 0:
         return {}  # it ends the run there too
     rows = f"{value} x rows / {result.values.get('rollout', {}).get('prompts_per_step', 'prompts a step')}"
     return f"write run.max_steps (steps, not epochs; null is one pass over the data): {rows}"
@@ -135,7 +156,7 @@ def _epochs(result: Conversion, value: Any) -> Converted:
 def _warmup(result: Conversion, value: Any) -> Converted:
     if value <= 0:
         return {}
-    total, iterations = result.number(_LENGTH, -1), int(result.number("actor.ppo_epochs", 1))
+    total, iterations = result.length, int(result.number("actor.ppo_epochs", 1))
     if value < 1 and total <= 0:
         return "the length of the run is not known; write optim.warmup_steps (updates)"
     scale = result.updates * iterations if result.trainer in DOTTED else 1
@@ -151,7 +172,9 @@ def _trackers(result: Conversion, value: Any) -> Converted:
 
 
 def _vllm(result: Conversion, value: Any) -> Converted:
-    return {"rollout.engine": "vllm_server" if result.find("vllm_mode") == "server" else "vllm"}
+    mode, host = result.find("vllm_mode"), result.find("vllm_server_host vllm_server_base_url")
+    served = mode == "server" or (host and (mode is None or result.trainer == "ms-swift"))
+    return {"rollout.engine": "vllm_server" if served else "vllm"}
 
 
 def _engine(result: Conversion, value: Any) -> Converted:
@@ -220,7 +243,8 @@ def _dataset(result: Conversion, value: Any) -> Converted:
     if result.find("data_file_paths"):
         return {}
     if Path(str(value)).suffix:
-        return {"data.train": str(value)}
+        is_list = str(value).endswith((".yaml", ".yml"))
+        return "is a list of files; write them into data.train" if is_list else {"data.train": str(value)}
     config = result.find("dataset_config")
     hub = f"{value}:{config}" if config else str(value)
     sources = {"data.train": f"{hub}:{result.find('dataset_train_split', 'train')}"}
@@ -348,7 +372,7 @@ _READ = (
     "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
     " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
     " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
-    " image_folders task_type is_reward_customized_from_vlm_module"
+    " image_folders open_r1 include global_world_size task_type is_reward_customized_from_vlm_module"
     " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
 )
 """Keys that the rule of another key reads, by the end of their names."""
@@ -382,6 +406,7 @@ KEY_RULES: Mapping[str, Rule] = {
         ("dataset_name", _dataset),
         ("data_file_paths", _file_paths),
         ("config", lambda result, value: "is not found, and its keys are missing: put it beside this file"),
+        ("config_name config_path", lambda result, value: "is not read, and its keys are missing: merge it with these"),
         ("dataset train_files val_dataset val_files", _rows),
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
@@ -410,6 +435,7 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
         ("dynamic_sample online_filtering filter_groups.enable", (False,)),
         ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
         ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
+        ("config_name", ("ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml")), ("config_path", ("config",)),
         ("val_dataset", ([],)), ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
     )
     for name in names.split()
@@ -446,6 +472,8 @@ def foreign_defaults(foreign: Mapping[str, Any], trainer: str) -> dict[str, Any]
         defaults["learning_rate"] = 1e-5
     kind = foreign.get(f"{_ACTOR}policy_loss.loss_mode", foreign.get("worker.actor.loss_type", "default"))
     unused = {"tuner_type"} if "train_type" in foreign else set()
+    unused |= {"per_device_train_batch_size"} if "global_batch_size" in foreign else set()
+    defaults |= {"beta": 0.04} if "open_r1" in foreign else {}  # of the TRL before 0.19 that R1-V and VLM-R1 ask for
     if kind not in ("vanilla", "default"):  # no other loss has the second bound
         unused = {f"{_ACTOR}clip_ratio_c", "worker.actor.clip_ratio_dual"}
     return {key: value for key, value in defaults.items() if key not in foreign and key not in unused}
