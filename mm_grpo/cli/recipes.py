@@ -110,19 +110,17 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
-    from mm_grpo.migrate.convert import ESSENTIAL
+    from mm_grpo.migrate.convert import ESSENTIAL, to_yaml
     from mm_grpo.migrate.convert import convert as convert_keys
-    from mm_grpo.migrate.convert import to_yaml
     from mm_grpo.migrate.files import read_foreign
 
     output_file = None if output is None else OutputFile("--output", output, mark=None)
     keys = read_foreign(file)
     conversion = convert_keys(keys, devices=devices)
     if not keys.keys() & {conversion.origin.get(path) for path in ESSENTIAL}:
-        reasons = "; ".join(f"{key}: {why}" for key, why in [*conversion.omitted.items()][:3])
+        why = "; ".join(f"{key}: {reason}" for key, reason in [*conversion.omitted.items()][:3])
         raise ConfigError(
-            f"{file}: names no model, rows, rewards, group or learning rate that can be taken over, so it is no config "
-            f"of TRL, ms-swift, verl or EasyR1, or it does not say its values ({reasons})"
+            f"{file}: is no config of TRL, ms-swift, verl or EasyR1, or does not say its values ({why})"
         )
     if output_file is None:
         typer.echo(printable(to_yaml(conversion)), nl=False)

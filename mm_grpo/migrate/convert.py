@@ -48,8 +48,6 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.C
         _count_devices(result)
     elif devices is not None and trainer in rules.DOTTED:
         note(f"--devices {devices}: changes nothing; batches of {trainer} are whole")
-    if result.counts_prompts:
-        note("rollout.prompts_per_step: a batch of R1-V's trainer is of prompts, each with num_generations completions")
     for key, value in result.foreign.items():
         result.key = key
         converted = _convert_key(result, key, value)
@@ -62,6 +60,7 @@ def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.C
             f"run.max_steps: {trainer}'s default is {rules.EPOCHS[trainer]} epochs; null is one pass over the data"
         )
     if not result.values.get("model", {}).get("path"):
+        result.key = ""
         result.put("model.path", NO_MODEL)
         note(f"model.path: the file names no model; write its name in place of {NO_MODEL}")
     if not result.values.get("rewards"):
@@ -123,21 +122,22 @@ def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
 
 def _count_devices(result: rules.Conversion) -> None:
     """Take the number of processes from the launcher's options, or from the GPUs that the script names."""
-    visible = result.foreign.get("include", result.foreign.get("cuda_visible_devices"))  # of deepspeed, of CUDA
-    gpus = len(str(visible).rpartition(":")[2].split(","))
-    default = 1 if result.trainer == "ms-swift" else gpus  # ms-swift starts one without NPROC_PER_NODE
-    count = None if visible is None else default
+    launched = "num_processes nproc_per_node num_gpus global_world_size"
+    gpus = result.foreign.get("include", result.foreign.get("cuda_visible_devices"))  # of deepspeed, of CUDA
+    count = gpus and str(gpus).rpartition(":")[2].count(",") + 1
+    count = (
+        count and 1 if result.trainer == "ms-swift" else count
+    )  # ms-swift starts one without NPROC_PER_NODE
+    source = "of one process; the file names none"
     try:
         nodes = 1 if result.find("num_processes global_world_size") else result.number("nnodes", 1)
-        count = result.find("num_processes nproc_per_node num_gpus global_world_size", count)
-        result.devices = int(result.number("num_processes nproc_per_node num_gpus global_world_size", default) * nodes)
+        if result.find(launched, count) is not None:
+            result.devices = int(result.number(launched, count) * nodes)
+            source = f"of the file's {result.devices} process(es)"
     except (rules.UnknownValue, ConfigError):
-        count = None
-    source = f"of the file's {result.devices} processes (--devices)"
-    if count is None:
-        source = "of one process; the file names no number: give --devices"
-    if (count is None or result.devices > 1) and result.find("global_batch_size") is None:
-        result.notes.append(f"rollout.prompts_per_step: {source}")
+        pass
+    if result.find("global_batch_size") is None:
+        result.notes.append(f"rollout.prompts_per_step: {source} (--devices)")
 
 
 def _convert_key(result: rules.Conversion, key: str, value: Any) -> rules.Converted:

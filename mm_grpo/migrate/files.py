@@ -28,10 +28,11 @@ ENVIRONMENT = (
 )
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
-SERVERS = {"rollout", "deploy", "serve", "vllm-serve", "echo", "printf"}
+SERVERS = {"rollout", "deploy", "serve", "vllm-serve", "export", "infer", "sample", "echo", "printf"}
 """Commands that train nothing."""
 CALLS: Mapping[str, Mapping[str, str]] = {
-    **dict.fromkeys(("GRPOConfig", "RLHFArguments"), {}),
+    "GRPOConfig": (_SAME := {}),
+    "RLHFArguments": _SAME,
     "LoraConfig": (_LORA := {"r": "lora_r", "target_modules": "lora_target_modules"}),
     "get_peft_model": _LORA,
     "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
@@ -75,10 +76,11 @@ def read_foreign(path: str | Path) -> dict[str, Any]:
     marks |= {f"{key}={value}" for key, value in keys.items()}
     for program, names in PROGRAMS.items():
         if sign := next((name for name in names.split() if name in marks), None):
-            raise ConfigError(
-                f"{path}: is of {program} ({sign}); convert reads configs for GRPO of TRL, ms-swift, verl and EasyR1: "
-                "begin with `mm-grpo init`, and write its settings into that config"
-            )
+            advice = "begin with `mm-grpo init`, and write its settings into that config"
+            if program == "mm_grpo itself":
+                advice = "`mm-grpo check` and `mm-grpo train` take it as it is"
+            reads = "convert reads configs for GRPO of TRL, ms-swift, verl and EasyR1"
+            raise ConfigError(f"{path}: is of {program} ({sign}); {reads}: {advice}")
     if not keys:
         raise ConfigError(
             f"{path}: holds no key; what is read is YAML, JSON, shell commands with --key value, GRPOConfig(...) in "
@@ -106,7 +108,10 @@ def _call_arguments(tree: ast.Module) -> dict[str, Any]:
     named = {n.id: value for n, value in assigns if isinstance(n, ast.Name) and stores[n.id] == 1}
     arguments: list[tuple[str, ast.expr]] = []
     options: dict[str, Any] = {}
-    for call, name in ((node, _called(node)) for node in nodes):
+    *others, _ = [node for node in nodes if _called(node) == "GRPOConfig"] or [tree]
+    if others:
+        options["another_command"] = ast.unparse(others[0])
+    for call, name in ((node, _called(node)) for node in nodes if node not in others):
         if isinstance(call, ast.Call) and name in CALLS:
             first = [("model", argument) for argument in call.args[:1] if "model" in CALLS[name]]
             keywords = [(k.arg or f"**{ast.unparse(k.value)}", k.value) for k in call.keywords]
@@ -134,7 +139,7 @@ def _called(node: ast.AST | None) -> str:
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     """Return the words that name the program, and the options, of the command that has the most of them."""
     runs: list[tuple[list[str], dict[str, str]]] = [([], {})]
-    pending = [*commands(text)]
+    pending = [*commands(re.sub(r"[ \t][`^][ \t]*\r?\n", " \\\\\n", text))]  # Windows' continuation
     for words, environment in pending:
         pending += [inner for n, word in enumerate(words) if words[n - 1] == "-c" for inner in commands(word)]
         if words[:1] and words[0].startswith("--"):  # cut off by a comment or a space behind a backslash
@@ -162,7 +167,8 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
         options = flatten(read_yaml(file)) | options
         del options["config"]
     program = [*itertools.takewhile(lambda word: not _is_option(word), words[start:])]
-    if "config" not in options and any("open_r1" in word for word in program):
+    is_r1v = any("open_r1" in word for word in program) or "--max_pixels" in words
+    if is_r1v and not {"config", "rlhf_type"} & {*options}:
         options["open_r1"] = True
     return [part for word in program for part in (word, *re.split(r"[./]", word))], flatten(options)
 

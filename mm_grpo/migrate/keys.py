@@ -161,8 +161,6 @@ REASONS: Mapping[str, str] = {
     "give each entry of rewards its own weight: rewards: [{name: ..., weight: 1.0}]": "reward_weights",
     "write rewards: [path/to/file.py:function]":
         "external_plugins reward_function custom_reward_function.path custom_reward_function.name",
-    "give the entry of rewards its arguments: rewards: [{name: path/to/file.py:function, option: value}]":
-        "reward_function_kwargs custom_reward_function.reward_kwargs reward_kwargs",
     "a reward is called with the completions of a step if it asks for lists (docs/rewards.md)":
         "reward_type reward_manager reward.num_cpus reward.num_workers skip_special_tokens",
     "write algorithm.scale_rewards (group or none)": "norm_adv_by_std_in_grpo",
@@ -201,6 +199,8 @@ PARTS: Mapping[str, str] = {
     **dict.fromkeys(
         ("checkpoint", "checkpoint_engine", "transfer_queue", "ray_kwargs", "agent", "v1", "qat", "mtp", "skip",
          "pf_ppo", "disaggregation", "tiled_mlp", "fused_kernel_options", "gradient_checkpointing_kwargs"), NO_SETTING),
+    **dict.fromkeys(("reward_kwargs", "reward_function_kwargs"),
+                    "give the entry of rewards its arguments: rewards: [{name: file.py:function, option: value}]"),
     **dict.fromkeys(("sandbox_fusion", "reward_manager", "custom_cls"), "write rewards: [path/to/file.py:function]"),
     "multi_turn": "write rollout.tools or rollout.environment, and rollout.max_turns",
     "env": "write rollout.environment, rollout.max_turns and rollout.num_generations (verl-agent's env.rollout.n)",
@@ -212,23 +212,16 @@ PARTS: Mapping[str, str] = {
 
 PROGRAMS: Mapping[str, str] = {
     "LLaMA-Factory": "llamafactory-cli stage finetuning_type dataset_dir cutoff_len",
-    "NeMo-RL": "policy loss_fn nemo_rl",
-    "Trinity-RFT": "trinity buffer explorer synchronizer",
-    "Axolotl": "axolotl base_model sequence_len",
-    "slime": "hf_checkpoint prompt_data",
-    "ROLL": "actor_train actor_infer",
-    "RLinf": "runner component_placement",
-    "SkyRL": "skyrl_train generator",
-    "open-instruct": "open_instruct num_samples_per_prompt_rollout",
-    "torchtune": "tune checkpointer",
-    "DeepSpeed": "zero_optimization",
-    "OpenRLHF": "openrlhf pretrain actor_num_nodes",
-    "AReaL": "areal gconfig allocation_mode",
-    "mm_grpo, as it is; mm-grpo check and train take it": "rewards rollout.prompts_per_step optim.learning_rate run.dir",
+    "NeMo-RL": "policy loss_fn nemo_rl", "Trinity-RFT": "trinity buffer explorer synchronizer",
+    "Axolotl": "axolotl base_model sequence_len", "AReaL": "areal gconfig allocation_mode",
+    "slime": "hf_checkpoint prompt_data", "ROLL": "actor_train actor_infer", "RLinf": "runner component_placement",
+    "SkyRL": "skyrl_train generator", "open-instruct": "open_instruct num_samples_per_prompt_rollout",
+    "torchtune": "tune checkpointer", "DeepSpeed": "zero_optimization", "OpenRLHF": "openrlhf pretrain actor_num_nodes",
+    "mm_grpo itself": "rewards rollout.prompts_per_step optim.learning_rate run.dir",
     "another stage than GRPO": "sft dpo kto pt sft_trainer fsdp_sft_trainer sft_vlm dpo_vlm max_seq_length"
     " main_generation main_eval assistant_only_loss completion_only_loss loss_type=sigmoid"
     + "".join(f" rlhf_type={name}" for name in ["dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "gkd"]),
-}
+}  # fmt: skip
 """Programs whose files are refused, and keys or words of the command line that only they have."""
 
 PREFIXES: Mapping[str, str] = {

@@ -32,10 +32,8 @@ DOTTED = ("verl", "EasyR1")
 """Trainers whose keys are in sections."""
 PROMPTS = "data.train_batch_size data.rollout_batch_size"
 MINI_BATCH = "actor.ppo_mini_batch_size actor.global_batch_size"
-BATCH = (
-    "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size"
-    " global_batch_size"
-)
+BATCH = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size "
+BATCH += "global_batch_size"
 
 
 class UnknownValue(Exception):
@@ -85,17 +83,13 @@ class Conversion:
         return self.number(ends, -1)
 
     @property
-    def counts_prompts(self) -> bool:
-        """True if a batch of R1-V's trainer is of prompts, each with all its completions."""
-        trains = self.find("open_r1") and not self.find("data_file_paths")
-        return bool(trains and not self.find("use_vllm", False))
-
-    @property
     def micro_batch(self) -> Any:
         """TRL's completions in a forward of all devices; with Megatron in an update."""
-        prompt = self.number("num_generations", 8) if self.counts_prompts else 1
-        device = self.number("per_device_train_batch_size", 8) * self.devices * prompt
-        return self.number("global_batch_size", device)
+        prompts = self.find("open_r1") and not self.find("data_file_paths") and not self.find("use_vllm")
+        each = self.number("num_generations", 8) if prompts else 1  # R1-V's batches are of prompts
+        return self.number(
+            "global_batch_size", self.number("per_device_train_batch_size", 8) * self.devices * each
+        )
 
     @property
     def generation(self) -> int:
@@ -109,9 +103,8 @@ class Conversion:
         """The trainer's optimizer updates in one of our steps, of one iteration."""
         if self.trainer in DOTTED:
             return Fraction(self.number(PROMPTS, 1)) / Fraction(self.number(MINI_BATCH, 1))
-        return Fraction(self.generation) / Fraction(
-            self.micro_batch * self.number("gradient_accumulation_steps", 1)
-        )
+        accumulated = self.number("gradient_accumulation_steps", 1)
+        return Fraction(self.generation) / Fraction(self.micro_batch * accumulated)
 
 
 Rule = Callable[[Conversion, Any], Converted]
@@ -156,6 +149,8 @@ def _epochs(result: Conversion, value: Any) -> Converted:
 def _warmup(result: Conversion, value: Any) -> Converted:
     if value <= 0:
         return {}
+    if result.trainer not in DOTTED and result.find("lr_scheduler_type") == "constant":
+        return "transformers' constant has no warm-up; write optim.warmup_steps for one"
     total, iterations = result.length, int(result.number("actor.ppo_epochs", 1))
     if value < 1 and total <= 0:
         return "the length of the run is not known; write optim.warmup_steps (updates)"
@@ -189,8 +184,8 @@ def _correction(result: Conversion, value: Any) -> Converted:
 
 
 def _rewards(result: Conversion, value: Any) -> Converted:
-    names, weights = _listed(value), result.find("reward_weights")
-    weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
+    names, weights = _listed(value), _listed(result.find("reward_weights"))
+    weights = weights if len(weights) == len(names) else [None] * len(names)
     entries: list[Any] = []
     unknown: list[str] = []
     is_boxes = result.find("is_reward_customized_from_vlm_module") and result.find("task_type") == "rec"
@@ -298,7 +293,12 @@ def _kl(result: Conversion, value: Any) -> Converted:
         return "the KL is in the loss or in the reward: write algorithm.beta, and algorithm.kl_in_reward for the latter"
     if not in_loss and not in_reward:
         return {}
-    names = "kl_loss_coef kl_loss_type" if in_loss and result.trainer == "verl" else "kl_coef kl_penalty"
+    is_older = result.find("kl_loss_coef") is not None  # of EasyR1's
+    names = (
+        "kl_loss_coef kl_loss_type"
+        if in_loss and (result.trainer == "verl" or is_older)
+        else "kl_coef kl_penalty"
+    )
     coefficient, kind = names.split()
     estimator = result.find(kind, "low_var_kl" if kind == "kl_loss_type" else "kl")
     ours = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator, estimator)
@@ -369,10 +369,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 _READ = (
-    "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
+    "vllm_mode vllm_importance_sampling_correction dataset_config dataset_train_split dataset_test_split"
     " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
     " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
-    " image_folders open_r1 include global_world_size task_type is_reward_customized_from_vlm_module"
+    " image_folders include global_world_size task_type is_reward_customized_from_vlm_module"
     " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
 )
 """Keys that the rule of another key reads, by the end of their names."""
@@ -402,11 +402,16 @@ KEY_RULES: Mapping[str, Rule] = {
             "algorithm.importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"})),
         ("norm_adv_by_std_in_grpo", _values("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
+        ("open_r1", lambda result, value: "its batches are of prompts, unless use_vllm or data_file_paths is set"),
+        ("reward_weights", lambda result, value:
+            {} if len(_listed(result.find("reward_funcs"))) == len(_listed(value)) else None),
+        ("lr_scheduler_type", lambda result, value:
+            {"optim.lr_scheduler_type": {"constant_with_warmup": "constant"}.get(value, value)}),
         ("reward_function score_function custom_reward_function.path", _reward_file),
         ("dataset_name", _dataset),
         ("data_file_paths", _file_paths),
-        ("config", lambda result, value: "is not found, and its keys are missing: put it beside this file"),
-        ("config_name config_path", lambda result, value: "is not read, and its keys are missing: merge it with these"),
+        ("config config_name config_path", lambda result, value:
+            "is not found, and its keys are missing: put them into this file, or the file of config= beside it"),
         ("dataset train_files val_dataset val_files", _rows),
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
@@ -435,7 +440,8 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
         ("dynamic_sample online_filtering filter_groups.enable", (False,)),
         ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
         ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
-        ("config_name", ("ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml")), ("config_path", ("config",)),
+        ("config_name", ("ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml")),
+        ("config_path", ("config",)),
         ("val_dataset", ([],)), ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
     )
     for name in names.split()
@@ -473,7 +479,8 @@ def foreign_defaults(foreign: Mapping[str, Any], trainer: str) -> dict[str, Any]
     kind = foreign.get(f"{_ACTOR}policy_loss.loss_mode", foreign.get("worker.actor.loss_type", "default"))
     unused = {"tuner_type"} if "train_type" in foreign else set()
     unused |= {"per_device_train_batch_size"} if "global_batch_size" in foreign else set()
-    defaults |= {"beta": 0.04} if "open_r1" in foreign else {}  # of the TRL before 0.19 that R1-V and VLM-R1 ask for
+    if "open_r1" in foreign:  # R1-V and VLM-R1 ask for a TRL of that default
+        defaults["beta"] = 0.04
     if kind not in ("vanilla", "default"):  # no other loss has the second bound
         unused = {f"{_ACTOR}clip_ratio_c", "worker.actor.clip_ratio_dual"}
     return {key: value for key, value in defaults.items() if key not in foreign and key not in unused}

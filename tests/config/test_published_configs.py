@@ -146,6 +146,10 @@ ACTOR = "actor_rollout_ref.actor"
 GRPO: dict[str, Any] = {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 8}
 MODE = "importance_sampling_mode"
 FILTER = "algorithm.filter_groups"
+MEGATRON: dict[str, Any] = {"rlhf_type": "grpo", "global_batch_size": 64, "nproc_per_node": 8}
+R1V: dict[str, Any] = {
+    "open_r1": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "num_processes": 4,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -184,6 +188,21 @@ FILTER = "algorithm.filter_groups"
         ({"reward_funcs": ["accuracy"], "task_type": "rec", "is_reward_customized_from_vlm_module": True}, "rewards",
          ["iou"]),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, f"algorithm.{MODE}", "auto"),
+        ({**MEGATRON, "steps_per_generation": 2}, "rollout.prompts_per_step", 16),  # 64 x 2 completions in groups of 8
+        ({**MEGATRON, "steps_per_generation": 2}, "optim.updates_per_step", 2),
+        ({**R1V, "use_vllm": False}, "rollout.prompts_per_step", 8),  # 1 x 2 x 4 prompts
+        ({**R1V, "use_vllm": False, "max_steps": 9}, "run.max_steps", 9),
+        ({**R1V, "use_vllm": True}, "rollout.prompts_per_step", 1),  # 1 x 2 x 4 completions
+        ({**R1V, "data_file_paths": "a.jsonl"}, "rollout.prompts_per_step", 1),
+        (R1V, "algorithm.beta", 0.04),
+        ({"rlhf_type": "grpo", "use_vllm": True, "vllm_server_host": "h"}, "rollout.engine", "vllm_server"),
+        ({"use_vllm": True, "vllm_server_host": "h", "vllm_mode": "colocate"}, "rollout.engine", "vllm"),
+        ({"trainer.total_training_steps": 100, "actor_rollout_ref.actor.optim.total_training_steps": -1,
+          f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, "optim.warmup_steps", 10),
+        ({"env.max_steps": 15, "actor_rollout_ref.model.path": "m"}, "run.max_steps", None),
+        ({"worker.actor.use_kl_loss": True, "worker.actor.kl_loss_coef": 0.2}, "algorithm.beta", 0.2),
+        ({"reward_funcs": "accuracy", "reward_weights": 2.0}, "rewards", [{"name": "math", "weight": 2.0}]),
+        ({"lr_scheduler_type": "constant_with_warmup"}, "optim.lr_scheduler_type", "constant"),
     ],
 )  # fmt: skip
 def test_keys_of_other_trainers(
@@ -205,6 +224,23 @@ def test_keys_of_other_trainers(
         ("a.yaml", "{grpo: {num_prompts_per_step: 2}, policy: {model_name: m}}", "NeMo-RL"),
         ("a.yaml", "{buffer: {batch_size: 2}, explorer: {}}", "Trinity-RFT"),
         ("a.yml", "{base_model: m, sequence_len: 9}", "Axolotl"),
+        ("a.yaml", "{model: {path: m}, data: {train: a.jsonl}, rewards: [math]}", "mm_grpo itself"),
+        ("a.yaml", "{model_name_or_path: m, loss_type: sigmoid}", "another stage"),
+        ("a.yaml", "{pretrain: m, actor_train: {}, actor_infer: {}}", "ROLL"),
+        ("a.yaml", "{runner: {max_epochs: 2}, data: {rollout_batch_size: 8}}", "RLinf"),
+        ("a.yaml", "{checkpointer: {_component_: a}, output_dir: o}", "torchtune"),
+        ("a.json", '{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto"}', "DeepSpeed"),
+        (
+            "a.sh",
+            "A=(--hf-checkpoint m --actor-num-nodes 1)\nray job submit -- python3 t.py ${A[@]}",
+            "slime",
+        ),
+        ("a.sh", "uv run -m skyrl_train.entrypoints.main_base trainer.train_batch_size=8", "SkyRL"),
+        ("a.sh", "python m.py -- python open_instruct/grpo_fast.py --beta 0", "open-instruct"),
+        ("a.sh", "python3 -m verl.trainer.main_generation data.path=a", "main_generation"),
+        ("a.sh", "llamafactory-cli train a.yaml", "LLaMA-Factory"),
+        ("a.sh", "swift infer --model m --dataset a", "holds no key"),
+        ("a.ipynb", "{}", "cannot be read"),
         ("a.sh", "swift sft --model m --dataset grpo.jsonl", "sft"),
         ("a.sh", "torchrun --nproc_per_node 2 -m verl.trainer.sft_trainer data.train_files=a", "sft_trainer"),
         ("a.sh", "swift rlhf --rlhf_type dpo --model m", "dpo"),
@@ -252,8 +288,14 @@ def test_a_script_in_python_gives_its_literals(tmp_path: Path) -> None:
         ("CUDA_VISIBLE_DEVICES=0,1 swift rlhf --rlhf_type grpo", None, 1),
         ("NPROC_PER_NODE=2 swift rlhf --rlhf_type grpo", 3, 3),
         ("torchrun --nproc_per_node=$N a.py", None, 1),
+        ("env A=1 nohup python -m torch.distributed.run --nproc_per_node 2 a.py", None, 2),
+        ("srun -N 2 bash -c 'torchrun --nproc_per_node 4 a.py --model m --per_device_train_batch_size 8'; a", None, 4),
+        ("CMD='torchrun --nproc_per_node 4 a.py --per_device_train_batch_size 8'\necho $CMD --b 1\neval $CMD", None, 4),
+        ("deepspeed --include localhost:0,1,2,3 a.py", None, 4),
+        ("torchrun --nproc_per_node 2 src/open_r1/grpo.py", None, 16),
+        ("swift sft --model a --dataset a --lora_rank 8\nNPROC_PER_NODE=2 swift rlhf --rlhf_type grpo", None, 2),
     ],
-)
+)  # fmt: skip
 def test_processes(launch: str, devices: int | None, prompts: int, tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"{launch} --per_device_train_batch_size 8 --model m")
     converted = convert(read_foreign(tmp_path / "a.sh"), devices=devices)

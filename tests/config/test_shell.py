@@ -65,6 +65,13 @@ def test_a_quote_without_end_is_refused_at_once(tmp_path: Path) -> None:
         ("trl vllm-serve --a 1 --b 2 &\nrun --c 3", {"c": 3}),
         ("run a.b=1 $EXTRA", {"a.b": 1, "$EXTRA": "$EXTRA"}),
         ("run config=other.yaml data.n=2", {"config": "other.yaml", "data.n": 2}),
+        ("run a.b=1 ~c.d", {"a.b": 1, "~c.d": True}),
+        ("docker run --rm -e MAX_PIXELS=9 i python3 -m x a.b=1", {"a.b": 1, "max_pixels": 9}),
+        ("run --a ^\r\n  1 --b `\n 2", {"a": 1, "b": 2}),
+        ("prepare --a 1 --b 2\nrun --lr 1", {"lr": 1}),
+        ("run --lr 1 --epsilon 2 --delta 3 --model a\nrun --lr 2 --epsilon 2 --delta 3 --model b",
+         {"lr": 1, "epsilon": 2, "delta": 3, "model": "a",
+          "another_command": "run --lr 2 --epsilon 2 --delta 3 --model b"}),
     ],
 )  # fmt: skip
 def test_options(script: str, keys: dict[str, object], tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ CONFIG: list[tuple[str, str | bytes, tuple[str, ...]]] = [
     ("no rows", "model: {path: m}\nrewards: [exact_match]", ("data.train",)),
 ]  # fmt: skip
 
+SCRIPTS = {"s.py": "print(1)", "model.json": '{"dtype": "bfloat16"}'}
 COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("a config that is not there", "check none.yaml", ("none.yaml",)),
     ("a recipe misspelt", "check shapse", ("shapse", "shapes")),
@@ -60,6 +61,7 @@ COMMANDS: list[tuple[str, str, tuple[str, ...]]] = [
     ("spaces around =", f"{CHECK} run.seed = 1", ("'run.seed'", "spaces")),
     ("a dry run", f"{TRAIN} --dry-run", ("--dry-run", "mm-grpo check", "--smoke")),
     ("a script in Python", "convert s.py", ("s.py", ".yaml")),
+    ("a file of no trainer", "convert model.json", ("model.json", "no config of TRL")),
     ("epochs", f"{CHECK} run.epochs=3", ("run.epochs", "run.max_steps")),
     ("a field as option", f"{TRAIN} --learning_rate 1", ("optim.learning_rate",)),
     ("an unknown layer", f"{CHECK} none.yaml", ("none.yaml",)),
@@ -211,7 +213,7 @@ def lay_tools(kind: str) -> Any:
 
 CASES: list[Case] = [
     *(Case(f"config: {name}", CHECK, words, config=text) for name, text, words in CONFIG),
-    *(Case(f"command: {name}", command, words, files={"s.py": "print(1)"}) for name, command, words in COMMANDS),
+    *(Case(f"command: {name}", command, words, files=SCRIPTS) for name, command, words in COMMANDS),
     *(Case(f"rows: {name}", CHECK, words, files={"rows.jsonl": text}) for name, text, words in ROWS),
     *(Case(f"rows: {name}", CHECK, words, config={"data": data}, files=files) for name, data, files, words in SOURCES),
     *(
