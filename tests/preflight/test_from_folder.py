@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from pathlib import Path
@@ -98,7 +99,9 @@ def parquet(folder: Path) -> None:
 def choices(folder: Path) -> None:
     pictures(folder, *(f"{i}.png" for i in range(4)))
     splits = ("test", "train", "train", "train")
-    rows = [f"{i}.png\tWhich {i}?\tred\tblue\t{'AB'[i % 2]}\t{split}\n" for i, split in enumerate(splits)]
+    names = [base64.b64encode((folder / "0.png").read_bytes()).decode(), "1.png", "2.png", "3.png"]
+    ends = [f"\tWhich {i}?\tred\tblue\t{'AB'[i % 2]}\t{split}\n" for i, split in enumerate(splits)]
+    rows = map(str.__add__, names, ends)
     write(folder / "rows.tsv", "image\tquestion\tA\tB\tanswer\tsplit\n" + "".join(rows))
 
 
@@ -156,6 +159,23 @@ TABLES: list[tuple[str, Any, dict[str, Any] | None]] = [  # name, content, colum
     ("coco.json", {"images": [{"id": i, "file_name": f"{i}.png"} for i in range(4)], "categories": CLASSES,
                    "annotations": [{"image_id": i, "category_id": 1, "bbox": [i, 5, 20, 30]} for i in range(4)]},
      {"box": [3, 5, 20, 30]}),
+    ("c.csv", "img,q,option_a,option_b,answer\n" + "".join(f"{i}.png,?,red,blue,{'ab'[i % 2]}\n" for i in range(4)),
+     {"answer": "B"}),
+    ("s.jsonl", [{"image": f"{i}.png", "question": "?", "options": "['1', '3']", "answer": "31"[i % 2]}
+                 for i in range(4)], {"prompt": "?\nA. 1\nB. 3", "answer": "A"}),
+    ("p.jsonl", [{"image": f"{i}.png", "question": "?", "options": ["a", "b"], "answer": 1 + i % 2}
+                 for i in range(4)], None),  # they count from 1
+    ("k.jsonl", [{"image": f"{i}.png", "question": "?", "answer": [1, 2, 30, 40 + i]} for i in range(4)], None),
+    ("t.jsonl", [{"image": f"{i}.png", "question": "?", "answer": {"text": "a"}} for i in range(4)], None),
+    ("g.jsonl", [{"image": f"{i}.png", "question": "?", "solution": f"<think>4?</think><answer>{i}</answer>"}
+                 for i in range(4)], {"answer": "3"}),
+    ("d.csv", "img,date\n" + "".join(f"{i}.png,2024-02-0{i}\n" for i in range(4)), {"answer": "2024-02-03"}),
+    ("y.csv", "img,label\n" + "".join(f"/home/me/{i}.png,{('Cat', 'cat ', 'dog', 'dog')[i]}\n" for i in range(4)),
+     {"answer": "dog"}),
+    ("i.csv", "image,image_b,question,answer\n" + "".join(f"{i}.png,m{i}.png,?,w{i % 2}\n" for i in range(4)),
+     {"images": ["3.png", "m3.png"]}),
+    ("n.json", {f"{i}.png": "ab"[i % 2] for i in range(4)}, {"answer": "b"}),
+    ("j.json", "".join(json.dumps({"image": f"{i}.png", "answer": i}) + "\n" for i in range(4)), {"answer": 3}),
 ]  # fmt: skip
 
 
@@ -174,24 +194,46 @@ def test_columns_of_a_table(
         assert "answer" in done.err and not target.exists()
         return
     rows = [json.loads(line) for file in target.glob("*.jsonl") for line in file.read_text().splitlines()]
-    assert len(rows) == 4 and row.items() <= next(r for r in rows if r["image"] == "3.png").items(), rows
+    last = next(r for r in rows if "3.png" in (r.get("image"), *r.get("images", ())))
+    assert len(rows) == 4 and row.items() <= last.items(), rows
     checked = command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}")
     assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
 
 
+def test_what_is_left_out_is_named(tmp_path: Path, command: Any) -> None:
+    source, target = tmp_path / "source", tmp_path / "made"
+    pictures(source, *(f"{place}/{i}.png" for place in ("train", "val") for i in range(4)), "train/5.png")
+    os.link(source / "train/0.png", source / "val/same.png")
+    os.rename(source / "train/1.png", os.fsencode(source / "train") + b"/\xf6.png")
+    pictures(tmp_path, "near.png")  # of another dataset
+    names = "/data/train/0 train/2 train/3 val/0 val/same val/5 near train/\udcf6"  # none is val/5
+    rows: list[Any] = [{"image": f"{name}.png", "answer": "a", "why": "so"} for name in names.split()]
+    write(source / "rows.jsonl", rows)
+    write(source / "notes.xml", "<annotations/>")
+    done = command("init", target, "--from", source)
+    assert done.code == 0, done.err
+    named = ("2 of", "val/5.png", "\\udcf6", "'why'", "'notes.xml'", "pictures of two sets")
+    assert all(word in done.out.partition("left out")[2] for word in named), done.out
+    sets = {p.stem: [*map(json.loads, p.read_text().splitlines())] for p in target.glob("*.jsonl")}
+    shown = {name: sorted(row["image"] for row in rows) for name, rows in sets.items()}
+    assert shown == {"train": ["train/2.png", "train/3.png"], "val": ["val/0.png", "val/same.png"]}
+
+
 def test_what_is_not_understood_is_one_message(tmp_path: Path, command: Any) -> None:
-    pictures(
-        tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in ("two", "plain", "yolo") for i in "12")
-    )
+    folders = ("two", "plain", "yolo", "pairs/masks", "pairs/x")
+    pictures(tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in folders for i in "12"))
     for name in ("two/a.csv", "two/b.csv"):
         write(tmp_path / name, "image,label\n1.png,cat\n2.png,dog\n")
     write(tmp_path / "plain/rows.csv", "1.png,cat\n2.png,dog\n")
     for i in "12":
         write(tmp_path / f"yolo/{i}.txt", f"0 0.5 0.5 0.1 0.{i}\n")
     write(tmp_path / "zip/a.zip", "PK")
+    write(tmp_path / "voc/1.xml", "<annotation>\n<object/>")
+    write(tmp_path / "labelme/1.json", {"shapes": []})
     (tmp_path / "empty").mkdir()
-    words = {"one": "1 .png", "two": "'a.csv', 'b.csv'", "plain": "first line", "yolo": "docs/data.md"}
-    words |= {"zip": "Unpack", "empty": "no files", "nothing": "no folder and no file", "zip/a.zip": "Unpack"}
+    words = {"one": "1 .png", "two": "'a.csv', 'b.csv'", "plain": "first line", "yolo": "is of YOLO", "pairs": "masks",
+             "voc": "is of VOC", "labelme": "is of LabelMe", "zip": "Unpack", "empty": "no files", "zip/a.zip": "Unpack",
+             "nothing": "no folder and no file"}  # fmt: skip
     for name, word in words.items():
         done = command("init", tmp_path / "made", "--from", tmp_path / name)
         assert done.code == 2 and word in done.err and done.err.count("\n") == 1, done.err
