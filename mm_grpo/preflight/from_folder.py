@@ -28,9 +28,9 @@ from typing import Any
 from mm_grpo.config.shipped import shipped_folder
 from mm_grpo.data.columns import brief, quoted
 from mm_grpo.data.images import folders_near, look_at_image, read_encoded
-from mm_grpo.data.jsonl import JsonLines, parse_json, store_image, write_jsonl
+from mm_grpo.data.jsonl import parse_json, store_image, write_jsonl
 from mm_grpo.data.layouts import PROMPT_COLUMNS
-from mm_grpo.data.media_columns import MEDIA_SUFFIXES
+from mm_grpo.data.media_columns import MEDIA_SUFFIXES, NUMBERED
 from mm_grpo.data.paths import NOT_ROWS, SPLITS, SUFFIXES, Location
 from mm_grpo.data.readers import JoinedRows, Part, read
 from mm_grpo.data.rows import read_row
@@ -45,8 +45,8 @@ LEGAL = (
 )
 NAMES = {
     "prompt": "question prompt query problem instruction user input",
-    "answer": "answer answers label class category target species caption captions comment solution response output "
-    "truth gold gt text transcription word description choice count number",
+    "answer": "answer answers label labels class category target species caption captions comment solution response "
+    "output truth gold gt text transcription word description choice count number",
     "split": "split set subset partition fold",
 }
 """Words in names of columns, the likeliest first."""
@@ -62,19 +62,15 @@ SUITS = [
 """Kinds of answers, patterns (the first that all match counts), rewards, questions for rows without, and forms."""
 IOU = "{name: iou, gold_layout: xywh, space: pixel} # 0-1000 for Qwen3-VL and InternVL\n  - count"
 MAX_LABELS, MAX_HELD_OUT = 40, 500  # labels that a prompt lists; pictures held out, if a tenth is more
-FOREIGN = re.compile(
+_FOREIGN = re.compile(
     r"(?s)\.xml:.*?<(?:(?P<VOC>annotation)|(?P<CVAT>annotations))>|\.txt:(?P<YOLO>\d+(?: [-+\d.e]+){4,}\s)"
     r'|\.json:.*?"(?:(?P<LabelMe>shapes)|(?P<VIA>regions)|(?P<LabelStudio>from_name)|(?P<VQA>question_id))"'
 )
-"""Names with the beginnings of files of formats that no rows are made of."""
-NOT_CLASSES = re.compile("(?i)(image|img|mask|label|annotation|jpeg|seg|gt|leftimg|depth|[hl]r$)")
-_NO_ANSWER = re.compile(
-    "(^|_)(id|idx|index|type|b?box(es)?|videos?)$|^(unnamed.*|_size|_xywh)?$", re.IGNORECASE
-)
+_NOT_CLASSES = re.compile("(?i)images?|imgs?|masks|labels|annotations?|jpegimages|gt.*|leftimg.*|depth|[hl]r")
+_NO_ANSWER = re.compile("(?i)(^|_)(id|idx|index|type|b?box(es)?|videos?)$|^(unnamed.*|_.*)?$")
 _OPTION = re.compile("[A-H]|(?i:(option|choice|opt)([_ ]?[a-h1-8]|s))")
-_SERIES = re.compile(r"[_ ][A-Ha-h\d]$|\d+$")  # image_a and image_b, img1 and img2
 _BASE64 = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR)[A-Za-z0-9+/\s]{60,}=*\s*")
-_BOX = re.compile(r"\s*[\[({<]+\s*-?\d[\d.]*(\s*,\s*-?\d[\d.]*){3}\s*[\])}>]+\s*")
+_BOX = re.compile(r"\s*[\[({<]+\s*-?\d[\d.]*(\s*,\s*-?\d[\d.]*){1,3}\s*[\])}>]+\s*")
 Row = dict[str, Any]
 """Row of a table; from `_rows` on, a row's prompt, values (columns to write), keys (hashes of pictures) and split."""
 
@@ -109,10 +105,10 @@ class Files:
         if MEDIA_SUFFIXES["image"].search(name.name):
             around = folders_near(str(folder)) if self.path != self.root else []  # a folder has all inside
             places = (folder, self.root, *map(Path, around))
-            near = [file for place in places if (file := place / name).is_file()]
-            near = [file for file in near if self.root in file.parents] or near
-            if near and (len({*near}) == 1 or near[0] in (folder / name, self.root / name)):
-                return near[0]
+            near = {file for place in places if (file := place / name).is_file()}
+            near = near & {folder / name} or {file for file in near if self.root in file.parents} or near
+            if len(near) == 1:
+                return near.pop()
         matches = {*self.by_name.get(_plain(name.name), ()), *self.by_name.get(_plain(name.stem), ())}
         parts = {_plain(part) for part in name.parts[:-1]} & self.folders
         matches = {file for file in matches if parts <= {*map(_plain, file.parts)}}
@@ -124,15 +120,9 @@ def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
     """Yield the label of each possible table, and a function that reads it."""
 
     def load(path: Path) -> Part:
-        data = path.read_bytes() if path.suffix.lower() == ".json" else b"[]"
-        if re.match(rb"\s*\{.*\}\s*\n\s*\{", data):  # a row a line
-            return Part(jsonl := JsonLines(path), jsonl.row_name, path.parent)
-        content, rows = parse_json(data, str(path)), list[Row]()
+        content = parse_json(path.read_bytes(), str(path)) if path.suffix.lower() == ".json" else None
         if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
             rows = [*_coco(content)]
-        elif isinstance(content, dict) and {*map(type, content.values())} in ({dict}, {str}, {int}):
-            rows = [{"image": k} | (v if isinstance(v, dict) else {"label": v}) for k, v in content.items()]
-        if rows:
             return Part(rows, lambda index: f"{path}: {rows[index]['image']!r}", path.parent)
         return read(Location("file", str(path)), str(path), {})
 
@@ -146,7 +136,10 @@ def _tables(files: Files) -> Iterator[tuple[str, Callable[[], Part]]]:
     # the folder of a class is the first below the ones that hold all pictures, or a split
     while parts and all(parts.values()):
         tops = {folders[0] for folders in parts.values()}
-        if len(tops) > 1 and not all(map(_split_of, tops)):
+        are_splits = (
+            any if min(map(len, parts.values())) > 1 else all
+        )  # train and extra; a class may be called train
+        if len(tops) > 1 and not are_splits(map(_split_of, tops)):
             break
         parts = {file: folders[1:] for file, folders in parts.items()}
     texts = [file.with_suffix(".txt") for file in parts]
@@ -180,18 +173,13 @@ def _coco(content: Mapping[str, Any]) -> Iterator[Row]:
 def _rows(part: Part, files: Files, label: str, faults: list[str]) -> list[Row]:
     """Return the usable rows of a table; add a message to `faults` for any other. DataError if it lacks a column."""
     table, folder, rows = JoinedRows([part]), Path(part.folder or "."), list[Row]()
-    roles, series = _roles(table, files, folder)
-    answers, unread, used = roles.get("answer"), set[str](), {*roles.values(), *series, "_size", "_xywh"}
+    roles = _roles(table, files, folder)
+    answers, used = roles.get("answer"), {*roles.values(), "_size", "_xywh"}
     class_names = getattr(getattr(part.rows, "features", {}).get(answers), "names", None)
     for index in range(len(table)):
         row, name = dict(table.encoded_row(index)), table.row_name(index)
-        unread |= {column for column, value in row.items() if value is not None}
         if class_names and isinstance(row[answers], int):
             row[answers] = [*class_names, None][row[answers]]  # -1 is of no class
-        if len(series) > 1:
-            row["images"] = [image for column in series if (image := row.pop(column, None))]
-        if roles.get("prompt") == "instruction" and row.get("input"):
-            row["instruction"], used = f"{row['instruction']}\n{row['input']}", used | {"input"}
         try:
             rows.append(_row(row, name, files, folder, roles, used))
         except (DataError, TypeError, OSError) as error:
@@ -199,8 +187,8 @@ def _rows(part: Part, files: Files, label: str, faults: list[str]) -> list[Row]:
             continue
         split = _split_of(str(row.get(roles.get("split", ""), label)))
         rows[-1] |= {"split": split or _split_of(rows[-1]["folder"]), "roles": roles}
-    if rows and unread - used:
-        faults.append(f"{label}: columns that nothing reads: {quoted(sorted(unread - used))}")
+    if rows and (unread := [column for column in table.column_names if column not in used]):
+        faults.append(f"{label}: columns that nothing reads: {quoted(unread)}")
     return rows
 
 
@@ -233,8 +221,8 @@ def _row(row: Row, name: str, files: Files, folder: Path, roles: Mapping[str, st
     return {"prompt": prompt, "values": values, "keys": sorted(keys), "folder": os.path.dirname(paths[0])}
 
 
-def _roles(table: JoinedRows, files: Files, folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the column of each role, and the columns of pictures. DataError if pictures or answers have none."""
+def _roles(table: JoinedRows, files: Files, folder: Path) -> dict[str, str]:
+    """Return the column of each role that a table has. DataError if no column names pictures, or none answers."""
     count, hits = min(20, len(table)), dict.fromkeys(table.column_names, 0)
     for row, name in product(map(table.encoded_row, range(count)), hits):
         with suppress(DataError):
@@ -243,7 +231,6 @@ def _roles(table: JoinedRows, files: Files, folder: Path) -> tuple[dict[str, str
             is_sure = not isinstance(value, str | int) or MEDIA_SUFFIXES["image"].search(str(value))
             hits[name] += (files.find(value, folder) is not None) * (2 if is_sure else 1)
     picture = max(hits, key=lambda name: (hits[name], "image" in name))
-    series = [name for name in hits if hits[name] and _SERIES.sub("", name) == _SERIES.sub("", picture)]
     chat = next((name for name in hits if name in PROMPT_COLUMNS), None)
     texts = [name for name in hits if hits[name] <= count and name not in (picture, *PROMPT_COLUMNS)]
     candidates = [name for name in texts if not _NO_ANSWER.search(name)]
@@ -256,17 +243,16 @@ def _roles(table: JoinedRows, files: Files, folder: Path) -> tuple[dict[str, str
         raise DataError(f"no column names pictures that are here: {brief(table.encoded_row(0))}")
     if (chat is None and not answer) or {"xmin", "x_min", "x1"} & {*map(str.lower, hits)}:
         raise DataError(f"of {quoted(others)} none is called answer; rename it (boxes: docs/data.md)")
-    role = "image" if len(series) == 1 and picture != "images" else "images"
-    roles = {role: ", ".join(series) if hits[picture] else None, "prompt": question or chat}
+    is_role = hits[picture] and picture != "images" and not NUMBERED.fullmatch(picture)
+    roles = {"image": picture if is_role else None, "prompt": question or chat}
     roles |= {"answer": answer, "split": split}
-    return {role: column for role, column in roles.items() if column}, series
+    return {role: column for role, column in roles.items() if column}
 
 
 def _options(row: Row, answer: Any, name: str) -> tuple[dict[str, str], Any]:
     """Return the options of a question by their letters, and the answer; a place in a list, from 0, as a letter."""
     columns = [row[column] for column in row if _OPTION.fullmatch(column)]
-    lists = [texts for texts in columns if len(columns) == 1 or isinstance(texts, list)]
-    texts: Any = next(iter(lists), columns) or []
+    texts: Any = (columns[0] if len(columns) == 1 else columns) or []  # a column options, or one for each
     if isinstance(texts, str):
         texts = text_list(texts) or texts.splitlines()
     texts = [*texts.values()] if isinstance(texts, Mapping) else texts
@@ -279,10 +265,8 @@ def _options(row: Row, answer: Any, name: str) -> tuple[dict[str, str], Any]:
     text, is_place = str(answer), str(answer).isdigit()
     letters = {_plain(option): letter for letter, option in options.items() if isinstance(answer, str)}
     if is_place and _plain(text) not in letters and int(text) >= len(texts):
-        # refuses the table, because the places in its other rows may count from 1 too
-        raise ValueError(
-            f"{name}: the answer {answer} is past the options 0 to {len(texts) - 1}; write letters"
-        )
+        # no DataError of one row: its other rows may count from 1 too
+        raise ValueError(f"{name}: answer {answer} of options 0 to {len(texts) - 1}; write letters")
     letter = letters.get(_plain(text)) or (LETTERS[int(text)] if is_place else chosen(text, LETTERS))
     return options, letter or answer
 
@@ -294,8 +278,7 @@ def _gold(answer: Any, name: str) -> Any:
     is_place = len(parts) > 1 and all(isinstance(part, int | float) for part in parts)
     if is_place or any(isinstance(part, Mapping | list) or _BOX.fullmatch(str(part)) for part in parts):
         raise DataError(f"{name}: the answer {brief(answer)} is a box, a point or a mapping: docs/data.md")
-    texts = [(boxed(part) or final_part(part)) if isinstance(part, str) else part for part in parts]
-    texts = [text.rpartition("####")[2].strip() if isinstance(text, str) else text for text in texts]
+    texts = [(boxed(part) or final_part(part)).strip() if isinstance(part, str) else part for part in parts]
     texts = [text for text in texts if str(text).lower() not in ("nan", "<na>", "nat")]
     return texts if len(texts) > 1 else next(iter(texts), None)
 
@@ -345,14 +328,14 @@ def _read(files: Files) -> tuple[dict[str, list[Row]], list[str]]:
         used |= {label: rows} if rows else {}
         (left_out if rows else faults).extend(messages)
     folders = Counter(str(row["values"]["answer"]) for row in used.get("class", ()))
-    if max(folders.values(), default=2) < 2 or any(map(NOT_CLASSES.match, folders)):
+    if max(folders.values(), default=2) < 2 or any(map(_NOT_CLASSES.fullmatch, folders)):
         used, faults = {}, [*faults, f"of pairs, or of a picture each, are the folders {brief([*folders])}"]
     sets = {(_split_of(label), re.sub(r"\d+", "", label)) for label in used}  # shards differ in digits
     files.used |= {files.root / label for label in used}
     unread = sorted({*files.files} - files.used) if files.path == files.root else []
     if not used or len({split for split, _ in sets}) < len(sets):
         heads = (f"{f.name}:{f.open('rb').read(2000).decode('utf-8', 'ignore')} " for f in unread)
-        foreign = ((m.string.partition(":")[0], m.lastgroup) for m in map(FOREIGN.search, heads) if m)
+        foreign = ((m.string.partition(":")[0], m.lastgroup) for m in map(_FOREIGN.search, heads) if m)
         looks = [f"{name!r} is of {form}: convert it to COCO or to a table" for name, form in foreign]
         kinds = Counter(file.suffix.lower() or file.name for file in files.files).most_common(6)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
@@ -378,10 +361,7 @@ def _divide(rows: list[Row]) -> tuple[dict[str, list[Row]], str]:
 
 
 def write_first_config(source: str, folder: Path) -> list[str]:
-    """Write rows and a config for what `source` names into `folder`; return lines about what was understood.
-
-    Raises ConfigError or DataError if nothing is understood, or if a file is there already.
-    """
+    """Write rows and a config for what `source` names; return lines about it. ConfigError or DataError if it cannot."""
     path, target = (Path(os.path.realpath(expand_home(str(name)))) for name in (source, folder))
     if not source or not path.exists():
         raise ConfigError(f"--from {source}: is no folder and no file here; {LEGAL}")
