@@ -11,7 +11,7 @@ HEAD = """# Every field of the configuration
 
 A config is a YAML file with these sections, or the same tree in Python ([python.md](python.md)); a command takes
 `section.field=value` too. Relative paths in a file are looked for beside it first. Most runs set fields in
-**bold** alone; `mm-grpo config` prints these, `mm-grpo config SECTION` all of one.
+**bold** alone; `mm-grpo config` prints these, `mm-grpo config SECTION` all of one, `config WORD` those about it.
 
 `rewards` is a list: names (`exact_match`), places (`path/to/file.py:function`, `package.module:function`) or mappings
 (`{name: length, weight: 0.5, max_length: 200}`) with the reward's arguments.

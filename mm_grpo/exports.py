@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import refuse_existing
 from mm_grpo.learner.shards import is_sharded
 from mm_grpo.open_run import OpenRun
 from mm_grpo.pages.report import Report
@@ -100,5 +101,15 @@ class Exports:
         return summary
 
     def _writes(self, path: str | Path) -> str | Path | None:
-        """Return `path` if this process writes there; all do unless the weights are sharded."""
+        """Return `path` if this process writes there; all do unless the weights are sharded.
+
+        Raises ConfigError if it is `model.path`, or holds a config.json beside which no weights are: the user's own.
+        """
+        folder, base = Path(path), Path(self.config.model.path)
+        if folder.exists() and base.exists() and folder.samefile(base):
+            raise ConfigError(
+                f"'{path}' is model.path, which the run began with; name another folder to save to"
+            )
+        if not any(folder.glob("*.safetensors")):
+            refuse_existing([folder / "config.json"])
         return path if self.ranks.first or not is_sharded(self.model) else None

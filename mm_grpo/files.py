@@ -184,7 +184,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
     """Raise ConfigError if one of the files that a command is to write exists."""
     if existing := [str(path) for path in paths if path.exists() or path.is_symlink()]:
         more = f" and {len(existing) - 1} more" if len(existing) > 1 else ""
-        raise ConfigError(f"{existing[0]}{more} exists already and would be overwritten; name another folder")
+        raise ConfigError(f"{existing[0]}{more} would be overwritten; name another folder")
 
 
 def atomic_folder(path: Path, write: Callable[[Path], None]) -> None:

@@ -15,7 +15,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import chdir, closing
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch import Tensor
 from mm_grpo.config import GRPOConfig
 from mm_grpo.config.yaml_file import read_yaml
 from mm_grpo.errors import ConfigError
-from mm_grpo.files import read_json, temporary_folder
+from mm_grpo.files import TEMPORARY, read_json, temporary_folder
 from mm_grpo.run.environment import describe_environment
 from mm_grpo.run.folder import RunFolder
 from mm_grpo.run.manifest import Checkpoint, checkpoints_in, inspect_checkpoint, read_checkpoint
@@ -95,7 +95,7 @@ class ReplayReport:
         """Return the report as text."""
         source = f"the checkpoint of step {self.start}" if self.start else "the first weights"
         count = f"{self.step - self.start} step(s), {self.completions} completions compared"
-        gap = "not logged"
+        gap = "not compared"
         if self.metric_gap is not None:
             gap = f"largest relative difference {self.metric_gap:.1e}"
         lines = [f"replay of step {self.step} of {self.run} from {source}: {count}"]
@@ -115,23 +115,31 @@ def replay(run: str | Path, step: int, config: GRPOConfig | None = None, **argum
     `config` is the run's own, with other values of fields that change no result, such as addresses of servers.
     `arguments` are those of GRPOTrainer that the run was made with from Python (train, rewards, model, ...). Raises
     ConfigError if `run` is no run folder, has no log of the step or is of another config, GuardStop if a guard stops
-    the replay.
+    the replay. Relative paths, also of `arguments`, start from the folder in which the run was started (`_start_of`).
     """
-    paths = RunFolder.open(run).paths
+    paths = RunFolder.open(Path(run).absolute()).paths
     saved = GRPOConfig.from_dict(read_yaml(paths.config))  # without keys, which `deciding_fields` leaves out
+    if f"{TEMPORARY}smoke" in saved.model.path:
+        raise ConfigError(f"--replay {step}: '{run}' is of --smoke, whose model is gone; replay another run")
     config = config or GRPOConfig.from_yaml(paths.config)
     fields = deciding_fields(config), deciding_fields(saved)
     refuse_other_fields(*fields, "the run was made with", "leave it as it was")
+    for url in config.rollout.server.urls:  # `--serve` ends its servers, and a replay would wait for them
+        if url.startswith("unix://") and not Path(url.removeprefix("unix://")).exists():
+            raise ConfigError(
+                f"rollout.server.urls = [{url}]: it has ended; name one of `mm-grpo serve {run}`"
+            )
     start = _nearest_checkpoint(paths, step, config.rollout.max_staleness)
-    report = ReplayReport(paths.root, step, 0 if start is None else start.step)
+    report = ReplayReport(Path(run), step, 0 if start is None else start.step)
     report.versions = _other_versions(paths)
-    with temporary_folder("replay") as work:
+    with temporary_folder("replay") as work, chdir(_start_of(paths.root, Path(saved.run.dir))):
         changes = {"dir": str(work / "run"), "trackers": [], "report": False, "save_model": False}
         allowed = {"allow_changed_rows": True, "allow_changed_code": True, "overwrite": False}
         run_fields = {f"run.{name}": value for name, value in {**changes, **allowed}.items()}
         trainer = _Replay(config.with_values(run_fields), **arguments)
         trainer.parts.resume = start or False
         trainer.logged, trainer.report = paths, report
+        trainer.logged_rows = {row.get("step"): row for row in read_rows(paths.metrics)}
         trainer.train()
     return report
 
@@ -140,6 +148,7 @@ class _Replay(GRPOTrainer):
     """Trainer that takes the steps up to `report.step` and compares each with those of `logged`."""
 
     logged: RunPaths
+    logged_rows: Mapping[Any, Mapping[str, Any]]
     report: ReplayReport
 
     def _train(self) -> dict[str, Any]:
@@ -170,7 +179,7 @@ class _Replay(GRPOTrainer):
         report, file = self.report, self.logged.rollout_file(step)
         try:
             logged = read_rollouts(self.logged, step) if file.exists() or step == report.step else None
-            row = next((row for row in read_rows(self.logged.metrics) if row["step"] == step), {})
+            row = self.logged_rows.get(step, {})
             new = read_rollouts(self.folder.paths, step)
             difference = None if logged is None else first_difference(step, logged, new)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -278,6 +287,17 @@ def _square(tensor: Tensor) -> float:
 def _ratio(gap: float, update: float) -> float:
     """Return the norm of a difference over the norm of an update, from their squares."""
     return math.sqrt(gap / update) if update else math.inf if gap else 0.0
+
+
+def _start_of(root: Path, run_dir: Path) -> Path:
+    """Return the folder in which the run in `root` was started, by its relative run.dir; the current one if unknown."""
+    depth = len(run_dir.parts)
+    if not run_dir.is_absolute() and root.parts[-depth:] == run_dir.parts:
+        return root.parents[depth - 1]
+    print_phase(
+        "relative paths start here; if the config has some, go to the folder in which the run was started"
+    )
+    return Path()
 
 
 def _nearest_checkpoint(paths: RunPaths, step: int, staleness: int) -> Checkpoint | None:

@@ -54,7 +54,7 @@ from mm_grpo.types import Completion, Group
 
 WARM = "-warm"
 MEAN_STEPS = 10
-"""Steps at the start and at the end whose mean NLL is reported."""
+"""Most steps at the start and at the end whose mean NLL is reported; each at most half of them."""
 
 
 def warm_config(config: GRPOConfig) -> GRPOConfig:
@@ -177,7 +177,8 @@ class _WarmStart:
                 losses = [row["loss"] for row in iter_metrics(paths.metrics) if row["learner/updates"]]
                 if not losses:
                     raise GuardStop(f"the warm start made no update in {steps} steps: every row was dropped")
-                result["nll"] = fmean(losses[:MEAN_STEPS]), fmean(losses[-MEAN_STEPS:])
+                window = min(MEAN_STEPS, -(-len(losses) // 2))
+                result["nll"] = fmean(losses[:window]), fmean(losses[-window:])
         with ranks.fail_together("saving the model"):
             save = partial(self._save, base, steps, result)
             self.folder.replace_folders({"model": save}, first=ranks.first)

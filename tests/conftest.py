@@ -67,6 +67,17 @@ def no_workers_left() -> Iterator[None]:
         assert ended
 
 
+@pytest.fixture
+def own_rewards() -> Iterator[None]:
+    """Take back the rewards that a test registers, but for built-in ones: their modules register them once."""
+    from mm_grpo.rewards import registry
+
+    before = {*registry._REGISTRY}
+    yield
+    for name in {*registry._REGISTRY} - before - {*registry.BUILTINS}:
+        del registry._REGISTRY[name]
+
+
 class Models(dict[str, Path]):
     """Folders by family; one that is not among tiny.FAMILIES is built when it is first asked for."""
 

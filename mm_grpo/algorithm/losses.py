@@ -296,7 +296,8 @@ def constant_denominator(lengths: Tensor, max_completion_length: int) -> Tensor:
 
 
 class Loss(NamedTuple):
-    """A loss type: the weights [R] of completions' tokens and the loss [M] of each token."""
+    """A loss type: the weights [R] of completions' tokens, from their token counts [R] and the length limit in tokens,
+    and the loss [M] of each token."""
 
     weights: Callable[[Tensor, int], Tensor]
     token_loss: Callable[[Tokens, LossOptions], TokenLoss]
@@ -317,8 +318,3 @@ LOSSES: dict[str, Loss] = {
     "dppo_kl": Loss(token_mean, dppo_kl),
     "gmpo": Loss(sequence_mean_token_mean, gmpo),
 }
-
-
-def token_weights(loss_type: str, lengths: Tensor, max_completion_length: int) -> Tensor:
-    """Return the weight [R] of each token of each completion, from token counts [R] and the length limit in tokens."""
-    return LOSSES[loss_type].weights(lengths, max_completion_length)

@@ -36,11 +36,7 @@ def entropy_threshold(entropies: Tensor, share: float) -> float:
     return float(torch.kthvalue(entropies.detach().flatten(), n - count + 1).values)
 
 
-def top_entropy_mask(entropies: Tensor, active: Tensor, share: float) -> Tensor:
-    """Return True for active tokens among the top `share` by entropy; all tensors have one shape.
-
-    `entropies` are in nats; `active` is bool or 0 and 1, and other tokens do not count. Tokens tied with the last one,
-    up to rounding, are in.
-    """
-    active = active.bool()
-    return active & (entropies >= entropy_threshold(entropies[active], share) - TIED)
+def top_entropy_mask(entropies: Tensor, share: float) -> Tensor:
+    """Return True [N] for the tokens among the top `share` by entropy, and for tokens tied with the last of them, up to
+    rounding. `entropies` [N] of all active tokens are in nats."""
+    return entropies >= entropy_threshold(entropies, share) - TIED

@@ -15,6 +15,12 @@ unexpected one line and a traceback for an unexpected error
 help       examples in every help, `--version`, advice on options that are fields
 """
 
-from mm_grpo.cli.main import main
+import sys
+
+try:
+    from mm_grpo.cli.main import main
+except KeyboardInterrupt:
+    print("interrupted", file=sys.stderr)
+    sys.exit(130)
 
 __all__ = ["main"]

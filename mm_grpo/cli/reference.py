@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import textwrap
 from typing import TYPE_CHECKING, Annotated
@@ -17,21 +18,25 @@ if TYPE_CHECKING:
 
 
 def config(
-    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="SECTION | FIELD | WORD", show_default=False)] = None,
 ) -> None:
-    """Show a field or the fields of a section; without a name the most important fields, marked with *."""
+    """Show a field, a section, or fields about a word; without a name the most important fields, marked with *."""
     from mm_grpo.config import GRPOConfig
     from mm_grpo.config.shipped import shipped_folder
-    from mm_grpo.migrate.keys import unknown_key
+    from mm_grpo.migrate.keys import advice_on, unknown_key
 
     fields = GRPOConfig.field_help()
+    paths = [field.path for field in fields]
     if name is None:
         matches = [field for field in fields if field.matters]
     else:
         matches = [field for field in fields if f"{field.path}.".startswith(f"{name}.")]
         matches = matches or [field for field in fields if f".{field.path}".endswith(f".{name}")]
+        word = re.compile(rf"(?<![a-z]){re.escape(name)}", re.IGNORECASE)
+        if not matches and advice_on(name, paths) is None:  # a word, such as save
+            matches = [field for field in fields if word.search(f"{field.path} {field.description}")]
     if not matches:
-        raise ConfigError(unknown_key(name or "", None, [field.path for field in fields])[0])
+        raise ConfigError(unknown_key(name or "", None, paths)[0])
     lines = _lines(matches)
     if any("docs/" in line for line in lines):
         lines.append(f"docs/ is {shipped_folder('docs')}")

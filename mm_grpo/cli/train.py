@@ -127,6 +127,7 @@ def _train(config: str, overrides: list[str], loaded: GRPOConfig, smoke: bool, r
     steps, results = summary["steps"], f"results in {loaded.run.dir}"
     if not folder_stays:
         results = "results are not kept; set run.dir=... to keep them"
+        summary = {**summary, "model": None}
     time = ", nothing was left to do" if trainer.resumed_at == steps else f" in {summary['seconds']:.0f} s"
     lines = [f"done: {steps} steps{time}, {results}"]
     lines += [f"  {line}" for line in summary_lines(summary)]

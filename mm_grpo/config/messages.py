@@ -29,7 +29,10 @@ class CheckError(ValueError):
 
 def shown(value: object, limit: int = 80) -> str:
     """Return a value as an error message shows it: short, on one line."""
-    return shorten("null" if value is None else repr(value), limit)
+    try:
+        return shorten("null" if value is None else repr(value), limit)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        return f"a {type(value).__name__} of too many digits"
 
 
 def yaml_repr(value: Any) -> str:

@@ -19,6 +19,9 @@ from mm_grpo.config.yaml_file import set_value
 from mm_grpo.errors import ConfigError, half_character, nearest
 from mm_grpo.migrate.keys import VALUES, unknown_key
 
+MOST_BITS = 10_000
+"""Longest integer, some 3000 digits."""
+
 
 class RelativeToFile:
     """Marks a field whose relative paths are looked for beside the config file first."""
@@ -46,6 +49,10 @@ class Section(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise as_config_error(type(self), error) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        path = f"{self.where}.{name}".lstrip(".")
+        raise ConfigError(f"{path}: is fixed; config.with_values({{{path!r}: ...}}) makes a changed copy")
 
     # pydantic would otherwise call this constructor for a section inside another one, and the first
     # section with an error would hide the errors of the others
@@ -147,9 +154,11 @@ def _lines(cls: type[Section], problem: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_unwritable(value: Any, path: str) -> None:
-    """Raise ConfigError for a text that no config file can hold, with half a character."""
+    """Raise ConfigError for a value that no config file can hold: half a character, a number of too many digits."""
     if isinstance(value, str) and (half := half_character(value)):
         raise ConfigError(f"{path} = {shown(value)}: {half}")
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ConfigError(f"{path} = {shown(value)}: must have at most {MOST_BITS} bits")
     items = value.items() if isinstance(value, Mapping) else ()
     for key, inner in enumerate(value) if isinstance(value, list | tuple) else items:
         _refuse_unwritable(inner, _join(path, str(key)))

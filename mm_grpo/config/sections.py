@@ -307,8 +307,8 @@ class RolloutConfig(Section):
     def _comparable(cls, value: Any) -> Any:
         if type(value) is int and value < 2:
             raise CheckError(
-                "num_generations counts completions per prompt; GRPO compares them, so it needs at least 2"
-                " (8 is common)"
+                f"rollout.num_generations = {value}: must be at least 2, because GRPO compares the completions of a "
+                "prompt (8 is common)"
             )
         return value
 

@@ -240,7 +240,14 @@ def _entry(medium: str, value: Any, where: str) -> Message:
     """Return an entry of a column as a part with its own source."""
     if value is None:
         raise DataError(f"{where} is null; list the {medium}s that the row has, or none")
-    if isinstance(value, Mapping) and not value.keys() <= {"bytes", "path"}:
+    if isinstance(value, Mapping) and not value.keys() <= {
+        "bytes",
+        "path",
+        "width",
+        "height",
+        "size",
+        "format",
+    }:
         return _part({**value, "type": f"{medium}_url"}, where)
     return {"type": medium, medium: value, "where": where}
 

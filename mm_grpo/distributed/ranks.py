@@ -14,7 +14,7 @@ import pickle
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -127,7 +127,7 @@ class Ranks:
         if self.world == 1:
             return
         with self._raise_rank_lost("gradients"):
-            for bucket in _buckets(tensors):
+            for bucket in buckets(tensors, Tensor.numel, BUCKET):
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat)
                 for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
@@ -249,11 +249,12 @@ def use_deepspeed(gpu: bool) -> Any:
     return deepspeed
 
 
-def open_group_alone(gpu: bool) -> None:
-    """Open a process group of one, which DeepSpeed needs."""
+def open_group_alone(backend: str) -> None:
+    """Open a process group of one, which DeepSpeed and vLLM need, if none is open."""
     if not dist.is_initialized():
+        # in memory: a group of one needs neither port nor file
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("nccl" if gpu else "gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def lost_text(label: str, error: RuntimeError) -> str:
@@ -270,12 +271,14 @@ def _class_and_text(error: Exception) -> tuple[type[Exception], str]:
     return RankLost, f"{type(error).__name__}: {error}"
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.numel() for t in bucket) + tensor.numel() > BUCKET:
+def buckets(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield `items` in order, in lists whose sizes add up to at most `limit`; a larger item is a list of its own."""
+    bucket, total = list[T](), 0
+    for item in items:
+        if bucket and total + size_of(item) > limit:
             yield bucket
-            bucket = []
-        bucket.append(tensor)
+            bucket, total = [], 0
+        bucket.append(item)
+        total += size_of(item)
     if bucket:
         yield bucket

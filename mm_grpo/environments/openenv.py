@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-import math
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -24,6 +23,7 @@ from urllib.parse import urlsplit
 from mm_grpo.environments.own_tools import EnvironmentGone, Tool
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import parse_json
+from mm_grpo.rewards.scores import score_of
 from mm_grpo.terminal import redact
 
 MOST_BYTES = 100 * 2**20
@@ -227,12 +227,10 @@ class _Conversation:
 
 
 def _step(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
-    observation, reward, is_over = data["observation"], data.get("reward"), data.get("done", False)
+    observation, is_over = data["observation"], data.get("done", False)
     if not isinstance(observation, Mapping) or not isinstance(is_over, bool):
         raise TypeError("observation or done")
-    if reward is not None and not math.isfinite(reward):
-        raise ValueError("reward")
-    return observation, None if reward is None else float(reward), is_over
+    return observation, score_of(data.get("reward")), is_over
 
 
 def shown(observation: Any) -> list[Any]:

@@ -164,8 +164,12 @@ class Toolbox:
         rows = [sample.row or sample for sample in samples]
         episodes = self.host.open([(row, self._row(row)) for row in rows])
         for episode, sample in zip(episodes, samples, strict=True):
-            if episode.lost is None:
-                _check_opening(episode, sample)
+            parts = () if episode.opening is None else episode.opening.parts
+            if episode.lost is None and (digest(parts) if parts else None) != sample.opening_digest:
+                raise ToolError(
+                    f"{sample.uid}: reset of the environment showed another beginning than before for the same row; it "
+                    "must depend on the row alone (seed its random numbers from a column)"
+                )
         return episodes
 
     def reads(self, row: Fields) -> list[str]:
@@ -191,16 +195,6 @@ class Toolbox:
         if any(p.kind is p.VAR_KEYWORD for p in parameters):  # what prompt and images say is sent once
             names |= {*row.other_columns, "prompt", "images", "videos"}
         return names
-
-
-def _check_opening(episode: Episode, sample: Sample) -> None:
-    """Raise ToolError if an environment shows something else than when its row was prepared."""
-    parts = () if episode.opening is None else episode.opening.parts
-    if (digest(parts) if parts else None) != sample.opening_digest:
-        raise ToolError(
-            f"{sample.uid}: reset of the environment showed another beginning than before for the same row; it must "
-            "depend on the row alone (seed its random numbers from a column)"
-        )
 
 
 def toolbox_of(

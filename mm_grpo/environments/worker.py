@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +20,6 @@ from mm_grpo.environments.session import CallResult, Session
 from mm_grpo.errors import ToolError
 from mm_grpo.types import Video
 from mm_grpo.user_code.worker import require_unchanged
-
-HEADER = struct.Struct("!I")
 
 
 @dataclass(frozen=True)
@@ -59,20 +56,19 @@ class ToolWorker:
 
 
 def pack_result(result: CallResult) -> bytes:
-    """Return a result as JSON, in which media have their sizes, followed by the pixels of images and frames."""
+    """Return a result as a line of JSON, in which media have their sizes, and the pixels of images and frames."""
     observation = result.observation
     parts = [] if observation is None else [*map(split_part, observation.parts)]
     fields = observation and {"parts": [part for part, _ in parts], "fault": observation.fault}
     text = json.dumps({**vars(result), "observation": fields}, ensure_ascii=False).encode()
     pixels = [frame.tobytes() for _, frames in parts for frame in frames]
-    return b"".join([HEADER.pack(len(text)), text, *pixels])
+    return b"".join([text, b"\n", *pixels])
 
 
 def unpack_result(body: bytes) -> CallResult:
     """Read a result of `pack_result`. Raise any exception for other bytes, which user code may have sent."""
-    (size,) = HEADER.unpack_from(body)
-    at = HEADER.size + size
-    result = json.loads(body[HEADER.size : at])
+    at = body.index(b"\n") + 1
+    result = json.loads(body[:at])
     observation, parts = result.pop("observation"), list[Part]()
     for part in [] if observation is None else observation["parts"]:
         if isinstance(part, str):

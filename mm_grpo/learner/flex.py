@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -121,31 +121,22 @@ def fault(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
         torch.randn(2, width, h, size, generator=generator).to(device, dtype)
         for h in (heads, kv_heads, kv_heads, heads)
     ]
-
-    def compare() -> list[dict[str, float]]:
+    try:
         # the backward pass is compiled when it first runs, so it needs the settings too
         with _for_all_sizes():
-            return [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
-
-    return fault_of(compare, LIMITS[dtype])
+            distances = [_distances(segments[:rows], [x[:rows] for x in inputs]) for rows in (2, 1)]
+    except Exception as error:  # a compiler may raise anything, and plain attention is the alternative
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+    for result, distance in (pair for results in distances for pair in results.items()):
+        if not distance <= LIMITS[dtype]:
+            return f"its {result} is {distance:.1e} of the norm away from torch's"
+    return None
 
 
 @cache
 def warn_once(message: str) -> None:
     """Log a warning once: each scoring of a canary wraps a model, which would warn again."""
     logger.warning(message)
-
-
-def fault_of(compare: Callable[[], Iterable[Mapping[str, float]]], limit: float) -> str | None:
-    """Return a message on the first result of a kernel that is off by more than `limit` of the norm, else None."""
-    try:
-        distances = list(compare())
-    except Exception as error:  # a compiler may raise anything, and plain attention is the alternative
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
-    for result, distance in (pair for results in distances for pair in results.items()):
-        if not distance <= limit:
-            return f"its {result} is {distance:.1e} of the norm away from torch's"
-    return None
 
 
 def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
@@ -157,13 +148,8 @@ def _distances(segments: Tensor, inputs: list[Tensor]) -> dict[str, float]:
     weight = weight * (segments != PADDING)[:, None, :, None]
     mask, dense = block_mask(segments), attention_mask(segments)
     gqa = query.shape[1] != key.shape[1]
-
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=gqa)
-
-    def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, mask)
-
+    flex = partial(attend, mask=mask)
+    plain = partial(scaled_dot_product_attention, attn_mask=dense, enable_gqa=gqa)
     results: list[list[Tensor]] = []
     for run in (flex, plain):
         leaves = [x.detach().requires_grad_() for x in (query, key, value)]

@@ -81,11 +81,16 @@ class PackForward(nn.Module):
         """Return the values [M] of the pack's completion tokens, in the pack's order.
 
         `kl_states` [T, D], by completion, are states of another distribution q. If a completion of the pack has some,
-        the result has the KL from q, 0 for tokens of completions without.
+        the result has the KL from q, 0 for tokens of completions without. For a `PromptEnd` the values are 0, and their
+        backward is that of the prompt.
         """
         # through forward, because DeepSpeed prepares every backward in its own forward
         if isinstance(pack, PromptEnd):
-            end = self.prompt_end(pack)
+            assert self.prompts is not None
+            head = self.family.head(self.model).weight
+            # the prompt's backward reaches a tied head through the embedding, and any other head only here
+            is_tied = head is self.model.get_input_embeddings().weight
+            end = self.prompts.joined(pack.prompt, None if is_tied else head)
             return PackResult(end, end)
         states, q_hidden = self.states(pack), None
         order = pack.completion_index.tolist() if kl_states else []
@@ -100,14 +105,6 @@ class PackForward(nn.Module):
             banned=self.media_token_ids,
             q_hidden=q_hidden,
         )
-
-    def prompt_end(self, end: PromptEnd) -> Tensor:
-        """Return the scalar 0 whose backward is that of the prompt."""
-        assert self.prompts is not None
-        head = self.family.head(self.model).weight
-        # the prompt's backward reaches a tied head through the embedding, and any other head only here
-        is_tied = head is self.model.get_input_embeddings().weight
-        return self.prompts.joined(end.prompt, None if is_tied else head)
 
     def states(self, pack: Pack) -> Tensor:
         """Return the last hidden states [M, D] that predict the pack's completion tokens."""

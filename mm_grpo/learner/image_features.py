@@ -45,4 +45,5 @@ class ImageFeatures:
 def zero_of_blank(model: Any, family: Family, blank: dict[str, Tensor]) -> Tensor:
     """Return 0 times the features of a blank image, a scalar that gives the whole tower gradients of 0."""
     features = family.features(model, {key: tensor.to(model.device) for key, tensor in blank.items()})
-    return torch.stack([t.sum() for t in features.tensors()]).sum() * 0
+    tensors = [*features.images, *(t for level in features.levels for t in level)]
+    return torch.stack([t.sum() for t in tensors]).sum() * 0

@@ -28,7 +28,8 @@ from mm_grpo.learner.features.table import feature_classes
 from mm_grpo.learner.forward import PackForward
 from mm_grpo.learner.forward_pass import ForwardPass, logprobs_and_entropies, score
 from mm_grpo.learner.image_features import ImageFeatures
-from mm_grpo.learner.learner_weights import LearnerWeights, frozen_base_of
+from mm_grpo.learner.learner_weights import LearnerWeights
+from mm_grpo.learner.lora import as_frozen_base
 from mm_grpo.learner.loss import pack_loss
 from mm_grpo.learner.minibatch import ByCompletion, LogProbs, Minibatch, check_groups, make_minibatches
 from mm_grpo.learner.model import use_checkpointing
@@ -47,6 +48,8 @@ from mm_grpo.processors.base import Processor
 from mm_grpo.types import Completion, Group, Prompt, UpdateRecord
 
 R = TypeVar("R")
+Answered = Sequence[tuple[Prompt, Sequence[Completion]]]
+"""Prompts, each with its completions."""
 
 
 class Learner(LearnerWeights):
@@ -128,15 +131,11 @@ class Learner(LearnerWeights):
         versions = [tuple({v for _, v in c.weight_versions}) for g in groups for c in g.completions]
         return self._report(statistics, updates, logprobs, versions)
 
-    def reference_logprobs(
-        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
-    ) -> list[list[list[float]]]:
+    def reference_logprobs(self, answered: Answered) -> list[list[list[float]]]:
         """Return log-probs [T] of each prompt's completions under the reference policy, as they are sampled."""
         return self._by_prompt(answered, self._reference_values)
 
-    def current_logprobs(
-        self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]
-    ) -> list[list[list[float]]]:
+    def current_logprobs(self, answered: Answered) -> list[list[list[float]]]:
         """Return the same under the present weights. Collective. The passes are not counted as work of the step."""
         uncounted = PackStatistics()
         return self._by_prompt(answered, lambda items: self.run(items, work=uncounted)[0])
@@ -251,9 +250,7 @@ class Learner(LearnerWeights):
             return read(module, forward_pass.even_packs())
 
     def _by_prompt(
-        self,
-        answered: Sequence[tuple[Prompt, Sequence[Completion]]],
-        values_of: Callable[[Sequence[Item]], ByCompletion],
+        self, answered: Answered, values_of: Callable[[Sequence[Item]], ByCompletion]
     ) -> list[list[list[float]]]:
         rows = [
             (number, prompt, c) for number, (prompt, completions) in enumerate(answered) for c in completions
@@ -268,7 +265,7 @@ class Learner(LearnerWeights):
     def _reference_values(self, items: Sequence[Item]) -> ByCompletion:
         """Return log-probs [T] of each completion under the reference policy."""
         assert self.reference is not None
-        with frozen_base_of(self.reference.model):
+        with as_frozen_base(self.reference.model):
             return self.run(items, self.reference)[0]
 
     def _keep_image_features(self, minibatches: int) -> None:

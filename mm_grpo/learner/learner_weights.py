@@ -79,8 +79,3 @@ class LearnerWeights:
     @property
     def _all_factored(self) -> bool:
         return bool(self.factored) and self.factored == set(self.adapted_layers)
-
-
-def frozen_base_of(model: Any) -> AbstractContextManager[None]:
-    """Run a model as its frozen base in the block; one without adapters as it is."""
-    return lora.without_adapters(model)

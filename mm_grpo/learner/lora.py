@@ -92,8 +92,8 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 @contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Switch the model's adapters off in the block."""
+def as_frozen_base(model: nn.Module) -> Iterator[None]:
+    """Switch the model's adapters off in the block, if it has any."""
     layers = [layer for _, layer in _layers(model)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
@@ -185,7 +185,7 @@ def _weights(
     # sorted, so that sums over the lengths are added up in one order on any number of processes
     rows = sorted(row for share in ranks.all_gather(local, "lengths of completions") for row in share)
     lengths = torch.tensor([length for *_, length in rows], dtype=torch.long)
-    scale = token_weights(config.algorithm.loss_type, lengths, config.rollout.max_completion_length)
+    scale = LOSSES[config.algorithm.loss_type].weights(lengths, config.rollout.max_completion_length)
     scale = scale * (lengths > 0)
     weights = torch.zeros(sum(len(g.completions) for g in groups), dtype=torch.float64)
     for (_, rank, index, _), weight in zip(rows, scale.tolist(), strict=True):

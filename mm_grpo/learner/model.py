@@ -248,15 +248,10 @@ def _refuse_other_place(where: str, model: Any, config: ModelConfig, several: bo
             f"model.dtype = '{config.dtype}': {where} is in {str(dtype).removeprefix('torch.')}"
         )
     bound = config.device != "auto" or several or device.type == "cuda"
-    if bound and _place(device) != _place(device_of_config):
+    if bound and device != torch.empty(0, device=device_of_config).device:  # with the number of a GPU
         raise ConfigError(
             f"model.device = '{config.device}': {where} is on {device}, and not on {device_of_config}"
         )
-
-
-def _place(device: torch.device) -> tuple[str, int]:
-    current = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    return device.type, current or 0
 
 
 def _repair_generation_config(model: Any) -> None:

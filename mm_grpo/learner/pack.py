@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mm_grpo.distributed.ranks import buckets
 from mm_grpo.errors import ConfigError, GuardStop
 from mm_grpo.types import Pictured, Prompt, Tail
 
@@ -328,9 +329,8 @@ def _rounded(length: int, multiple: int) -> int:
 
 
 def _split(group: list[Item], max_tokens: int, copies: int = 1) -> Iterator[list[Item]]:
-    """Yield rows of one group, each with as many completions as fit with the prompt, `copies` times."""
+    """Return rows of one group, each with as many completions as fit with the prompt, `copies` times."""
     times = f", {copies} times with the terms of its loss" if copies > 1 else ""
-    row: list[Item] = []
     for item in group:
         if copies * _length([item]) > max_tokens:
             raise ConfigError(
@@ -338,11 +338,8 @@ def _split(group: list[Item], max_tokens: int, copies: int = 1) -> Iterator[list
                 f"{item.prompt.uid} has {len(item.prompt.token_ids)} + {item.run_length} tokens{times}; "
                 "raise it, or lower data.max_pixels, data.max_prompt_length or rollout.max_completion_length"
             )
-        if row and copies * _length([*row, item]) > max_tokens:
-            yield row
-            row = []
-        row.append(item)
-    yield row
+    room = max_tokens // copies - len(group[0].prompt.token_ids)
+    return buckets(group, lambda item: item.run_length, room)
 
 
 def _refuse_media(item: Item, media_token_ids: frozenset[int]) -> None:

@@ -21,18 +21,17 @@ Axes: [T] tokens of a completion, [G] completions of a group.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
+from operator import itemgetter, ne
 from typing import NamedTuple, TypeVar
 
-from mm_grpo.data.blind import has_order, with_frames
+from mm_grpo.data.blind import has_order, media_key, with_frames
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.learner.alternate_prompts import fits, moved_tail
 from mm_grpo.learner.learner import Learner
 from mm_grpo.processors.base import Processor
-from mm_grpo.types import Completion, Group, Medium, Prompt, Sample, Video, split_media
+from mm_grpo.types import Completion, Group, Medium, Prompt, Sample, split_media
 
 GROUPS = 4
 """Groups of a step of which sight, and order, is measured: with G = 8 the mean of 32 completions, which vary by a few
@@ -46,10 +45,10 @@ T = TypeVar("T")
 class Row(NamedTuple):
     """What decides whether a row is measured, and which row lends its media."""
 
-    images: Sequence[str]
-    """Digests."""
-    videos: Sequence[str] = ()
-    """Digests, of all frames."""
+    images: Sequence[Hashable]
+    """Keys that are equal for equal images."""
+    videos: Sequence[Hashable] = ()
+    """The same, by all frames."""
     answer: str | None = None
     """The right answer as text, if the row has one."""
     has_order: bool = False
@@ -58,7 +57,7 @@ class Row(NamedTuple):
         """Return True if `other` has media of these kinds, and all differ in its place."""
         pairs = ((self.images, other.images), (self.videos, other.videos))
         return all(
-            not mine or (bool(theirs) and all(map(str.__ne__, mine, replacing(theirs, len(mine)))))
+            not mine or (bool(theirs) and all(map(ne, mine, replacing(theirs, len(mine)))))
             for mine, theirs in pairs
         )
 
@@ -191,11 +190,5 @@ def _row(prompt: Prompt) -> Row:
     columns, media = prompt.sample.columns, prompt.engine_prompt
     answers = (str(columns[name]) for name in ANSWERS if columns.get(name) is not None)
     ordered = any(has_order(video.frames) for video in media.videos)
-    return Row([*map(_digest, media.images)], [*map(_digest, media.videos)], next(answers, None), ordered)
-
-
-def _digest(medium: Medium) -> str:
-    digest = hashlib.sha256()
-    for frame in medium.frames if isinstance(medium, Video) else (medium,):
-        digest.update(f"{frame.mode} {frame.size}".encode() + frame.tobytes())
-    return digest.hexdigest()[:32]
+    videos = [tuple(map(media_key, video.frames)) for video in media.videos]
+    return Row([*map(media_key, media.images)], videos, next(answers, None), ordered)

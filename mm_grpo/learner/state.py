@@ -10,6 +10,7 @@ that are not trained are not stored; `frozen_digest` tells whether they are the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -90,24 +91,12 @@ def load_state(
 
     Raises KeyError naming what no file holds; the caller has compared names and shapes before.
     """
-    open_files = [safe_open(file, framework="pt") for file in files]
-    starts = [json.loads(file.metadata()["starts"]) for file in open_files]
-    for fragment in optimizer.fragments():
-        for kind, target in fragment.tensors.items():
-            key, filled = f"{kind}/{fragment.name}", 0
-            for file, starts_of_file in zip(open_files, starts, strict=True):
-                if fragment.name not in starts_of_file:
-                    continue
-                part = file.get_slice(key)
-                first, (count,) = starts_of_file[fragment.name], part.get_shape()
-                low = max(fragment.start, first)
-                high = min(fragment.start + len(target), first + count)
-                if low < high:
-                    piece = part[low - first : high - first]
-                    target[low - fragment.start : high - fragment.start].copy_(piece)
-                    filled += high - low
-            if filled != len(target):
-                raise KeyError(f"{key}: {filled} of {len(target)} elements are in {len(files)} files")
+    parts = {
+        f"{kind}/{fragment.name}": (fragment.start, tensor)
+        for fragment in optimizer.fragments()
+        for kind, tensor in fragment.tensors.items()
+    }
+    _read(files, parts)
     optimizer.resume_at(updates, adam_steps)
     if own is not None:
         with safe_open(own, framework="pt") as file:
@@ -120,39 +109,35 @@ def load_weights(parameters: Mapping[str, Tensor], files: Sequence[Path]) -> Non
     Of a sharded parameter the rows of this process are read. No optimizer is needed. Raises KeyError naming what no
     file holds, ValueError for what is not finite.
     """
-    filled = dict.fromkeys(parameters, 0)
-    with torch.no_grad():
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                for name, start in json.loads(file.metadata()["starts"]).items():
-                    part = file.get_tensor(f"master/{name}")
-                    if not part.isfinite().all():
-                        raise ValueError(f"{name} holds NaN or infinite numbers")
-                    if name not in parameters:
-                        continue
-                    first, target = start_of(parameters[name]), local_part(parameters[name]).data.view(-1)
-                    low, high = max(start, first), min(start + len(part), first + len(target))
-                    if low < high:
-                        target[low - first : high - first].copy_(part[low - start : high - start])
-                        filled[name] += high - low
-    for name, count in filled.items():
-        size = local_part(parameters[name]).numel()
-        if count != size:
-            raise KeyError(f"{name}: {count} of {size} elements are in {len(files)} files")
+    parts = {f"master/{name}": (start_of(p), local_part(p).data.view(-1)) for name, p in parameters.items()}
+    _read(files, parts, finite=True)
+
+
+def _read(files: Sequence[Path], parts: Mapping[str, tuple[int, Tensor]], *, finite: bool = False) -> None:
+    """Fill the parts [n] of tensors, by key, each with its start. Raise as `load_weights`, ValueError if `finite`."""
+    filled = dict.fromkeys(parts, 0)
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            starts = json.loads(file.metadata()["starts"])
+            for key in sorted(parts.keys() & file.keys()):
+                name = key.partition("/")[2]
+                if finite and not file.get_tensor(key).isfinite().all():
+                    raise ValueError(f"{name} holds NaN or infinite numbers")
+                stored, first, (start, part) = file.get_slice(key), starts[name], parts[key]
+                low, high = max(start, first), min(start + len(part), first + stored.get_shape()[0])
+                if low < high:
+                    part[low - start : high - start].copy_(stored[low - first : high - first])
+                    filled[key] += high - low
+    for key, count in filled.items():
+        if count != len(parts[key][1]):
+            raise KeyError(f"{key}: {count} of {len(parts[key][1])} elements are in {len(files)} files")
 
 
 def mark_of(path: Path) -> FileMark:
     """Return the mark of a file on the disk."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
     return {"name": path.name, "bytes": path.stat().st_size, "xxh3_128": digest.hexdigest()}
-
-
-def has_mark(path: Path, mark: Mapping[str, Any]) -> bool:
-    """Return True if a file's bytes fit its mark in a manifest."""
-    return bool(mark_of(path)["xxh3_128"] == mark["xxh3_128"])
 
 
 def frozen_digest(module: nn.Module) -> str:

@@ -120,8 +120,7 @@ class PackStatistics:
 
         `learner/fill` is the share of places that hold a token, `learner/pack_fill` tokens over the packs' limits.
         """
-        shares = ranks.all_gather(self, "pack statistics")
-        total = {name: sum(getattr(share, name) for share in shares) for name in self.__dataclass_fields__}
+        total = ranks.sum(vars(self), "pack statistics")
         return {
             "learner/packs": total["packs"],
             "learner/fill": total["tokens"] / max(total["places"], 1),

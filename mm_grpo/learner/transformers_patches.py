@@ -159,12 +159,16 @@ def save_pretrained(model: Any, path: str | Path, **options: Any) -> None:
     Why: transformers has accelerate unwrap a model that it saves, and accelerate imports an installed DeepSpeed to
     compare classes: half a second, in runs that have no use for it.
     Needless when: accelerate looks for DeepSpeed's engine among the modules that are imported.
-    Experts are written as `published`.
+
+    Experts are written as in the published files of their family.
+    Why: transformers 5.19 turns experts when it loads [E, in, out], by their shape, but saves [E, out, in], which vLLM
+    cannot load; experts of Qwen3.5 it saves one by one.
+    Needless when: transformers writes the layout that it has read.
     """
-    if model.config.model_type in TURNED_EXPERTS:
+    if (turns := TURNED_EXPERTS.get(model.config.model_type)) is not None:
         tensors = options["state_dict"] if "state_dict" in options else model.state_dict()
-        turned = {name: published(model.config.model_type, name, tensor) for name, tensor in tensors.items()}
-        options |= {"state_dict": turned, "save_original_format": False}
+        state = {n: t.transpose(1, 2) if turns and ".experts." in n else t for n, t in tensors.items()}
+        options |= {"state_dict": state, "save_original_format": False}
     with quiet_libraries(), patch.object(modeling_utils, "unwrap_model", lambda wrapped: wrapped):
         model.save_pretrained(str(path), **options)
     copy_mode(path, "config.json")
@@ -198,17 +202,6 @@ def save_in_parts(model: Any, path: str | Path | None, tensors: Iterator[tuple[s
     if path is not None:
         index = {"metadata": {"total_size": size}, "weight_map": {n: files[i] for n, i in weight_map.items()}}
         atomic_write(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2))
-
-
-def published(model_type: str, name: str, tensor: Tensor) -> Tensor:
-    """Return a weight as a view that lies as in the published files of its family.
-
-    Why: transformers 5.19 turns experts when it loads [E, in, out], by their shape, but saves [E, out, in], which vLLM
-    cannot load; experts of Qwen3.5 it saves one by one.
-    Needless when: transformers writes the layout that it has read.
-    """
-    turned = TURNED_EXPERTS.get(model_type) and ".experts." in name
-    return tensor.transpose(1, 2) if turned else tensor
 
 
 def copy_mode(path: str | Path, of: str) -> None:

@@ -42,7 +42,7 @@ class ZeroOptimizer(BaseOptimizer):
         deepspeed = use_deepspeed(gpu)
         os.environ.setdefault("LOCAL_RANK", "0")
         if ranks.world == 1:
-            open_group_alone(gpu)
+            open_group_alone("nccl" if gpu else "gloo")
         # torch's own fused AdamW serves the offloaded state: DeepSpeed's would compile C++ at the first start
         options = {"fused": True} if config.offload_optimizer else {}
         self.adamw = optimizer.adamw(list(params), config, **options)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from mm_grpo.config.grpo_config import GRPOConfig
-from mm_grpo.errors import ConfigError, did_you_mean
+from mm_grpo.errors import ConfigError, did_you_mean, shorten
 
 P = ParamSpec("P")
 Self = TypeVar("Self")
@@ -32,6 +32,12 @@ ARGUMENTS: Mapping[str, str] = {
     "rollout_func": "write tools=[...] or environment_factory=..., where the model is to act in several turns",
     "ref_model": "write it into the config: algorithm=AlgorithmConfig(beta=..., reference_path=...)",
 }
+KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "rewards": (lambda value: isinstance(value, list | tuple), "a list, such as ['count', my_function]"),
+    "processor": (lambda value: hasattr(value, "family"), f"a processor of mm_grpo's own; {_PROCESSOR}"),
+    "resume": (lambda value: isinstance(value, bool), "True or False; True goes on with the run in run.dir"),
+}
+"""A check of the value of each argument that is easily another thing in TRL, and what is legal."""
 
 
 def explain_arguments(init: Callable[Concatenate[Self, P], None]) -> Callable[Concatenate[Self, P], None]:
@@ -39,8 +45,7 @@ def explain_arguments(init: Callable[Concatenate[Self, P], None]) -> Callable[Co
 
     @functools.wraps(init)
     def checked(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        lines = list(_faults(inspect.signature(init), args, kwargs))
-        if lines:
+        if lines := list(_faults(inspect.signature(init), args, kwargs)):
             raise ConfigError("\n".join(lines))
         init(self, *args, **kwargs)
 
@@ -51,11 +56,15 @@ def _faults(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping
     names = [name for name in signature.parameters if name != "self"]
     config = args[0] if args else kwargs.get("config")
     if len(args) > 1 or not isinstance(config, GRPOConfig):
-        module = type(config).__module__.split(".")[0]
+        kind = f"a {type(config).__module__.split('.')[0]}.{type(config).__name__}"
+        many = f", the first of {len(args)} arguments by position" if len(args) > 1 else ""
         yield (
-            f"config is a {module}.{type(config).__name__}, of {len(args)} arguments by position; write GRPOTrainer("
-            "GRPOConfig(...), train=..., rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
+            f"config is {'missing' if config is None else kind}{many}; write GRPOTrainer(GRPOConfig(...), train=..., "
+            "rewards=[...]); GRPOConfig.from_dict and from_yaml make one"
         )
+    for name, (fits, legal) in KINDS.items():
+        if (value := kwargs.get(name)) is not None and not fits(value):
+            yield f"{name} = {shorten(repr(value), 80)}: must be {legal}"
     for name in (name for name in kwargs if name not in names):
         advice = ARGUMENTS.get(name, f"{did_you_mean(name, names)}GRPOTrainer takes {', '.join(names)}")
         yield f"{name}: unknown argument; {advice}"

@@ -110,6 +110,8 @@ def _interpolated(value: Any, foreign: Mapping[str, Any]) -> Any:
     """Return a text with the values of other keys for ${section.key}; Unexpanded if a word keeps a $NAME."""
     if not isinstance(value, str) or isinstance(value, Unexpanded) or re.search(r"\s", value):
         return value  # a prompt may hold a $
+    if (whole := re.fullmatch(r"\$\{(\w+\.[\w.]+)\}", value)) and whole[1] in foreign:
+        return foreign[whole[1]]
     text = re.sub(r"\$\{(\w+\.[\w.]+)\}", lambda match: str(foreign.get(match[1], match[0])), value)
     return Unexpanded(text) if re.search(r"\$\{|\$[A-Za-z_]\w", text) else text
 

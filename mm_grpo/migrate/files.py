@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,15 @@ ENVIRONMENT = (
 )
 """Variables of the environment that a trainer reads."""
 LAUNCHERS = "accelerate torchrun deepspeed"
+SERVERS = {"rollout", "deploy", "serve", "vllm-serve"}
+"""Commands of trainers that train nothing."""
 CALLS: Mapping[str, Mapping[str, str]] = {
     "GRPOConfig": {},
-    "LoraConfig": {"r": "lora_r", "target_modules": "lora_target_modules"},
+    "LoraConfig": (_LORA := {"r": "lora_r", "target_modules": "lora_target_modules"}),
+    "get_peft_model": _LORA,
     "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
+    "from_pretrained": {"fast_inference": "use_vllm", "max_seq_length": "vllm_max_model_len"}
+    | dict.fromkeys(("model", "model_name", "pretrained_model_name_or_path"), "model_name_or_path"),
 }
 """Calls of a Python script whose arguments are read, with the options that scripts have for them ("" is none)."""
 
@@ -40,7 +46,7 @@ class Unexpanded(str):
     @property
     def unknown(self) -> str:
         """The first part that is not known."""
-        match = re.search(r"\$\(.*\)|\$\{[^}]*\}?|\$\S\w*|`.*`", self, re.DOTALL)
+        match = re.search(r"\$\(.*\)|\$\{[^}]*\}?|\$\S\w*|`.*`|<[^>]*>", self, re.DOTALL)
         return match[0] if match else str(self)
 
 
@@ -88,31 +94,46 @@ def flatten(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
 
 
 def _call_arguments(tree: ast.Module) -> dict[str, Any]:
-    """Return the keyword arguments of CALLS; names stand for literals that the script gives them once."""
-    named: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            named.setdefault(node.targets[0].id, []).append(node.value)
+    """Return the arguments of CALLS and what is set on a config; names stand for literals that they are given once."""
+    nodes = [*ast.walk(tree)]
+    stores = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    assigns = [(node.targets[0], node.value) for node in nodes if isinstance(node, ast.Assign)]
+    named = {n.id: value for n, value in assigns if isinstance(n, ast.Name) and stores[n.id] == 1}
+    arguments: list[tuple[str, ast.expr]] = []
     options: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
-        for keyword in node.keywords if isinstance(node, ast.Call) and name in CALLS else ():
-            value, key = keyword.value, CALLS[name].get(keyword.arg or "", keyword.arg)
-            once = named.get(value.id, []) if isinstance(value, ast.Name) else []
-            try:
-                options[str(key)] = ast.literal_eval(once[0] if len(once) == 1 else value)
-            except ValueError:
-                options[str(key)] = Unexpanded(ast.unparse(value))
-        options |= {"use_peft": True} if name == "LoraConfig" else {}
+    for call, name in ((node, _called(node)) for node in nodes):
+        if isinstance(call, ast.Call) and name in CALLS:
+            first = [("model", argument) for argument in call.args[:1] if "model" in CALLS[name]]
+            keywords = [(k.arg or f"**{ast.unparse(k.value)}", k.value) for k in call.keywords]
+            arguments += [(CALLS[name].get(key, key), value) for key, value in first + keywords]
+            options |= {"use_peft": True} if "r" in CALLS[name] else {}
+    attributes = [(target, value) for target, value in assigns if isinstance(target, ast.Attribute)]
+    configs = {name for name, value in named.items() if _called(value) == "GRPOConfig"}
+    arguments += [(target.attr, v) for target, v in attributes if ast.unparse(target.value) in configs]
+    for key, value in arguments:
+        try:
+            options[key] = ast.literal_eval(named.get(ast.unparse(value), value))
+        except ValueError:  # a model that was loaded before, say, does not hide its name
+            options.setdefault(key, Unexpanded(ast.unparse(value)))
     options.pop("", None)
     return options
 
 
+def _called(node: ast.AST | None) -> str:
+    """Return the last name of a call, with its class if that is a processor; "" for all else."""
+    name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    return re.sub(r"^.*\.(?!from_pretrained)|^.*(?:Model|For).*\.", "", name)
+
+
 def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     """Return the words that name the program, and the options, of the command that has the most of them."""
-    words, environment = max(
-        commands(text), key=lambda command: sum(map(_is_option, command[0])), default=([], {})
-    )
+    runs: list[tuple[list[str], dict[str, str]]] = [([], {})]
+    for words, environment in commands(text):
+        if words[:1] and words[0].startswith("--"):  # cut off by a comment or a space behind a backslash
+            runs[-1][0].extend(words)
+        elif SERVERS.isdisjoint(words[:4]):
+            runs.append((words, environment))
+    words, environment = max(runs, key=lambda run: sum(map(_is_option, run[0])))
     words = words[words.index("--") + 1 :] if "--" in words else words  # as in: ray job submit -- PROGRAM
     start = 0
     if Path(*words[:1]).name in LAUNCHERS.split():  # its options come first, then the program
@@ -144,6 +165,8 @@ def _options(words: Iterable[str]) -> dict[str, Any]:
             texts[key] = [value] if equals else []
         elif not equals:
             texts[key].append(word)
+        elif texts and UNKNOWN[0] in word:  # options that the script alone does not say
+            texts[word.strip(UNKNOWN)] = [word]
     return {key: _value(values) for key, values in texts.items()}
 
 

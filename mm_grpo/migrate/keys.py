@@ -27,7 +27,7 @@ FIELDS: Mapping[str, str] = {
     "data.train": "dataset train_files dataset_name train_dataset",
     "data.eval": "val_dataset val_files",
     "data.chat_template_kwargs": "apply_chat_template_kwargs",
-    "data.image_dir": "data.image_dir image_root image_folders",
+    "data.image_dir": "data.image_dir image_root",
     "data.shuffle": "shuffle_dataset dataset_shuffle train_dataloader_shuffle data.shuffle",
     "data.system_prompt": "system data.system_prompt",
     "data.min_pixels": "min_pixels",
@@ -193,7 +193,7 @@ REASONS: Mapping[str, str] = {
 _PROFILE = "what a step costs is in its metrics and in report.html; there is no profiler"
 PARTS: Mapping[str, str] = {
     "critic": "advantages are those of groups, without a value model",
-    "reward_model": "write rewards: [{name: reward_model, path: ...}]",
+    "reward_model": "write rewards: [{name: reward_model, model: ...}]; an overlong_buffer is soft_overlong",
     "ref": "the reference model is laid out as the policy; write algorithm.reference_path for another one",
     **dict.fromkeys(("fsdp", "fsdp_config", "offload", "megatron"), _ZERO),
     **dict.fromkeys(("profiler", "global_profiler", "npu_profile", "prometheus", "trace"), _PROFILE),

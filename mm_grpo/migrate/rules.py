@@ -170,9 +170,10 @@ def _rewards(result: Conversion, value: Any) -> Converted:
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [None] * len(names)
     entries: list[Any] = []
     unknown: list[str] = []
+    is_boxes = result.find("is_reward_customized_from_vlm_module") and result.find("task_type") == "rec"
     for name, weight in zip(map(str, names), weights, strict=True):
         module, _, function = name.rpartition(".")
-        entry = REWARDS.get(name, f"{module}:{function}")
+        entry = "iou" if is_boxes and name == "accuracy" else REWARDS.get(name, f"{module}:{function}")
         ends = REWARD_OPTIONS.get(entry, {}).items()
         options = {ours: result.find(keys, 512 if ours == "max_length" else None) for ours, keys in ends}
         options["weight"] = None if weight is None else float(weight)
@@ -206,7 +207,18 @@ def _reward_file(result: Conversion, value: Any) -> Converted:
     return {"rewards": [f"{file}:{name}"]}
 
 
+def _file_paths(result: Conversion, value: Any) -> Converted:
+    """Return the sources of VLM-R1's paths, which colons part, as they part the image folders."""
+    paths, folders = str(value).split(":"), str(result.find("image_folders", "")).split(":")
+    if len({*folders}) == 1:
+        return {"data.train": paths} | ({"data.image_dir": folders[0]} if folders[0] else {})
+    result.notes.append("data.train: of equal shares; in VLM-R1 all rows are one set: weight is their number")
+    return {"data.train": [{"path": p, "image_dir": f} for p, f in zip(paths, folders, strict=True)]}
+
+
 def _dataset(result: Conversion, value: Any) -> Converted:
+    if result.find("data_file_paths"):
+        return {}
     if Path(str(value)).suffix:
         return {"data.train": str(value)}
     config = result.find("dataset_config")
@@ -336,6 +348,7 @@ _READ = (
     "vllm_mode vllm_importance_sampling_correction reward_weights dataset_config dataset_train_split dataset_test_split"
     " lora_r lora_rank lora_alpha lora_target_modules target_modules lora.alpha nproc_per_node num_processes nnodes"
     " cuda_visible_devices soft_max_length soft_cache_length repetition_n_grams repetition_max_penalty"
+    " image_folders task_type is_reward_customized_from_vlm_module"
     " max_resample_times max_try_make_batch filter_groups.max_num_gen_batches custom_reward_function.name"
 )
 """Keys that the rule of another key reads, by the end of their names."""
@@ -367,6 +380,8 @@ KEY_RULES: Mapping[str, Rule] = {
         ("reward_funcs", _rewards),
         ("reward_function score_function custom_reward_function.path", _reward_file),
         ("dataset_name", _dataset),
+        ("data_file_paths", _file_paths),
+        ("config", lambda result, value: "is not found, and its keys are missing: put it beside this file"),
         ("dataset train_files val_dataset val_files", _rows),
         ("prompt_key dataset_prompt_column", _column("prompt")),
         ("answer_key", _column("answer")),
@@ -395,7 +410,7 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
         ("dynamic_sample online_filtering filter_groups.enable", (False,)),
         ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
         ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
-        ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
+        ("val_dataset", ([],)), ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
     )
     for name in names.split()
 }  # fmt: skip

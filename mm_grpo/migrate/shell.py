@@ -17,7 +17,8 @@ _SEAM = "\ue002"
 _PARENTHESES = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*+\))*+\)"
 _EXPANSION = rf"\${_PARENTHESES}|`[^`]*`|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*+\}}|\$(?:[A-Za-z_]\w*|[\d@*#?!$])"
 _PIECE = re.compile(
-    rf"""(?P<skipped>\\\n|(?<![^\s;&|()])\#[^\n]*|<<-?\s*['"]?(?P<tag>\w+)['"]?.*?\n\s*(?P=tag)(?=\n|$)
+    rf"""(?P<unknown><[A-Za-z][\w ./:-]*\w>(?=[\s/]))
+    |(?P<skipped>\\\n|(?<![^\s;&|()])\#[^\n]*|<<-?\s*['"]?(?P<tag>\w+)['"]?.*?\n\s*(?P=tag)(?=\n|$)
         |\d*[<>]+&?[ ]*[^\s;&|()]*)
     |'(?P<single>[^']*)' | "(?P<double>(?:\\.|{_EXPANSION}|[^"\\])*+)" | \\(?P<escaped>.)
     |(?P<space>[ \t]+) | (?P<end>[\n;&|()]) | (?P<expansion>{_EXPANSION}) | (?P<bare>[^\s'"\\;&|()<>$`]+|\$)""",
@@ -81,8 +82,11 @@ class _Script:
             self.exported |= {name} if program == "export" else set()
             if value is not None:
                 value = value if value.startswith(_SEAM) else value.replace(_SEAM, " ")
-                value = variables.get(name, "") + value if plus else value
-                variables[name] = f"${name}".join(UNKNOWN) if sets and self.depth else value
+                before = variables.get(name, "") if plus else ""
+                if sets and self.depth:  # an array keeps what it has in any case
+                    before = before + _SEAM if value.startswith(_SEAM) and before else ""
+                    value = f"${name}".join(UNKNOWN)
+                variables[name] = before + value
         if not sets:
             parts = (
                 part for word in words[start:] for part in word.split(_SEAM) if part or _SEAM not in word
@@ -113,7 +117,7 @@ def commands(text: str) -> Iterator[Command]:
             inner = script.expand(match[kind], quoted=kind == "double")
             word = (word or "") + inner if inner or word is not None or kind == "double" else None
         else:
-            word = (word or "") + match[kind]
+            word = (word or "") + (match[0].join(UNKNOWN) if kind == "unknown" else match[kind])
 
 
 def _calculate(node: ast.expr) -> int:

@@ -31,7 +31,6 @@ from mm_grpo.rollout.engine import (
     Sampling,
     requests_for,
     require_answers,
-    versions_of,
 )
 from mm_grpo.types import Completion, Prompt
 
@@ -53,7 +52,6 @@ class PromptParity:
     distinct: int
     """Number of different completions."""
     seeds: tuple[int, ...]
-    versions: tuple[int, ...]
     score: LogprobGap
     sampled: LogprobGap
 
@@ -86,7 +84,6 @@ def compare(
         completions=len(completions),
         distinct=len(set(sampled)),
         seeds=tuple(c.seed for c in completions),
-        versions=versions_of(*completions),
         score=gap_of([engine.score(prompt, ids) for ids in scored], learner.score(prompt, scored)),
         sampled=gap_of([c.logprobs for c in completions], learner.score(prompt, sampled, as_sampled=True)),
     )

@@ -315,7 +315,7 @@ def _result(report: RewardReport) -> str:
     if 0 < report.rows == report.unapplied:
         return "applies to no row"
     if report.skipped:
-        return report.skipped
+        return report.skipped + "; it gave None to all" * (report.rows > 0 and not report.wrong)
     if not report.gold:
         return "not judged: no row has a right answer for it"
     return "ok" + (f", does not apply to {report.unapplied} row(s)" if report.unapplied else "")

@@ -13,7 +13,7 @@ from typing import Any
 
 from mm_grpo.errors import DataError
 from mm_grpo.rewards.builtins.answers import gold_texts
-from mm_grpo.rewards.builtins.boxes import gold_box
+from mm_grpo.rewards.builtins.boxes import gold_box, gold_boxes
 from mm_grpo.rewards.builtins.clicking import gold_shapes, moved_shapes, point_inside
 from mm_grpo.rewards.builtins.grounding import BoxOptions, box_options
 from mm_grpo.rewards.builtins.maths import readings
@@ -90,7 +90,7 @@ def as_text(value: Any) -> str:
 
 def _boxes(prompt: Prompt, options: Options) -> str | None:
     """Write all boxes, one after the other; None for an empty list, because any text without a box is right then."""
-    return " ".join(_box(box, prompt, options) for box in options["boxes"]) or None
+    return " ".join(_box(box, prompt, options) for box in gold_boxes(options["boxes"])) or None
 
 
 def _box(box: Any, prompt: Prompt, options: Options) -> str:

@@ -40,6 +40,7 @@ _NUMBERS = re.compile(r"\[[-+\d.,\s\[\]eE]*\d[\s\]]*\]")
 _TAG = "think|thinking|thoughts?|reason|reasoning|rationale|analysis|conclusion|solution|answer"
 _TAGS = re.compile(rf"(?i)</?(?:{_TAG})>|<\|(?:begin|end)_of_\w{{1,20}}\|>|\\boxed\{{|(?:^|\s)####\s")
 _WORD = re.compile(r"[\u3040-\u9fff]{2}|(?<!\\)\b[^\W\d_]{2,}")  # of a script without spaces two characters
+_YES_NO = re.compile(r"(?i)(?:^|[.!?>\n] ?)(?:is|are|was|were|do|does|did|has|have|can|will)\b[^?]*\?")
 _MARK = r"[.):\]]"  # behind the letter of an option
 _OPTION = re.compile(
     rf"(?m)(?:^|[\s(\[])([A-Z]){_MARK}\s{{0,4}}(\S.{{0,300}}?)(?=\s{{1,4}}[(\[]?[A-Z]{_MARK}|\s{{0,4}}$)"
@@ -65,10 +66,8 @@ def _asks(gold: Gold) -> bool:
 
 
 def _is_structure(gold: Gold) -> bool:
-    if _STRUCTURE.fullmatch(gold.text) and not text_list(gold.text):
-        return _MESSAGE.search(gold.text) is not None or not _asks(gold)
-    items = gold.value if isinstance(gold.value, list | tuple) else [gold.value]
-    return any(isinstance(item, Mapping) for item in items)
+    is_list = _STRUCTURE.fullmatch(gold.text) is not None and not text_list(gold.text)
+    return is_list and (_MESSAGE.search(gold.text) is not None or not _asks(gold))
 
 
 def _is_long(gold: Gold) -> bool:
@@ -79,15 +78,22 @@ def _is_boolean(gold: Gold) -> bool:
     return isinstance(gold.value, bool) and not re.search(r"(?i)\b(true|false)\b", gold.prompt)
 
 
+def _is_bit(gold: Gold) -> bool:
+    names_it = re.search(r"\b[01]\b|how many", gold.prompt) is not None
+    return gold.parts[0] in ("0", "1") and not names_it and _YES_NO.search(gold.prompt) is not None
+
+
 def _is_other_option(gold: Gold) -> bool:
     """Return True if the prompt shows options, and the gold names one in another way than it asks for."""
     prompt, golds = gold.prompt, [normalise(part) for part in gold.parts]
     asks_letter = re.search(r"\bletters?\b", prompt, re.I) is not None
     if max(map(len, golds)) > 4 and not asks_letter:
         return False  # most rows, in little time
+    golds = [re.sub(r"^\(?[a-z][.):] (?=\w)", "", text) for text in golds]  # "A. cat" is the option's text
     lettered, column = dict(_OPTION.findall(prompt)), gold.options.get("choices", gold.options.get("options"))
     shows_letters = {"A", "B"} <= lettered.keys()
-    listed = gold_texts(column) if isinstance(column, str | list | tuple) else ()
+    texts = [n for n in column if isinstance(n, str)] if isinstance(column, list | tuple) else column
+    listed = gold_texts(texts) if isinstance(texts, str | list) else ()
     names = [normalise(name) for name in (lettered.values() if shows_letters else listed)]
     if len(names) < 2:
         return False
@@ -133,6 +139,9 @@ TEXTS = {
     "reasoning": f"hold reasoning, its tags or over {MAX_WORDS} words: let the column hold the final answer alone",
     "missing": "are nan, <NA> or NaT, which pandas writes for a missing value: make them null",
     "booleans": 'are booleans, which only "True" and "False" equal: ask for these, or let the column hold texts',
+    "bits": 'are 0 or 1, which no "yes" or "no" equals: ask for these, or let the column hold texts',
+    "floats": 'are texts such as "3.0", which "3" does not equal: use numeric or count, or write 3',
+    "letters": "are single letters, and any text with such a word is right, as in 'a cat': use the reward choice",
     "options": "are the number, letter or text of an option, and the prompt asks for another of these: let them agree",
     "small": "are smaller than 4 pixels or a second: if they are shares of image or video, set gold_space: normalized",
     "tokens": "are longer than rollout.max_completion_length tokens, as data.gold_template writes them: raise it",
@@ -153,6 +162,9 @@ KINDS: list[tuple[str, Sequence[str], float, float, Callable[[Gold], bool]]] = [
     ("reasoning", ("anls",), 0.1, 1, _is_long),
     ("missing", (*_SHORT, *_WRITTEN), 0, 1, lambda gold: {*gold.parts} <= {"nan", "<NA>", "NaT"}),
     ("booleans", (*_SHORT, *_WRITTEN), 0, 1, _is_boolean),
+    ("bits", _LISTED, 0.5, 1, _is_bit),
+    ("floats", _COMPARED[:2], 0.5, 1, lambda gold: re.fullmatch(r"-?\d+\.0+", gold.parts[0]) is not None),
+    ("letters", ("contains",), 0.5, 1, lambda gold: all(re.fullmatch(r"\W?[A-Z]\W?", p) for p in gold.parts)),
     ("options", ("exact_match", "anls", "choice"), 0.5, 1, _is_other_option),
     ("small", tuple(GOLD_COLUMNS), 0, 1, _is_share),
     ("small", tuple(GOLD_COLUMNS), 1, 1, _is_small),

@@ -60,14 +60,12 @@ class GoldAnswers:
         items = value if isinstance(value, list | tuple) else [value]
         values: list[Any] = [value]
         # without a reader a list of numbers is one answer, such as a box
-        if reader is not None or not items or any(item is None or isinstance(item, str) for item in items):
+        if reader is not None or not items or any(isinstance(item, str | Mapping | None) for item in items):
             values = []
             with suppress(TypeError):  # a value that no reward reads
                 values = list(gold_texts(value))
         if reader is not None and (name := builtin_name(reader)) in WHOLE:
             values = [value] if values or name == "box_match" else []  # a picture may hold no box
-        elif any(isinstance(item, Mapping) for item in items):
-            values = []  # messages, say
         is_missing = isinstance(value, float) and math.isnan(value)  # pandas writes nan
         if is_missing or not values:
             raise DataError(

@@ -51,10 +51,6 @@ class VisionFeatures:
         joined = tuple(tuple(t for tensors in level for t in tensors) for level in levels)
         return VisionFeatures(images, joined, parts[0].whole_levels)
 
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors, the levels last."""
-        return [*self.images, *(t for level in self.levels for t in level)]
-
 
 _NEUTRAL = {
     "final_logit_softcapping": 0.0,

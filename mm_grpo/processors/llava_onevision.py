@@ -114,12 +114,8 @@ class LlavaOnevisionProcessor(HFProcessor):
 
     def fixed_size(self, size: Size) -> Size:
         resolutions = self.hf.image_processor.image_grid_pinpoints
-
-        def rule(size: Size) -> Size:
-            return _fit(size, select_best_resolution(size, resolutions))
-
         # the model's rule picks from all its resolutions, not ours alone: check that a fitted image stays in ours
-        settled = settle(_fit(size, select_best_resolution(size, self.resolutions)), rule)
+        settled = settle(_fit(size, self.resolutions), lambda size: _fit(size, resolutions))
         if list(select_best_resolution(settled, resolutions)) not in self.resolutions:
             raise NoFixedPoint(
                 f"{size[1]}x{size[0]} pixels: it fits none of {len(self.resolutions)} of the model's "
@@ -131,7 +127,7 @@ class LlavaOnevisionProcessor(HFProcessor):
         resolutions = [sides for sides in self.resolutions if min_pixels <= math.prod(sides) <= max_pixels]
         if not resolutions:
             raise NoFixedPoint(f"no resolution of the model has an area from {min_pixels} to {max_pixels}")
-        return _fit(size, select_best_resolution(size, resolutions))
+        return _fit(size, resolutions)
 
     def video_placeholder(self) -> str:
         return str(self.hf.video_token)
@@ -168,9 +164,9 @@ class LlavaOnevisionProcessor(HFProcessor):
         }
 
 
-def _fit(size: Size, resolution: Sequence[int]) -> Size:
-    """Scale `size` into a resolution, keeping its aspect ratio: one side is the resolution's."""
-    (height, width), (max_height, max_width) = size, resolution
+def _fit(size: Size, resolutions: list[list[int]]) -> Size:
+    """Scale `size` into the best of the resolutions, keeping its aspect ratio: one side is the resolution's."""
+    (height, width), (max_height, max_width) = size, select_best_resolution(size, resolutions)
     by_height, by_width = max_height / height, max_width / width
     if by_width < by_height:
         return min(math.ceil(height * by_width), max_height), max_width

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from mm_grpo.errors import DataError
 from mm_grpo.messages import content_parts
@@ -23,8 +23,6 @@ Messages = Sequence[Mapping[str, Any]]
 
 MARKS = frozenset(f"<|{kind}_{end}|>" for kind in ("object_ref", "box", "quad") for end in ("start", "end"))
 """Tokens around references and coordinates in a text: special in Qwen's tokenizers, and written by users."""
-_PATTERNS: WeakKeyDictionary[Any, re.Pattern[str]] = WeakKeyDictionary()
-"""Pattern of each tokenizer, whose special tokens do not change."""
 
 
 def conversation_ids(
@@ -54,14 +52,13 @@ def defused(text: str, tokenizer: Any) -> str:
     return _pattern(tokenizer).sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
 
 
+@lru_cache(maxsize=8)
 def _pattern(tokenizer: Any) -> re.Pattern[str]:
     """Return a pattern of the longest special token at a place, as tokenizers read; it matches nothing without any."""
-    if tokenizer not in _PATTERNS:
-        added = tokenizer.added_tokens_decoder.values()
-        tokens = {token.content for token in added if token.special} - MARKS
-        longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-        _PATTERNS[tokenizer] = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-    return _PATTERNS[tokenizer]
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {token.content for token in added if token.special} - MARKS
+    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def _texts(message: Mapping[str, Any]) -> Iterator[str]:

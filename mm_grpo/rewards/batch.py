@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,13 @@ from mm_grpo.rewards.scores import score_of, shown
 if TYPE_CHECKING:
     from mm_grpo.rewards.spec import RewardSpec
     from mm_grpo.types import Completion, Prompt
+
+RESERVED = re.compile(
+    "step|reward|reward_(std|min|max)|frac_reward_.*|num_tokens|loss|grad_norm|learning_rate|entropy|kl|epoch|step_time|"
+    "rewards|time|advantages|completions|learner|clip_ratio|credit|twin_view|perception|sampling|served|sync|lora|images|"
+    "sight|prompts|task|dynamic_sampling|turns|tools|eval|rollouts|tokens_per_second|log|start|run"
+)
+"""First parts of the names of the trainer's metrics (docs/metrics.md) and of the certificate's counts."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,6 @@ class Batch:
             number = None
         if number is None:
             raise RewardError(f"log_metric({name!r}) got {shown(value)}; legal is a finite number")
-        if name.startswith(("rewards/", "time/")):
-            raise RewardError(f"log_metric({name!r}): names under rewards/ and time/ are the trainer's")
+        if RESERVED.fullmatch(first := name.partition("/")[0]):
+            raise RewardError(f"log_metric({name!r}): '{first}' is the trainer's; log it as my/{name}")
         self.logged.setdefault(name, []).append(number)

@@ -48,6 +48,8 @@ class Call:
         text = error if isinstance(error, ExceptionText) else exception_text(error, self.spec.fn, __file__)
         place = f" at {text.file}:{text.line}" if text.file else ""
         absent = self._absent_columns()
+        if text.message.startswith("TypeError: string indices") and self.spec.kind == "batch":
+            absent += " (completions are texts if prompts are: set completions: messages in its entry)"
         return RewardError(f"{self.blame()} raised {text.message}{place}{absent}. It must answer; {LEGAL}")
 
     def too_late(self, late: int, calls: int) -> RewardError:

@@ -53,7 +53,7 @@ def resolve_entries(entries: Iterable[Entry]) -> list[RewardSpec]:
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
-            raise RewardError(f"rewards: two entries are named {name!r}; rename one with `as: other`")
+            raise RewardError(f"rewards: two entries are named {name!r}; rename one: {{name: ..., as: ...}}")
     return specs
 
 

@@ -5,6 +5,7 @@ Not here: options (`options.py`), rewards by name (`registry.py`) and config ent
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import re
@@ -111,8 +112,8 @@ def make_spec(
         raise RewardError(f"reward {name!r}: needs is a tuple of column names, not the string {needs!r}")
     parameters = list(inspect.signature(fn).parameters.values())
     by_name = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    kind = _kind(name, [p.name for p in by_name], takes_kwargs)
+    kwargs = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    kind = _kind(name, [p.name for p in by_name], bool(kwargs))
     bound = dict(fn.keywords) if isinstance(fn, functools.partial) else {}
     keyword_only = set(bound)
     if kind == "completion":  # a partial makes all parameters behind its own keyword-only
@@ -136,7 +137,7 @@ def make_spec(
         required=tuple(p.name for p in by_name if p.default is p.empty),
         optional=tuple(p.name for p in by_name if p.default is not p.empty and p.name not in config_only),
         config_only=tuple(config_only),
-        takes_kwargs=takes_kwargs,
+        takes_kwargs=any(_reads(fn, name) for name in kwargs),
         bound=bound,
         options=reward_options,
     )
@@ -183,6 +184,14 @@ def code_of(fn: Callable[..., Any]) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
+def _reads(fn: Callable[..., Any], name: str) -> bool:
+    """Return True if the body of a function reads its parameter; published rewards often have idle **kwargs."""
+    code = code_of(fn)
+    if code is None or hasattr(fn, "__wrapped__") or "locals" in code.co_names:
+        return True  # a decorator's wrapper, say, may use what the function in it does not
+    return any(name in re.split(r"\W+", step.argrepr) for step in dis.get_instructions(code))
+
+
 def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     per_completion, per_batch = "completion" in parameters, "completions" in parameters
     # TRL's functions that look at nothing but the tokens or the environments leave the completions in their **kwargs.
@@ -193,11 +202,10 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
     ):
         return "batch"
     if per_completion == per_batch:
-        fault = "both parameters" if per_batch else "neither parameter"
-        verl = "; verl's solution_str is completion here, and its ground_truth the column answer"
+        verl = "; verl's solution_str (EasyR1's predict) is completion here, and its ground_truth the column answer"
         raise RewardError(
-            f"reward {name!r} has {fault}, completion (a text) and completions (a list, for all at once), and needs one"
-            f" of them; it has ({', '.join(parameters)}){verl if 'solution_str' in parameters else ''}"
+            f"reward {name!r}: needs either a parameter completion (a text) or completions (a list of all), and has"
+            f" ({', '.join(parameters)}){verl if {'solution_str', 'predict'} & {*parameters} else ''}"
         )
     return "completion" if per_completion else "batch"
 

@@ -290,13 +290,8 @@ def require_answers(requests: Sequence[Request], completions: Sequence[Completio
             )
         # one span from token 0: an update during sampling adds another
         if completion.weight_versions != ((0, version),):
-            listed = " and ".join(map(str, versions_of(completion)))
+            listed = " and ".join(map(str, sorted({number for _, number in completion.weight_versions})))
             raise GuardStop(
                 f"{label} was sampled under weight version {listed}, and the learner is at version {version}: the "
                 "engine did not take a weight update"
             )
-
-
-def versions_of(*completions: Completion) -> tuple[int, ...]:
-    """Return the weight versions that completions were sampled under, each once, in order."""
-    return tuple(sorted({version for c in completions for _, version in c.weight_versions}))

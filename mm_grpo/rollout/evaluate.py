@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from mm_grpo.algorithm.advantages import present
 from mm_grpo.data.base import MAX_TASK_LENGTH
 from mm_grpo.rollout.engine import Sampling
 from mm_grpo.rollout.eval_metric import EvalMetric, Interval, mean, normal
@@ -56,8 +57,8 @@ class RowScores:
         return cls(
             group.slot,
             metric.values(group),
-            _not_none(group.rewards),
-            {name: _not_none(scores) for name, scores in group.parts.items()},
+            present(group.rewards),
+            {name: present(scores) for name, scores in group.parts.items()},
             [len(c.token_ids) for c in group.completions],
             sum(c.finish_reason == "length" for c in group.completions),
             {name: value for name, value in columns.items() if _is_short(value)},
@@ -260,10 +261,6 @@ def as_metrics(results: Mapping[str, Evaluation]) -> dict[str, float]:
 
 def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _not_none(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
 
 
 def _is_short(value: Any) -> bool:

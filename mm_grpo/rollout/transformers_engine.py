@@ -17,13 +17,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
-from itertools import takewhile
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mm_grpo.errors import GuardStop
 from mm_grpo.rollout.decode_cache import CachedPrompt, DecodeCache, RowKeyValues, full_cache
@@ -251,12 +253,8 @@ class TransformersStream(RequestStream):
 
     def _next_group(self) -> list[_Row]:
         """Return the first waiting row and its neighbours with the same prompt and sampling."""
-        first = self.waiting[0].request
-
-        def shares(row: _Row) -> bool:
-            return row.request.prompt is first.prompt and row.request.sampling == first.sampling
-
-        return list(takewhile(shares, self.waiting))
+        _, rows = next(groupby(self.waiting, lambda row: (id(row.request.prompt), row.request.sampling)))
+        return list(rows)
 
     def _prefill(self, groups: list[list[_Row]]) -> None:
         """Run the prompts of `groups` together, and append their rows."""
@@ -377,13 +375,8 @@ def _batches(groups: Sequence[list[_Row]]) -> list[list[list[_Row]]]:
 
 def _padded(parts: Sequence[tuple[Sequence[int], Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     """Pad sequences on the left. Return ids [B, N], positions [*A, B, N] and mask [B, N]."""
-    longest, first = max(len(ids) for ids, _ in parts), parts[0][1]
-    ids = torch.zeros(len(parts), longest, dtype=torch.long)
-    mask = torch.zeros(len(parts), longest, dtype=torch.long)
-    positions = torch.zeros(*first.shape[:-1], len(parts), longest, dtype=torch.long)
-    for i, (row_ids, row_positions) in enumerate(parts):
-        start = longest - len(row_ids)
-        ids[i, start:] = torch.tensor(row_ids)
-        mask[i, start:] = 1
-        positions[..., i, start:] = row_positions
-    return ids, positions, mask
+    pad = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = pad([torch.tensor(row_ids) for row_ids, _ in parts])
+    mask = pad([torch.ones(len(row_ids), dtype=torch.long) for row_ids, _ in parts])
+    positions = pad([row_positions.movedim(-1, 0) for _, row_positions in parts])
+    return ids, positions.movedim((0, 1), (-2, -1)), mask

@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,7 @@ from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.manifest import LOG, Checkpoint, checkpoints_in, inspect_checkpoint
 from mm_grpo.run.metrics import read_rows, read_summary
 from mm_grpo.run.paths import RunPaths
-from mm_grpo.run.rollout_log import read_rollouts
+from mm_grpo.run.rollout_log import read_rollouts, rollout_digests
 from mm_grpo.run.same_run import deciding_fields
 from mm_grpo.run.summary import summary_lines
 from mm_grpo.terminal import printable
@@ -36,9 +37,10 @@ FACTS = {
     "warmed base": "<start/warmed:sum> of <start/warmed:len> starts",
     "steps": "<step:len>; missing in metrics.jsonl: <run/missing:all>",
     "rollout log": "missing: <log/missing:all>; not whole: <log/damaged:all>; read: <log/step:len> steps",
-    "samples": "<log/tokens:len> answers, <log/seeds:len> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
-    "seeds": "<log/seeds:len> recomputed, <log/seeds:distinct> distinct; <log/wrong:sum> answers against the seed law",
-    "prompt ids": "<log/ids:sum> compared, of <log/ids:len> answers",
+    "rollout digests": "intact: <log/intact:sum> files; not recorded: <log/unrecorded:sum>; changed: <log/changed:all>",
+    "samples": "<log/answers:sum> answers, <log/seeds:sum> turns, <log/tokens:sum> tokens; <log/age:max> updates old",
+    "seeds": "<log/seeds:sum> recomputed, <log/distinct:sum> distinct; <log/wrong:sum> answers against the seed law",
+    "prompt ids": "<log/ids:sum> compared, of <log/id_answers:sum> answers",
     "gap at starts": "<start/gap_tokens:sum> tokens; mean <start/gap_mean:max>, most <start/gap_max:max> nats",
     "gap of samples": "<GAP/tokens:sum> of <log/tokens:sum> tokens, <GAP/tokens:len> steps; mean <GAP/mean:mean>, "
     "most <GAP/max:max> nats",
@@ -55,7 +57,6 @@ FACTS = {
 """Fact -> text with <metric:how>, a name of HOW. GAP is sampling/sampling_logp_difference."""
 HOW: Mapping[str, Callable[[Any], Any]] = {
     "sum": sum, "len": len, "max": max, "min": min, "mean": fmean, "first": itemgetter(0), "last": itemgetter(-1),
-    "distinct": lambda values: len(set(values)),
 }  # fmt: skip
 
 
@@ -66,13 +67,16 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
     """
     config, summary = GRPOConfig.from_dict(read_yaml(paths.config)), summary or read_summary(paths) or {}
     environment = read_json(paths.environment, dict) if paths.environment.is_file() else {}
-    rows = [row for row in read_rows(paths.metrics) if row["step"] > 0]
+    all_rows = read_rows(paths.metrics)
+    rows = [row for row in all_rows if row["step"] > 0]
     starts = ({f"start/{k}": v for k, v in start.items()} for start in environment.get("starts", ()))
     values = defaultdict[str, list[Any]](list)
-    for counts in (*rows, *starts, *_log_counts(paths, config, rows)):
+    # callbacks may log any name, also one of the counts below
+    metrics = ({k: v for k, v in row.items() if not k.startswith(("start/", "log/", "run/"))} for row in rows)
+    for counts in chain(metrics, starts, _log_counts(paths, config, rows), _file_counts(paths, all_rows)):
         for name, value in counts.items():
             values[name] += value if isinstance(value, list) else [value] * (value is not None)
-    steps, seeds, guards = values["step"], values["log/seeds"], config.run.guards
+    steps, guards = values["step"], config.run.guards
     values["run/missing"] = [*{*range(1, max(steps, default=0))}.difference(steps)]
     values["run/checked"] = values["learner/updates"] * (guards.get("update_happens") != "off")
 
@@ -87,10 +91,12 @@ def certificate(paths: RunPaths, summary: Mapping[str, Any] | None = None) -> di
 
     texts = {fact: re.sub(r"<([^:>]+):(\w+)>", number, text) for fact, text in FACTS.items()}
     digests, faults = _digests(paths, config)
+    changed = values["log/changed"]
     broken = {
+        f"changed after their step: {shorten(', '.join(changed), 200)}": bool(changed),
         "metrics.jsonl has a step twice": len({*steps}) < len(steps),
         f"{sum(values['log/wrong'])} answers have seeds against the seed law": any(values["log/wrong"]),
-        "seeds repeat": len({*seeds}) < len(seeds),
+        "seeds repeat": sum(values["log/distinct"]) < sum(values["log/seeds"]),
         f"rollouts of {len(values['log/damaged'])} steps are not whole": any(values["log/damaged"]),
         "weights are older than allowed": max(values["log/age"], default=0) > config.rollout.max_staleness,
     }
@@ -123,7 +129,7 @@ def certificate_lines(paths: RunPaths) -> list[str]:
 
 
 def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield counts of each sample that was logged in the steps of the rows. Its seeds are computed again."""
+    """Yield counts of the samples that were logged in the step of each row. Their seeds are computed again."""
     rollout, last = config.rollout, max((row["step"] for row in rows), default=1)
     max_turns = rollout.max_turns if any("turns/max" in row for row in rows) else 1
     shape = rollout.prompts_per_step, rollout.num_generations, rollout.max_attempts
@@ -135,17 +141,31 @@ def _log_counts(paths: RunPaths, config: GRPOConfig, rows: list[dict[str, Any]])
             count = sum(sample["attempt"] == 0 for sample in samples)
             if len(samples) % plan.generations or count < prompts * plan.generations:
                 raise ValueError("samples are missing")
+            wrong, seeds = 0, list[int]()
             for sample in samples:
                 seed = plan.group(step, sample["slot"], sample["attempt"])[sample["generation"]]
-                seeds = [turn["seed"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
-                turn_seeds = [plan.of_turn(seed, turn) for turn in range(len(seeds))]
-                oldest = min(version for _, version in sample["weight_versions"])
-                is_wrong = sample["seed"] != seed or seeds != turn_seeds
-                counts = {"log/wrong": is_wrong, "log/age": step - 1 - oldest, "log/tokens": sample["tokens"]}
-                yield counts | {"log/seeds": seeds or [sample["seed"]], "log/ids": sample.get("ids_compared")}
-            yield {"log/step": step}
+                turns = [turn["seed"] for turn in sample.get("turns", ()) if turn["role"] == "assistant"]
+                turn_seeds = [plan.of_turn(seed, turn) for turn in range(len(turns))]
+                wrong += sample["seed"] != seed or turns != turn_seeds
+                seeds += turns or [sample["seed"]]
+            ages = [step - 1 - version for sample in samples for _, version in sample["weight_versions"]]
+            ids = [sample["ids_compared"] for sample in samples if "ids_compared" in sample]
+            # step by step: a seed that obeys the law is no other step's
+            yield {"log/seeds": len(seeds), "log/distinct": len({*seeds}), "log/wrong": wrong}
+            yield {"log/answers": len(samples), "log/tokens": sum(sample["tokens"] for sample in samples)}
+            yield {"log/ids": sum(ids) or None, "log/id_answers": len(ids) or None}
+            yield {"log/step": step, "log/age": max(ages, default=0)}
         except (OSError, ValueError, LookupError, TypeError) as error:
             yield {"log/missing" if isinstance(error, FileNotFoundError) else "log/damaged": step}
+
+
+def _file_counts(paths: RunPaths, rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield counts of each rollout file by its digest in the rows; `changed` is a file that differs."""
+    for row in rows:
+        for name, digest in rollout_digests(paths, row["step"]).items():
+            old, file = row.get(name), f"{name}-{row['step']:06d}.jsonl"
+            yield {"log/intact": old == digest, "log/unrecorded": old is None}
+            yield {"log/changed": None if old in (digest, None) else file}
 
 
 def _digests(paths: RunPaths, config: GRPOConfig) -> tuple[dict[str, str], list[str]]:

@@ -27,7 +27,7 @@ from mm_grpo.run.inputs import AnyPath, Inputs, refuse_inputs
 from mm_grpo.run.lock import RunLock, RunMark, read_mark, refuse_running
 from mm_grpo.run.metrics import append_event, append_row, cut_events, finite_or_text
 from mm_grpo.run.paths import IMAGE_NAME, ROLLOUT_NAME, STEP_NAME, RunPaths, left_in
-from mm_grpo.run.rollout_log import write_rollouts
+from mm_grpo.run.rollout_log import rollout_digests, write_rollouts
 from mm_grpo.types import Group
 
 FILES = (
@@ -159,7 +159,7 @@ class RunFolder:
             reason = re.sub(r"^\[Errno \d+\] ", "", str(error))
             raise ConfigError(
                 f"run.dir = '{self.paths.root}': {name} cannot be written ({reason}); make room, allow the write or "
-                "name another folder, and continue with --resume: everything written before is intact"
+                "name another folder; a run that had begun goes on with --resume, and what it wrote is intact"
             ) from error
 
     def write_rollouts(self, step: int, groups: Sequence[Group], specs: Sequence[RewardSpec] = ()) -> Path:
@@ -174,16 +174,16 @@ class RunFolder:
             atomic_write(self.paths.summary, text + "\n")
 
     def on_log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append to metrics.jsonl (`metrics.append_row`)."""
+        """Append to metrics.jsonl (`metrics.append_row`), with digests of the step's rollout files."""
         with self.writing("metrics.jsonl"):
-            append_row(self.paths.metrics, step, finite_or_text(metrics))
+            append_row(self.paths.metrics, step, finite_or_text(metrics) | rollout_digests(self.paths, step))
 
     def append_event(self, step: int, name: str, action: str, message: str) -> None:
         """See `metrics.append_event`."""
         with self.writing("events.jsonl"):
             append_event(self.paths.events, step, name, action, message)
 
-    def replace_folder(self, name: str, write: Callable[[Path], None]) -> Path:
+    def replace_folder(self, name: str, write: Callable[[Path], None]) -> None:
         """Let `write` fill a new `model` or `adapter`, and replace the old folder by it.
 
         Files of the old folder that no run wrote are copied to the new one, if the folder is claimed.
@@ -203,7 +203,6 @@ class RunFolder:
 
         with self.writing(f"{name}/"):
             atomic_folder(path, fill)
-        return path
 
     def replace_folders(self, saves: Mapping[str, Save], *, first: bool) -> None:
         """Replace folders by name in the first process. Each process runs all `saves`, which may be collective."""
@@ -261,7 +260,7 @@ class RunFolder:
         if contents and not self._overwrite and not self._resume:
             raise ConfigError(
                 f"run.dir = '{paths.root}' already holds a run ({', '.join(contents)}); name another folder with"
-                " run.dir=..., continue this run with --resume, or replace it with run.overwrite=true"
+                " run.dir=..., continue this run with --resume (resume=True), or replace it with run.overwrite=true"
             )
 
 

@@ -16,7 +16,7 @@ import xxhash
 from mm_grpo.config.messages import shown
 from mm_grpo.errors import ConfigError
 from mm_grpo.files import LARGEST_JSON, parse_json, read_regular_file
-from mm_grpo.learner.state import has_mark
+from mm_grpo.learner.state import mark_of
 from mm_grpo.run.paths import STEP_NAME
 
 FORMAT = 5
@@ -80,7 +80,7 @@ def inspect_checkpoint(
         for entry in share([entry for entry in entries if entry is not None]):
             file = path / entry["name"]
             # the size first: the digest of an endless file would never end
-            if not (file.is_file() and file.stat().st_size == entry["bytes"] and has_mark(file, entry)):
+            if not (file.is_file() and file.stat().st_size == entry["bytes"] and mark_of(file) == entry):
                 return manifest, f"{path.name}/{file.name} is missing, or not what was written"
     except (OSError, ValueError, KeyError) as error:
         return manifest, f"{path.name}/{MANIFEST} cannot be read ({error})"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, point_in
+from mm_grpo.rewards.builtins.boxes import Box, Frame, Point, boxes_in, gold_boxes, point_in
 from mm_grpo.rewards.builtins.clicking import Polygon, gold_shapes, moved_shapes
 from mm_grpo.rewards.registry import BUILTINS, get
 from mm_grpo.rewards.spec import RewardSpec, innermost
@@ -88,7 +88,7 @@ def gold_polygons(builtin: str, options: Mapping[str, Any], frame: Frame) -> Seq
     layout, value = options.get("gold_layout", "xyxy"), options[column]
     if column == "target":
         return gold_shapes(value, frame, layout, space)
-    boxes = value if column == "boxes" else [value]
+    boxes = gold_boxes(value) if column == "boxes" else [value]
     return [_corners(frame.gold(box, layout, space)) for box in boxes]
 
 

@@ -65,15 +65,13 @@ class EvaluationLog:
         fields = {"set": name, "blind": blind}
         self._lines += map(_line, _rows(self.paths, self.step, groups, self.specs, fields))
 
-    def write(self, best: int | None) -> Path:
+    def write(self, best: int | None) -> None:
         """Write the file; remove the files of all steps but 0, `best` and this one."""
         self.paths.rollouts.mkdir(exist_ok=True)  # `_rows` made no folder if every row was dropped
-        file = self.paths.rollout_file(self.step, EVALUATION)
-        atomic_write(file, "".join(self._lines))
+        atomic_write(self.paths.rollout_file(self.step, EVALUATION), "".join(self._lines))
         for step in logged_steps(self.paths, EVALUATION):
             if step not in (0, best, self.step):
                 self.paths.rollout_file(step, EVALUATION).unlink(missing_ok=True)
-        return file
 
 
 def add_to_rollouts(
@@ -190,6 +188,12 @@ def logged_steps(paths: RunPaths, kind: str = "") -> list[int]:
     names = os.listdir(paths.rollouts) if paths.rollouts.is_dir() else []
     matches = map(ROLLOUT_NAME.fullmatch, names)
     return sorted(int(match[2]) for match in matches if match and match[1] == kind)
+
+
+def rollout_digests(paths: RunPaths, step: int) -> dict[str, str]:
+    """Return XXH3 of a step's rollout files by metric: rollouts/step, and rollouts/eval-step of the evaluation."""
+    files = {f"rollouts/{kind}step": paths.rollout_file(step, kind) for kind in ("", EVALUATION)}
+    return {k: xxhash.xxh3_128_hexdigest(file.read_bytes()) for k, file in files.items() if file.is_file()}
 
 
 def read_rollouts(paths: RunPaths, step: int, kind: str = "") -> list[dict[str, Any]]:

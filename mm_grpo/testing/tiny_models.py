@@ -123,6 +123,7 @@ def _tokenizer(*special: str, **attributes: str) -> Any:
         ["what is in the picture"] * 2,
         vocab_size=272 + count,
         new_special_tokens=[*CHAT_TOKENS[1:], *special],
+        show_progress=False,
     )
 
 
@@ -257,19 +258,14 @@ def _smolvlm(options: Options) -> tuple[Any, Any]:
         "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}<end_of_utterance>\n"
         "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
     )
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "image_seq_len": 4, "chat_template": template}
-    images: Any
-    processor: Any
-    if options.family == "idefics3":
-        images = transformers.Idefics3ImageProcessor(**sizes)
-        processor = transformers.Idefics3Processor(image_processor=images, **shared)
-    else:
+    parts: dict[str, Any] = {"tokenizer": tokenizer, "image_seq_len": 4, "chat_template": template}
+    prefix = "Idefics3" if options.family == "idefics3" else "SmolVLM"
+    parts["image_processor"] = getattr(transformers, f"{prefix}ImageProcessor")(**sizes)
+    if options.family == "smolvlm":
         smolvlm.allow_without_num2words()
-        images = transformers.SmolVLMImageProcessor(**sizes)
-        videos = transformers.SmolVLMVideoProcessor(**sizes)
-        processor = transformers.SmolVLMProcessor(image_processor=images, video_processor=videos, **shared)
-    config_class = transformers.Idefics3Config if options.family == "idefics3" else transformers.SmolVLMConfig
-    config = config_class(
+        parts["video_processor"] = transformers.SmolVLMVideoProcessor(**sizes)
+    processor = getattr(transformers, f"{prefix}Processor")(**parts)
+    config = getattr(transformers, f"{prefix}Config")(
         text_config={**_text(options, tokenizer), "model_type": "llama"},
         vision_config=_siglip(f"{options.family}_vision"),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),

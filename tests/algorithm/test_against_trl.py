@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mm_grpo.algorithm.losses import LOSSES, token_weights
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.algorithm.masks import top_entropy_mask
 from mm_grpo.config import AlgorithmConfig
 from mm_grpo.learner.loss import LossInputs, PackTokens, pack_loss
@@ -118,8 +118,9 @@ def ours(config: AlgorithmConfig, given: dict[str, Tensor]) -> tuple[Tensor, Ten
     """Our loss over the same tokens, flat and in two packs, and its gradients."""
     logp, entropy = (given[k].clone().requires_grad_() for k in ("logp", "entropy"))
     lengths = MASK.sum(1)
-    chosen = top_entropy_mask(given["entropy"], MASK, config.top_entropy_quantile)
-    weights = token_weights(config.loss_type, lengths, LIMIT)
+    chosen, active = MASK.bool(), MASK.bool()
+    chosen[active] = top_entropy_mask(given["entropy"][active], config.top_entropy_quantile)
+    weights = LOSSES[config.loss_type].weights(lengths, LIMIT)
     loss_inputs = LossInputs(given["advantages"].double(), weights, int(chosen.sum()))
     statistics, total = LossStatistics(), torch.zeros(())
     for rows in ([3, 1, 5], [0, 4, 2]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mm_grpo.algorithm.correction import mismatch_weights, off_policy_keep
-from mm_grpo.algorithm.losses import LOSSES, Tokens, token_weights
+from mm_grpo.algorithm.losses import LOSSES, Tokens
 from mm_grpo.config import AlgorithmConfig
 
 LENGTHS = torch.tensor([2, 4, 0, 10])  # the third is masked
@@ -39,7 +39,7 @@ TERMS = torch.tensor([1.0, -1.0, 9.0, 0.5])  # the same term for every token of 
     ],
 )
 def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], loss: float) -> None:
-    got = token_weights(loss_type, LENGTHS, 20)
+    got = LOSSES[loss_type].weights(LENGTHS, 20)
     found = [float(g) for g, w in zip(got, weights, strict=True) if w is not None]
     assert found == pytest.approx([w for w in weights if w is not None], abs=1e-12)
     assert float((got * LENGTHS * TERMS).sum()) == pytest.approx(loss, abs=1e-12)
@@ -48,7 +48,7 @@ def test_weights_and_loss_by_hand(loss_type: str, weights: list[float | None], l
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_an_update_without_completions_has_no_weights(loss_type: str) -> None:
     """Its slots may all have held prompts that were too long and dropped."""
-    assert token_weights(loss_type, torch.zeros(0, dtype=torch.long), 20).tolist() == []
+    assert LOSSES[loss_type].weights(torch.zeros(0, dtype=torch.long), 20).tolist() == []
 
 
 def test_every_loss_type_of_the_config_is_there() -> None:

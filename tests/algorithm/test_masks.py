@@ -11,7 +11,6 @@ import torch
 from mm_grpo.algorithm.masks import entropy_threshold, top_entropy_mask
 
 ENTROPIES = torch.tensor([0.1, 0.9, 0.5, 0.3, 0.7])
-ACTIVE = torch.ones(5, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +26,7 @@ ACTIVE = torch.ones(5, dtype=torch.bool)
     ],
 )
 def test_the_top_entropy_mask_by_hand(share: float, kept: list[bool]) -> None:
-    assert top_entropy_mask(ENTROPIES, ACTIVE, share).tolist() == kept
+    assert top_entropy_mask(ENTROPIES, share).tolist() == kept
 
 
 def test_the_entropy_threshold_by_hand() -> None:
@@ -39,14 +38,7 @@ def test_the_entropy_threshold_by_hand() -> None:
 
 def test_ties_that_were_rounded_apart_stay_together() -> None:
     tied = torch.tensor([0.5, 0.2, 0.5 - 1e-6, 0.5 + 1e-6, 0.49998])
-    assert top_entropy_mask(tied, ACTIVE, 0.01).tolist() == [True, False, True, True, False]
-
-
-def test_what_is_not_active_neither_counts_nor_stays() -> None:
-    entropies = torch.tensor([[0.1, 9.0], [0.3, 0.2]])
-    active = torch.tensor([[1, 0], [1, 1]])
-    assert top_entropy_mask(entropies, active, 0.5).tolist() == [[False, False], [True, True]]
-    assert not top_entropy_mask(entropies, torch.zeros(2, 2), 0.5).any()
+    assert top_entropy_mask(tied, 0.01).tolist() == [True, False, True, True, False]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.29, 0.8])
@@ -61,4 +53,5 @@ def test_the_top_entropy_mask_is_trls(share: float, ties: bool) -> None:
         entropies = (entropies * 4).round() / 4 if ties else entropies
         active = torch.rand(entropies.shape, generator=generator) < 0.7
         want = trl.GRPOTrainer.get_high_entropy_mask(trainer, entropies, active.int(), 1 - share)
-        assert torch.equal(top_entropy_mask(entropies, active, share), want), (share, seed)
+        assert torch.equal(top_entropy_mask(entropies[active], share), want[active]), (share, seed)
+        assert not want[~active].any()

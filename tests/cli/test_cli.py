@@ -153,7 +153,14 @@ def test_a_smoke_run_only_warns_and_leaves_nothing(
     result = command("train", config_path, "--smoke")
     assert result.code == 0, result.err
     assert "guard no_reward: for 2 steps no completion has had a reward" in caplog.text + result.err
-    assert "results are not kept; set run.dir=... to keep them" in result.out
+    assert "results are not kept; set run.dir=... to keep them" in result.out and "model/" not in result.out
     assert list(place.glob("mm_grpo*")) == []
     both = command("train", config_path, "--smoke", "--resume")
     assert both.code == 2 and "--smoke and --resume" in both.err
+
+
+def test_ctrl_c_while_the_commands_are_imported() -> None:
+    hook = "lambda event, args: os.kill(os.getpid(), 2) if args[:1] == ('mm_grpo.cli.train',) else 0"
+    code = f"import os, sys; sys.addaudithook({hook}); import mm_grpo.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

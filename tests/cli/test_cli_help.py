@@ -55,6 +55,9 @@ def test_config_shows_fields_and_answers_other_names(command: Any) -> None:
     assert "docs/" not in found
     (pages,) = re.findall(r"(?m)^docs/ is (.+)$", command("config", "run.guards").out)
     assert (Path(pages) / "checking.md").is_file()
+    assert "\n  run.save_every: " in command("config", "save").out
+    assert command("config", "wandb").out.startswith("* run.trackers: ")
+    assert command("config", "frobnicate").code == 2
     wrong = command("config", "num_train_epochs")
     assert wrong.code == 2 and "run.max_steps" in wrong.err
 

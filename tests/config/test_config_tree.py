@@ -70,7 +70,8 @@ def test_all_errors_are_raised_at_once_one_line_each() -> None:
     with pytest.raises(ConfigError) as caught:
         config(rollout=rollout, optim={"learning_rate": -1}, run=run, learning_rate=1e-5)
     assert [re.split(r":? ", line)[0] for line in str(caught.value).splitlines()] == [
-        "num_generations", "rollout.temperature", "optim.learning_rate", "run.seed", "run.zeed", "learning_rate",
+        "rollout.num_generations", "rollout.temperature", "optim.learning_rate", "run.seed", "run.zeed",
+        "learning_rate",
     ]  # fmt: skip
 
 

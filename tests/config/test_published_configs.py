@@ -176,6 +176,13 @@ FILTER = "algorithm.filter_groups"
         ({"rlhf_type": "grpo", "deepspeed": "zero3"}, "optim.zero_stage", 3),
         ({"deepspeed": "zero2_offload"}, "optim.offload_optimizer", True),
         ({"deepspeed": "configs/ds_zero3.json"}, "optim.zero_stage", 3),
+        ({f"{ACTOR}.ppo_mini_batch_size": "${data.train_batch_size}"}, "optim.updates_per_step", 1),
+        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:i", "dataset_name": "no"}, "data.image_dir", "i"),
+        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:i"}, "data.train", ["a.jsonl", "b.jsonl"]),
+        ({"data_file_paths": "a.jsonl:b.jsonl", "image_folders": "i:j", "dataset_name": "no"}, "data.train",
+         [{"path": "a.jsonl", "image_dir": "i"}, {"path": "b.jsonl", "image_dir": "j"}]),
+        ({"reward_funcs": ["accuracy"], "task_type": "rec", "is_reward_customized_from_vlm_module": True}, "rewards",
+         ["iou"]),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False}, f"algorithm.{MODE}", "auto"),
     ],
 )  # fmt: skip
@@ -223,6 +230,18 @@ def test_a_script_in_python_gives_its_literals(tmp_path: Path) -> None:
     assert converted.values["model"] == {"path": "Qwen/Q", "lora": lora}
     assert converted.values["rollout"] == {"prompts_per_step": 2, "num_generations": 4}
     assert list(converted.omitted) == ["max_steps"]
+    (tmp_path / "a.py").write_text(
+        "LR = 1e-6\nfor LR in (1e-5, 1e-4):\n    args = GRPOConfig(learning_rate=LR, **more)\nargs.loss_type = 'grpo'\n"
+        "model, tokenizer = FastVisionModel.from_pretrained(model_name='o/n', load_in_4bit=True, fast_inference=True)\n"
+        "Fast.get_peft_model(model, r=4, lora_alpha=4)\nGRPOTrainer(model, [score], args)\nA.from_pretrained('p')"
+    )
+    converted = convert(read_foreign(tmp_path / "a.py"))
+    assert converted.values["model"] == {"path": "o/n", "lora": {"rank": 4, "alpha": 4}}
+    assert [converted.values[s][n] for s, n in (("algorithm", "loss_type"), ("rollout", "engine"))] == [
+        "grpo",
+        "vllm",
+    ]
+    assert set(converted.omitted) == {"learning_rate", "**more", "load_in_4bit"}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from mm_grpo.migrate.shell import UNKNOWN, commands
         ("export A=1\r\nrun $A \\\r\n  b\r\n", ["1", "b"]),
         ('run "costs \\$5" \'costs $5\' 5$', ["costs $5", "costs $5", "5$"]),
         ("A=1\nif [ $A = 1 ]; then\n  A=2\nfi\nrun ${A:-3}", ["$A".join(UNKNOWN)]),
+        ('D=(a)\nif x; then D+=(b); fi\nrun "${D[@]}"', ["a", "$D".join(UNKNOWN)]),
+        ("run --o <OUT-DIR> a < in > out", ["--o", "<OUT-DIR>".join(UNKNOWN), "a"]),
         ('run "$(date +%s)/x"', [f"{'$(date +%s)'.join(UNKNOWN)}/x"]),
         ("run $((2 ** 3)) $B", ["$((2 ** 3))".join(UNKNOWN), "$B".join(UNKNOWN)]),
     ],
@@ -59,6 +61,9 @@ def test_a_quote_without_end_is_refused_at_once(tmp_path: Path) -> None:
         ("run a.b=1 +c.d=\"['x','y']\" ++e.f=True", {"a.b": 1, "c.d": ["x", "y"], "e.f": True}),
         ("run config=base.yaml data.n=2", {"data.n": 2, "data.m": 3}),
         ("ray job submit --no-wait -- python3 -m x a.b=1 --c 2", {"a.b": 1, "c": 2}),
+        ("run \\ \n --a 1 \\\n  # --b 2 \\\n  --c 3", {"a": 1, "c": 3}),
+        ("trl vllm-serve --a 1 --b 2 &\nrun --c 3", {"c": 3}),
+        ("run a.b=1 $EXTRA", {"a.b": 1, "$EXTRA": "$EXTRA"}),
         ("run config=other.yaml data.n=2", {"config": "other.yaml", "data.n": 2}),
     ],
 )  # fmt: skip

@@ -36,5 +36,21 @@ def test_arguments_by_position_and_slips() -> None:
     ):
         (line,) = refused(*args)
         assert line.startswith("config is ") and what in line
+    (line,) = refused()
+    assert "missing" in line
     (line,) = refused(CONFIG, trian=[])
     assert "did you mean 'train'" in line
+
+
+def test_arguments_that_are_other_things_in_trl() -> None:
+    lines = refused(CONFIG, rewards=len, processor=object(), resume="runs/a")
+    assert [line.split(" ")[0] for line in lines] == ["rewards", "processor", "resume"]
+    for rewards in ("count", {"name": "count"}):
+        (line,) = refused(CONFIG, rewards=rewards)
+        assert line.startswith("rewards = ")
+
+
+def test_a_config_is_not_assigned_to() -> None:
+    with pytest.raises(ConfigError, match=r"^run\.max_steps: .*with_values"):
+        CONFIG.run.max_steps = 3  # type: ignore[misc]
+    assert CONFIG.run.max_steps is None

@@ -19,7 +19,7 @@ def test_every_kind_of_image_is_written_and_read_back(tmp_path: Path) -> None:
     jpeg = encoded(tiny.picture(3), "JPEG")
     rows = [
         {"prompt": "é?", "image": tiny.picture(1), "answer": 3},
-        {"prompt": "b", "image": {"bytes": jpeg, "path": "of/the/hub.jpg"}, "answer": None},
+        {"prompt": "b", "image": {"bytes": jpeg, "path": "of/the/hub.jpg", "width": 5}, "answer": None},
         {"prompt": "c", "images": [tiny.picture(1), jpeg], "answer": [1.5, "x"]},
         {"prompt": "d", "image": "elsewhere.png", "answer": ""},
     ]

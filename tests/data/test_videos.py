@@ -401,12 +401,12 @@ def test_hostile(name: str, clip: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_stream_that_begins_late(clip: Path) -> None:
-    """Before av 19 that is an IndexError of its own."""
+    """Before av 19 that is an IndexError of its own, unless the byte behind its list of streams happens to be 0."""
     data = late_sound(write_clip(clip.parent / "a.flv", constant(600, 30)))
-    if int(av.__version__.split(".")[0]) < 19:
-        assert "damaged" in refusal(data)
-    else:
+    try:
         assert numbers(opened(data))[0] == 0
+    except BadMedia as error:
+        assert int(av.__version__.split(".")[0]) < 19 and "damaged" in str(error)
 
 
 def test_hostile_headers_are_refused_without_decoding(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,28 +158,14 @@ def assert_the_same(folder: Path, straight: Path) -> None:
 
 
 @pytest.mark.long
-def test_processes_on_two_hosts_make_the_run_of_two_here(
-    hosts: Hosts, models: dict[str, Path], straight: Path, tmp_path: Path
-) -> None:
-    """The config, its run's folder and this command's are named from the command's own working folder."""
-    folder = tmp_path / "run"
-    config = config_of(models, folder, dir="run")
-    options = ("--ray", hosts.cluster.address, "--processes", 2)
-    with running(folder, *TRAIN, config.name, *options) as command:
-        code, output = command.end()
-    assert code == 0, output
-    assert output.count(f"done: {STEPS} steps") == 1
-    assert_the_same(folder, straight)
-
-
-@pytest.mark.long
 def test_a_run_whose_process_is_killed_goes_on_where_it_was(
     hosts: Hosts, models: dict[str, Path], straight: Path, tmp_path: Path
 ) -> None:
+    """The config is named from the command's own working folder."""
     folder = tmp_path / "run"
-    config = config_of(models, folder)
+    config = config_of(models, folder, dir="elsewhere")
     options = ("--ray", hosts.cluster.address, "--processes", 2, "--retries", 1)
-    with running(folder, *TRAIN, config, *options) as command:
+    with running(folder, *TRAIN, config.name, f"run.dir={folder}", *options) as command:
         rank = command.wait_for(folder / "checkpoints" / "step-000002")[1]
         os.kill(rank, signal.SIGKILL)
         code, output = command.end()
@@ -187,6 +173,7 @@ def test_a_run_whose_process_is_killed_goes_on_where_it_was(
     assert f"error: process 1 of 2 (pid {rank}) was ended by SIGKILL" in output
     assert output.count("checking that engine and learner agree") == 2
     assert output.count("step 1/8") == 1  # it was not begun anew
+    assert output.count(f"done: {STEPS} steps") == 1
     assert_the_same(folder, straight)
 
 

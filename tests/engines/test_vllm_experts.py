@@ -13,7 +13,6 @@ import torch
 from engines.test_vllm_adapters import scores
 from engines.test_vllm_lost_updates import Run
 from helpers import tiny
-from helpers.families import TABLE
 from helpers.finished_runs import finished
 from helpers.small_runs import config_for
 from safetensors import safe_open
@@ -125,12 +124,3 @@ def test_vllm_reads_experts_in_either_layout(lora: Any, folders: dict[str, Path]
             shapes.append(file.get_slice("model.language_model.layers.0.mlp.experts.down_proj").get_shape())
     assert shapes == [[4, 96, 64], [4, 64, 96]]
     assert max(abs(a - b) for a, b in zip(run.scores[3], run.scores[1], strict=True)) > 1e-2
-
-
-def test_vllm_reads_exported_shared_experts(tmp_path: Path) -> None:
-    base = tiny.build("qwen3_5_moe", tmp_path / "base", **TABLE["qwen3_5_moe"].build)
-    run = finished(base, tmp_path / "run", model={"dtype": "bfloat16"})
-    export_run(run.root, tmp_path / "out", checkpoint="last")
-    engine = VLLMEngine(EngineSettings(str(tmp_path / "out"), "bfloat16", 512), run.trainer.processor)
-    assert engine.score(run.prompt, run.answer) == pytest.approx(run.scores[3], abs=MEANS["bfloat16"])
-    assert max(abs(a - b) for a, b in zip(run.scores[3], run.scores[1], strict=True)) > 0.2

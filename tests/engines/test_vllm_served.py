@@ -23,6 +23,7 @@ import pytest
 import torch
 from engines.test_vllm_lost_updates import Run
 from helpers import forkserver, processes, tiny
+from helpers.fake_vllm import LedgerEngine
 from helpers.run_folders import metrics_of
 from helpers.run_folders import rollouts_of as texts_of
 from helpers.small_runs import rollouts_of
@@ -204,26 +205,10 @@ def test_which_server_answers_and_in_what_company_changes_no_bit(half: Half) -> 
     inside.close()
 
 
-class Engine:
-    """What a weight ledger sends to; every server has to have received the same."""
-
-    holds_weights = True
-
-    def __init__(self, transfer: ServedTransfer, clients: Sequence[ServerClient]) -> None:
-        self.transfer, self.clients = transfer, clients
-
-    def update_weights(self, tensors: Any, version: int) -> Any:
-        first, *others = self.transfer.send(self.clients, tensors, version).values()
-        if isinstance(first, Exception):
-            raise first
-        assert all(other == first for other in others)
-        return first
-
-
 @pytest.mark.parametrize("kind", [FileTransfer, BroadcastTransfer])
 def test_after_many_updates_servers_hold_the_learners_weights(half: Half, kind: type[ServedTransfer]) -> None:
     transfer = kind(timeout=60.0)
-    ledger, engine = WeightLedger(), Engine(transfer, half.clients)
+    ledger, engine = WeightLedger(), LedgerEngine(transfer, half.clients)
     ledger.send(engine, half.tensors(), 0)  # type: ignore[arg-type]
     held = half.digests()
     for version, part in enumerate(("visual", "self_attn", "mlp", "lm_head", "norm", "visual"), 1):

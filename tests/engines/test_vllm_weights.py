@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-from helpers import tiny
 from vllm_rig import Rig
 
 from mm_grpo.errors import EngineError
@@ -22,11 +21,6 @@ LIMIT = 1e-5
 def sampled_gap(rig: Rig, prompts: list[Prompt]) -> float:
     requests = requests_for(prompts, [range(100 * i, 100 * i + 4) for i in range(len(prompts))], TWELVE)
     return rig.gap(prompts, rig.engine.generate(requests))
-
-
-def long_prompt(rig: Rig) -> Prompt:
-    """Past 128 tokens, the block that a CPU's prefix cache keeps."""
-    return rig.prompt("long", tiny.picture(1), text="xyzq" * 60)
 
 
 def proof(rig: Rig, prompt: Prompt) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,9 +40,7 @@ class Rig:
             max_videos=2,
             engine_kwargs=tuple(kwargs.items()),
         )
-        started = time.perf_counter()
         self.engine = VLLMEngine(self.settings, self.processor)
-        self.seconds = time.perf_counter() - started
         self.ledger = WeightLedger()
         self.original = {n: t.clone() for n, t in self.tensors()}
 

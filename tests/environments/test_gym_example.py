@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.documents import blocks, read
 from helpers.scripted import ScriptedStreamEngine, call
 from helpers.small_runs import config_for, rollouts_of
 
@@ -14,15 +14,12 @@ from mm_grpo import GRPOTrainer
 
 pytest.importorskip("minigrid")
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "turns.md"
 
 
 def test_a_step_in_minigrid(models: dict[str, Path], tmp_path: Path) -> None:
-    (snippet,) = re.findall(
-        r"```python\n(import gymnasium.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
-    )
+    (snippet,) = (b for b in blocks(read("docs/turns.md"), "python") if b.startswith("import gymnasium"))
     names: dict[str, Any] = {"__name__": "turns"}
-    exec(compile(snippet, PAGE.name, "exec"), names)
+    exec(compile(snippet, "turns.md", "exec"), names)
     paths = {0: ["forward", "forward", "right", "forward", "forward"], 1: ["left", "jump", *["forward"] * 4]}
     rollout = {"max_completion_length": 900, "max_turns": 6, "prompts_per_step": 1, "num_generations": 4}
     config = config_for(models["qwen2_5_vl"], tmp_path, rollout=rollout, run={"max_steps": 1})

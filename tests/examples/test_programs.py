@@ -45,6 +45,7 @@ def test_loop() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_rewards")
 def test_own_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mm_grpo.RunConfig", lambda **fields: RunConfig(**{**fields, "max_steps": 2}))

@@ -66,7 +66,7 @@ def test_the_readme_names_the_published_mark_or_says_that_there_is_none(recipe: 
 @pytest.mark.parametrize("recipe", (*PUBLIC, "easy_vqa"))
 def test_the_fixture_is_what_prepare_makes_of_published_rows(recipe: str) -> None:
     fixture = EXAMPLES / recipe / "fixture"
-    mapped = runpy.run_path(str(EXAMPLES / "make_fixtures.py"), run_name="fixtures")["mapped"]
+    mapped = script("make_fixtures.py").mapped
     assert lines(fixture / "train.jsonl") == mapped(recipe, lines(fixture / "published.jsonl"))
     config = GRPOConfig.from_yaml(EXAMPLES / recipe / "config.yaml")
     dataset = load(str(fixture / "train.jsonl"), config.data)

@@ -32,7 +32,7 @@ from mm_grpo.rollout.served.client import ServerClient
 from mm_grpo.rollout.served.engine import ServedEngine
 from mm_grpo.rollout.served.plugin import RECEIVERS, Account
 from mm_grpo.rollout.served.protocol import ENDPOINTS, GENERATE, INFO, RPC, SLEEP, ServerLimits
-from mm_grpo.rollout.served.transfer import transfer_of
+from mm_grpo.rollout.served.transfer import ServedTransfer, transfer_of
 from mm_grpo.rollout.vllm import adapters
 from mm_grpo.rollout.weights import digest
 from mm_grpo.types import Completion, EnginePrompt, Prompt, Sample
@@ -52,6 +52,23 @@ Change = Callable[[Any], Any]
 
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+class LedgerEngine:
+    """What a weight ledger sends to; every server has to receive the same."""
+
+    holds_weights = True
+
+    def __init__(self, transfer: ServedTransfer, clients: Sequence[ServerClient]) -> None:
+        self.transfer, self.clients = transfer, clients
+
+    def update_weights(self, tensors: Any, version: int) -> Any:
+        first, *others = self.transfer.send(self.clients, tensors, version).values()
+        for value in (first, *others):
+            if isinstance(value, Exception):
+                raise value
+        assert all(other == first for other in others)
+        return first
 
 
 class Processor:

@@ -161,7 +161,7 @@ learner/attention.py < learner/test_attention.py
     wrong length | lambda: (key[:, :, :length], value[:, :, :length])) ==> lambda: (key, value))
 learner/linear_attention.py < learner/test_linear_attention.py
     dropped mask | x.masked_fill(behind[:, :, None], 0.0) for x in (beta, decay) ==> x for x in (beta, decay)
-learner/step_report.py < rollout/test_pipeline.py learner/test_learner.py
+learner/step_report.py < learner/test_learner.py
     * staleness | local.setdefault(min(versions[index]), []) ==> local.setdefault(max(versions[index]), [])
 rollout/turns.py < rollout/test_turns.py
     * budget | sampling.max_tokens - conversation.run_length ==> sampling.max_tokens - conversation.run_length + 1
@@ -328,7 +328,7 @@ run/same_run.py < run/test_changed_rows.py
     wrong row | changed += [(first + index, x, y) ==> changed += [(index, x, y)
 run/rollout_log.py < run/test_evaluations.py trainer/test_trainer_best.py ! slow
     wrong key | if step not in (0, best, self.step): ==> if step not in (0, self.step):
-run/json_records.py < run/test_json_records.py rollout/test_pipeline.py
+run/json_records.py < run/test_json_records.py
     * spans on resume | if inner[-1] is ... else inner ==> if inner[-1] is ... else inner[:1]
 """
 

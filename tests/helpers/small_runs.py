@@ -26,6 +26,14 @@ def vowels(completion: str) -> float:
     return sum(c in "aeiou" for c in completion) + len(completion) / 100
 
 
+def rows_on_disk(folder: Path, rows: list[dict[str, Any]] = ROWS) -> list[dict[str, Any]]:
+    """The rows with their pictures as files in a new folder."""
+    folder.mkdir()
+    for n, row in enumerate(rows):
+        row["images"][0].save(folder / f"{n}.png")
+    return [row | {"images": [str(folder / f"{n}.png")]} for n, row in enumerate(rows)]
+
+
 def names(folder: Path) -> list[str]:
     return sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
 

@@ -105,6 +105,7 @@ def test_the_reward_and_the_loop_of_the_readme(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", ["data", "turns"])
+@pytest.mark.usefixtures("own_rewards")
 def test_the_python_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippets = blocks(read(f"docs/{name}.md"), "python")

@@ -17,6 +17,8 @@ from helpers.metrics_page import not_on_the_page
 from mm_grpo.preflight.estimate import phases, sizes_of
 from mm_grpo.preflight.memory import GB
 
+pytestmark = pytest.mark.usefixtures("own_rewards")
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "examples").glob("*.ipynb")

@@ -16,7 +16,7 @@ from helpers.steps import config_for, gradients_of, learner_of, load, make_group
 from torch import Tensor
 
 from mm_grpo.algorithm.credit import dependency, keep_mass, rule_weights
-from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import AlgorithmConfig, GRPOConfig
 from mm_grpo.distributed.ranks import Ranks
 from mm_grpo.errors import ConfigError
@@ -77,7 +77,7 @@ def oracle(
         sizes = [torch.full_like(weights[key], done[key][2]) for key in own]
         weights |= zip(own, keep_mass([weights[key] for key in own], sizes), strict=True)
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in done.values()])
-    scale = token_weights(algorithm.loss_type, lengths, 8).tolist()
+    scale = LOSSES[algorithm.loss_type].weights(lengths, 8).tolist()
     total = torch.zeros(())
     for (key, (group, c, a)), each in zip(done.items(), scale, strict=True):
         logp = forward(model, group, c)

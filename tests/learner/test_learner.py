@@ -18,6 +18,7 @@ from mm_grpo.health.checks import update_happens
 from mm_grpo.learner.learner import Learner
 from mm_grpo.learner.model import use_checkpointing
 from mm_grpo.learner.optimizer import Optimizer, schedule
+from mm_grpo.learner.step_report import gap_metrics
 from mm_grpo.processors.base import load_processor
 from mm_grpo.types import Group
 
@@ -162,6 +163,16 @@ def test_metrics_by_hand(models: dict[str, Any]) -> None:
     assert report.metrics["learning_rate"] == 1e-3
     plain_tokens = sum(len(g.prompt.token_ids) * 3 + sum(n) for g, n in zip(groups, LENGTHS, strict=True))
     assert report.metrics["learner/tokens_saved"] == plain_tokens - report.metrics["learner/tokens"]
+
+
+def test_gaps_are_those_of_the_oldest_version_of_a_completion() -> None:
+    engine = [(-1.0, -2.0), (-1.0,), (-3.0, -3.0), (-9.0,)]
+    learned = {0: torch.tensor([-1.0, -2.5]), 1: torch.tensor([-4.0]), 2: torch.tensor([-3.0, -3.25])}
+    learned[3] = torch.tensor([-1.0])
+    metrics, found = gap_metrics(engine, learned, [(2,), (1,), (2,), (1, 2)], Ranks())
+    assert metrics["sampling/sampling_logp_difference/mean"] == (3.0 + 8.0 + 0.5 + 0.25) / 6
+    assert (found[1].mean, found[1].max) == ((3.0 + 8.0) / 2, 8.0)
+    assert (found[2].mean, found[2].max) == ((0.5 + 0.25) / 4, 0.5)
 
 
 def test_a_model_without_trainable_parameters_is_caught(models: dict[str, Any]) -> None:

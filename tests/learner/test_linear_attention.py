@@ -105,16 +105,6 @@ def test_a_pack_equals_its_sequences(rows: str, layer: Any, monkeypatch: pytest.
         assert float((mine - his).norm()) <= 1e-11 * float(his.norm()) and his.norm() > 0, name
 
 
-def test_the_rule_of_transformers_is_the_papers(layer: Any) -> None:
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 70, 2, 16) for _ in range(3))
-    g, beta, state = -torch.rand(2, 70, 2), torch.rand(2, 70, 2), torch.randn(2, 2, 16, 16)
-    options = {"g": g, "beta": beta, "initial_state": state}
-    found = torch_rule(layer)(q, k, v, **options, output_final_state=True, use_qk_l2norm_in_kernel=True)
-    for ours, theirs in zip(one_by_one(q, k, v, **options), found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-
-
 def gaps(model: Any, reference: Any, path: Path, **changes: Any) -> tuple[float, float]:
     """(log-probs, gradients) of packs of four groups against the plain forward of `reference`: largest differences.
     That of a gradient is a share of its norm; parameters without a gradient on one side have none on the other."""

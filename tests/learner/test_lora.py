@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,25 @@ def test_a_run_without_adapters_has_none_to_save(models: dict[str, Path], tmp_pa
         trainer.save_adapter(tmp_path / "adapter")
 
 
+def test_a_save_leaves_the_users_files(models: dict[str, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(models["qwen2_vl"], tmp_path / "base")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/config.json").write_text("mine")
+    config = small_config(base, tmp_path / "run", run={"max_steps": 1}, model={"lora": {"rank": 2}})
+    trainer = GRPOTrainer(config, train=ROWS, rewards=[vowels])
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for save in (trainer.save, trainer.save_adapter):
+        for folder in (base, tmp_path / "base/../base", tmp_path / "site"):
+            with pytest.raises(ConfigError):
+                save(folder)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    for _ in range(2):  # again to the same folder, as with save_pretrained
+        trainer.save(tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").stat().st_size == (
+        base / "model.safetensors"
+    ).stat().st_size
+
+
 @pytest.mark.parametrize(
     ("lora", "given", "rate"),
     [
@@ -168,7 +188,7 @@ def test_the_reference_is_the_model_without_its_adapters(models: dict[str, Path]
     assert moved > 1e-6
     ids = [c.token_ids for c in groups[0].completions]
     plain = learner_for(path, load_model(ModelConfig(path=str(path), device="cpu"), FAMILY))
-    with lora_module.without_adapters(model):
+    with lora_module.as_frozen_base(model):
         assert learner.score(groups[0].prompt, ids) == plain.score(groups[0].prompt, ids)
     assert learner.score(groups[0].prompt, ids) != plain.score(groups[0].prompt, ids)
 

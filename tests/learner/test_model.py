@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_a_models_code_runs_if_trusted(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("builtins.input", lambda words="": asked.append(words) or "n")
     for module in ("transformers.dynamic_module_utils", "transformers.utils.hub", "transformers.utils"):
         monkeypatch.setattr(f"{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     (folder / "own.py").write_text(
         "from transformers import Qwen2_5_VLConfig\nprint('it ran')\n\n\n"
         "class Own(Qwen2_5_VLConfig):\n    model_type = 'own'\n"

@@ -137,7 +137,7 @@ def test_the_top_entropies_are_those_of_the_whole_update(max_tokens: int, models
     rows = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     found = [plain_logp(model, config, g, c) for g, c, _ in rows]
     entropies = torch.cat([f[1].detach() for f in found])
-    top = top_entropy_mask(entropies, torch.ones_like(entropies, dtype=torch.bool), 0.4)
+    top = top_entropy_mask(entropies, 0.4)
     parts = top.split([f.shape[1] for f in found])
     total = sum(sum(lengths) for lengths in LENGTHS)
     loss = torch.zeros(())

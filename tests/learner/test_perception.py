@@ -15,7 +15,7 @@ from helpers.steps import config_for, gradients_of, learner_of, load, make_group
 from PIL import Image
 from torch import Tensor
 
-from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.algorithm.perception import masked_image, perception_kl
 from mm_grpo.config import DataConfig, GRPOConfig
 from mm_grpo.data.dataset import Dataset
@@ -34,7 +34,7 @@ def oracle(path: Any, groups: list[Group], config: GRPOConfig) -> tuple[dict[str
     algorithm = config.algorithm
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
-    weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
+    weights = LOSSES[algorithm.loss_type].weights(lengths, config.rollout.max_completion_length).tolist()
     tokens, total, kls = int(lengths.sum()), torch.zeros(()), list[float]()
     for (group, c, advantage), weight in zip(pairs, weights, strict=True):
         logp = plain_logp(model, config, group, c)[0]

@@ -16,7 +16,7 @@ from helpers.steps import config_for, distribution, gradients_of, load, make_gro
 from PIL import Image
 from torch import Tensor
 
-from mm_grpo.algorithm.losses import token_weights
+from mm_grpo.algorithm.losses import LOSSES
 from mm_grpo.config import DataConfig
 from mm_grpo.data.dataset import Dataset
 from mm_grpo.errors import ConfigError, DataError
@@ -77,7 +77,7 @@ def oracle(
     twins = twins_of(path, groups, algorithm.twin_view.view)
     pairs = [(g, c, a) for g in groups for c, a in zip(g.completions, g.advantages, strict=True)]
     lengths = torch.tensor([len(c.token_ids) for _, c, _ in pairs])
-    weights = token_weights(algorithm.loss_type, lengths, config.rollout.max_completion_length).tolist()
+    weights = LOSSES[algorithm.loss_type].weights(lengths, config.rollout.max_completion_length).tolist()
     total, kls = torch.zeros(()), list[float]()
     for (group, c, advantage), weight in zip(pairs, weights, strict=True):
         every = distribution(model, config, group, c)

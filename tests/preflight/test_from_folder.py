@@ -252,7 +252,7 @@ def test_links_and_folders_inside_one_another(tmp_path: Path, command: Any, mode
         assert done.code == 0 and "several labels" in done.out and "6 in train.jsonl" in done.out, done.out
         assert command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}").code == 0
     again = command("init", source, "--from", source)
-    assert again.code == 2 and "config.yaml and 2 more exists already" in again.err
+    assert again.code == 2 and "config.yaml and 2 more would be" in again.err
 
 
 def test_questions_that_say_how_to_answer_get_no_second_form(tmp_path: Path, command: Any) -> None:

@@ -13,6 +13,7 @@ from helpers import tiny
 from mm_grpo.config import DataConfig
 from mm_grpo.data.sources import load
 from mm_grpo.errors import by_cause
+from mm_grpo.preflight.check import _result
 from mm_grpo.preflight.gold_answers import RewardCheck, RewardReport
 from mm_grpo.preflight.gold_text import as_text, gold_text
 from mm_grpo.preflight.pass_rates import plain_rows
@@ -144,6 +145,8 @@ def test_rewards_without_a_column_are_called_and_not_judged() -> None:
     assert report.skipped.startswith("not judged: it reads no column")
     assert report.gold == [] and report.failures == []
     assert min(report.wrong) < max(report.wrong) == 1.0  # the spread is told all the same
+    assert _result(report) == report.skipped
+    assert _result(checked(lambda completion: None, ["red", "blue"])).endswith("None to all")
 
 
 def test_the_right_answer_is_the_first_column_that_is_read() -> None:
@@ -207,7 +210,7 @@ def test_an_answer_in_several_turns_is_a_conversation_of_one() -> None:
         ({"name": "contains", "mode": "all"}, {"answer": ["cat", "dog"]}, "cat\ndog"),
         ({"name": "anls"}, {"answer": ["boeing", "airbus"]}, "boeing"),
         ({"name": "math"}, {"answer": "(2, -3)"}, r"\boxed{(2, -3)}"),
-        ({"name": "math"}, {"answer": r"$(0, \infty)$"}, r"$(0, \infty)$"),
+        ({"name": "math"}, {"answer": r"$(0, \infty)$"}, r"\boxed{(0, \infty)}"),
         ({"name": "math"}, {"answer": r"So \boxed{\frac{1}{2}}"}, r"\boxed{\frac{1}{2}}"),
         ({"name": "math"}, {"answer": "16 - 13 = 3\n#### 3"}, "16 - 13 = 3\n#### 3"),
         ({"name": "math"}, {"answer": "45°"}, r"\boxed{45°}"),

@@ -53,8 +53,6 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("structures", "math", ["[{'from': 'gpt', 'value': '3'}]"], {}),
     ("structures", "anls", ["[]", "tram"], {}),
     ("structures", "chart_relaxed", ["[['a', 'b']]", "7"], {}),
-    ("structures", "exact_match", [{"text": ["tram"]}, {"text": ["bus"]}], {}),
-    ("structures", "exact_match", [[{"role": "assistant", "content": "tram"}]], {}),
     ("structures", "exact_match", ["[10, 20, 30, 40]", "[1, 2, 3, 4]"], {}),
     ("lists", "exact_match", ["['tram']", "bus"], {}),
     ("lists", "anls", ["['tram' 'bus']", "[]"], {"prompt": "Write a list."}),
@@ -83,6 +81,8 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
     ("options", "exact_match", ["1", "0"], {"choices": "['tram', 'cow']"}),
     ("options", "anls", ["a cat", "a dog"], {"prompt": LETTER}),
     ("options", "exact_match", ["A", "B"], {"prompt": "cat or dog?", "options": ["cat", "dog"]}),
+    ("options", "exact_match", ["A. a cat", "(B) a dog"], {"prompt": LETTER}),
+    ("letters", "contains", ["A", "(B)", "C"], {"prompt": LETTER}),
     ("options", "choice", ["(A)", "B"], {"prompt": "cat or dog?", "choices": ["cat", "dog"]}),
     # tokens
     ("tokens", "exact_match", ["red", "yellow"], {"limit": 5}),
@@ -96,6 +96,8 @@ NAMED: list[tuple[str, Any, list[Any], dict[str, Any]]] = [
         ("booleans", name, [True, False], {"prompt": "Yes or no?"})
         for name in ("exact_match", "contains", "anls")
     ),
+    ("bits", "exact_match", [0, "1"], {"prompt": "Look. Is the red bar the lowest?"}),
+    ("floats", "exact_match", ["3.0", "12.0", "4.5"], {}),
     # equal golds
     ("alike", "exact_match", ["tram"] * 8, {}),
     ("alike", "numeric", [0] * 11 + [3, 4, 5, 6, 7, 8, 9, 1, 2], {}),
@@ -133,6 +135,11 @@ HONEST: list[tuple[Any, list[Any], dict[str, Any]]] = [
     ({"name": "clicking", "reach": 0.1}, [[9.5, 9.5, 10.5, 10.5]], {}),
     ("iou", [[5, 5, 5, 5], "no box"], {}),  # the reward refuses them
     ("exact_match", ["A", "B"], {"prompt": LETTER}),
+    ("contains", ["A", "tram", "bus"], {}),
+    ("exact_match", ["tram", "cow"], {"choices": [{"id": 0, "choice": "tram"}]}),
+    ("exact_match", [0, 1], {"prompt": "Is it red? Answer with 1 or 0."}),
+    ("exact_match", ["0", "1"], {"prompt": "How many are there?"}),
+    ("exact_match", [{"text": ["tram"]}, b"tram"], {}),  # the reward refuses them
     ("choice", ["A", "B"], {"prompt": LETTERED, "choices": ["a cat", "a dog"]}),
     ("exact_match", ["1", "2"], {"choices": {"A": "cat", "B": "dog"}}),
     ("exact_match", [date(2026, 1, 2)], {}),  # the reward refuses it

@@ -34,7 +34,7 @@ def broken(completion: str, answer: str) -> float:
 
 
 def offered(completions: list[str], **kwargs: Any) -> list[float]:
-    return [0.5] * len(completions)
+    return [0.5 for _ in completions if kwargs]
 
 
 def by_sample(completion: str, sample: Any) -> float:

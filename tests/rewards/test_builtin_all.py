@@ -55,7 +55,7 @@ PIECES = [
 ]  # fmt: skip
 # Of each reward the values that mean nothing, of its gold column and of its options.
 REFUSED: list[tuple[str, str, list[Any]]] = [
-    ("box_match", "boxes", [[3], "[[0, 0, 1, 1]]"]),
+    ("box_match", "boxes", [[3], "no box", {"x": 1}]),
     ("box_match", "threshold", [0, 1.5]),
     ("choice", "answer", ["F", "AB"]),
     ("choice", "letters", ["abc", "A", "ABA"]),
@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, str, list[Any]]] = [
                             [5, 0, 5, 5, 5, 10], "[" * 100_000]),
     ("clicking", "reach", [0, 2]),
     ("contains", "mode", ["most"]),
-    ("count", "answer", ["red", 2.5, "-1", "5 %", "two hundred"]),
+    ("count", "answer", ["red", 2.5, "-1", "5 %", "two hundred", "10+", "3-4", ">5", "cats: 3, dogs: 2"]),
     ("format", "template", ["", "<a>......</a>", "<answer></answer>", "<a>…</a>", r"<a>.*?</a>"]),
     ("format", "pattern", ["a"]),
     ("iou", "box", [(1, 2, 3), (1, 2, 3, math.nan), [False, 0, 1, 1], (5, 0, 1, 1), (0, 5, 1, 1)]),

@@ -69,7 +69,10 @@ def test_parts_and_normal_forms(fn, text, found):
 
 def test_gold_answers_of_a_column():
     assert gold_texts(3.0) == ["3"] and gold_texts(2.5) == ["2.5"] and gold_texts(None) == []
-    assert gold_texts(["a", None, " ", 3]) == ["a", "3"]
+    assert gold_texts(["a", None, " ", 3, float("nan")]) == ["a", "3"]
+    for wrong in ({"text": ["a"]}, [{"answer": "a"}], b"a"):
+        with pytest.raises(TypeError, match="gold"):
+            gold_texts(wrong)
 
 
 LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
@@ -82,6 +85,7 @@ LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
         *((name, LISTED, LISTED, 1.0) for name in ("exact_match", "contains", "anls", "chart_relaxed")),
         *((name, "5", NUMBERS, 1.0) for name in ("numeric", "count", "math", "chart_relaxed")),
         ("exact_match", "tram", [LISTED], 0.0),
+        ("exact_match", "tram", "[u'cow', u\"tram\"]", 1.0),
         ("edit_similarity", LISTED, LISTED, 1.0),
     ],
 )

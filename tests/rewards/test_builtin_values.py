@@ -30,7 +30,8 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     # text
     ("exact_match", {}, [
         ("3.", 3, 1), ("Three", "three", 1), ("<answer>$\\boxed{3}$</answer>", "<answer>3</answer>", 1),
-        ("3", "\\boxed{3}", 1), ("", "3", 0), ("dog", ["cat", "dog"], 1), ("anything", None, None)]),
+        ("3", "\\boxed{3}", 1), ("", "3", 0), ("-5", "−5", 1), ("\\boxed{\\text{cat}}", "cat", 1),
+        ("nan", float("nan"), None), ("dog", ["cat", "dog"], 1), ("anything", None, None)]),
     ("exact_match", {"ignore_case": False}, [("Cat", "cat", 0)]),
     ("choice", {}, [("Answer: B", gold, 1) for gold in
                     ("b", "(B)", " B. ", "B. a dog", "<answer>B</answer>", "\\boxed{B}")]),
@@ -52,16 +53,18 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("numeric", {}, [
         ("<think>4</think> three", 3, 1), ("\\boxed{3} is not 4", 3, 1), ("\\boxed{\\frac{\\pi}{2}}", 2, 0),
         ("50%", 0.5, 1), ("50%", 50, 1), ("three or four", 4, 1), ("0.5", "50%", 1), ("0.5%", "50%", 0),
-        ("7", [3, "7"], 1), ("5 m", "5 cm", 1), ("7", None, None)]),
+        ("3", float("nan"), None), ("7", [3, "7"], 1), ("5 m", "5 cm", 1), ("7", None, None)]),
     ("numeric", {"tolerance": 0.02}, [("3.3", "10/3", 1)]),
     ("numeric", {"tolerance": 0.01}, [("3.2", "10/3", 0)]),
     ("numeric", {"tolerance": 0.05}, [("-105", -100, 1)]),
     ("count", {}, [
         ("3", "three", 1), ("3.0", 3, 1), ("-3", 3, 0), ("1,024 dots", 1024, 1),
-        ("I see 2 dogs, one of them black", 2, 1), ("None.", 0, 1), ("twenty-one", 21, 1), ("3", None, None)]),
+        ("I see 2 dogs, one of them black", 2, 1), ("None.", 0, 1), ("twenty-one", 21, 1), ("3", None, None),
+        ("3", "1 + 2 = 3\n#### 3", 1), ("3", "3 cats", 1), ("3", [float("nan")], None)]),
     ("chart_relaxed", {}, [
         ("105", 100, 1), ("0", 0, 1), ("12%", "0.12", 1), ("The answer is 100", "100", 0),
-        ("<answer>Blue.</answer>", "blue", 1), ("", "blue", 0), ("1_00", "100", 0), ("x", None, None)]),
+        ("<answer>Blue.</answer>", "blue", 1), ("", "blue", 0), ("1_00", "100", 0), ("-5", "−5", 1),
+        ("x", None, None)]),
     ("chart_relaxed", {"exact_years": True}, [
         ("2010", "2015", 0), ("2015.0", "2015", 1), ("2010.4", "2010.5", 1), ("101", "100", 1)]),
     ("math", {}, [
@@ -69,7 +72,18 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("\\boxed{(x+1)^2}", "x^2+2x+1", 1), ("\\boxed{(x+1)^2}", "x^2+2x+2", 0), ("\\boxed{(1,2)}", "(1, 2)", 1),
         ("\\boxed{(2,1)}", "(1, 2)", 0), ("\\boxed{x=5}", "5", 1), ("so it is 7.", 7, 1), ("\\boxed{B}", "B", 1),
         ("", 1, 0), ("2", None, None),
-        ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1), ("\\boxed{\\text{Friday}}", "\\text{Monday}", 0)]),
+        ("\\boxed{\\text{Monday}}", "\\text{Monday}", 1), ("\\boxed{\\text{Friday}}", "\\text{Monday}", 0),
+        *((f"\\boxed{{{answer}}}", gold, score) for gold, *answers in (
+            ("2√3", "2\\sqrt{3}", "2"), ("5√{2} cm", "5\\sqrt2", "5"), ("√2/2", "\\frac{\\sqrt{2}}{2}", "2"),
+            ("∛8", "2", "8"), ("3½", "3.5", "3"), ("1 1/2", "1.5", "1"), ("10⁻³", "0.001", "10"),
+            ("x²+1", "x^2+1", "x+1"), ("1.2e3", "1200", "1.2"), ("5×10^-3", "0.005", "5"), ("–3", "-3", "3"),
+            ("∞", "\\infty", "3"), ("12 cm^2", "12", "2"), ("60 km/h", "60\\,\\text{km/h}", "6"), ("5 cats", "5", 4),
+            ("100 J", "100", "10"), ("5 million", "5 million", "5"), ("30 percent", "30\\%", "3"),
+            ("≈ 3.5", "3.5", "35"), ("$12 cm^2$", "12", "2")) for answer, score in zip(answers, (1, 0), strict=True)),
+        ("The area is 5\\sqrt{3} cm^2.", "5√3", 1), ("The area is 5√3.", "5", 0), ("It is 5√3, so 7.", "7", 1),
+        ("Yes", "yes", 1), ("No.", "Yes", 0), ("三", "三", 1),
+        *((text, "B", 1) for text in ("(B)", "The answer is B.", "\\boxed{B. 45°}", "<answer>B) 45</answer>")),
+        ("The answer is A", "B", 0), ("\\boxed{B}", "B. 45°", 1), ("\\boxed{45°}", "B. 45°", 1), ("A", "B. 45°", 0)]),
     # vision
     ("iou", {}, [
         ("[0, 0, 10, 20]", (0, 0, 10, 20), 1), ("[0, 0, 10, 10]", (0, 0, 10, 20), 0.5),
@@ -79,7 +93,8 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
     ("iou", {"threshold": 0.5}, [("[0, 0, 10, 10]", (0, 0, 10, 20), 1), ("[5, 0, 15, 20]", (0, 0, 10, 20), 0)]),
     ("iou", {"layout": "xywh"}, [("[1, 2, 30, 40]", (1, 2, 31, 42), 1)]),
     ("iou", {"gold_layout": "xywh"}, [("[1, 2, 31, 42]", [1, 2, 30, 40], 1)]),
-    ("iou", {"layout": "yxyx"}, [("[2, 1, 42, 31]", "[1, 2, 31, 42]", 1)]),
+    ("iou", {"layout": "yxyx"}, [("[2, 1, 42, 31]", gold, 1) for gold in (
+        "[1, 2, 31, 42]", "1, 2, 31, 42", "<|box_start|>(1,2),(31,42)<|box_end|>", '[{"bbox_2d": [1, 2, 31, 42]}]')]),
     ("giou", {}, [
         ("[0, 0, 10, 20]", (0, 0, 10, 20), 1), ("[0, 0, 10, 10]", (0, 0, 10, 20), 0.5),
         ("[10, 0, 20, 20]", (0, 0, 10, 20), 0),  # side by side: the hull is the union
@@ -91,7 +106,9 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("[0,0,10,10] [20,0,30,10] [50,0,60,10]", TWO, 0.8), ("[0,0,10,5] [20,0,30,4]", TWO, 0.5), ("", TWO, 0),
         ("there are none", [], 1), ("[0,0,10,10]", [], 0),
         ("[0,0,10,10] " * 100, TWO[:1], 2 / 101), ("[0,0,10,10] " * 101, TWO[:1], 0),  # too many win nothing
-        (" ".join(map(str, MANY)), MANY, 1)]),
+        (" ".join(map(str, MANY)), MANY, 1),
+        *(("[0,0,10,10]", gold, score) for gold, score in (
+            ("[0,0,10,10]", 1), ([0, 0, 10, 10], 1), (json.dumps(TWO), 2 / 3), ("[]", 0)))]),
     ("clicking", {}, [
         *((text, (10, 10, 20, 20), score) for text, score in (
             ("(15, 15)", 1), ("(20, 10)", 1), ("(9.9, 15)", 0), ("(15, 20.01)", 0), ("(1, 1) or (15, 15)", 1),

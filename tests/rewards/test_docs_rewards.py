@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import yaml
+from helpers.documents import ROOT, blocks, read
 
 from mm_grpo.rewards import Scorer, resolve_entry
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+TEXT = read("docs/rewards.md")
 
 
 def test_the_list_is_current_and_says_range_and_use_of_each() -> None:
@@ -28,7 +23,7 @@ def test_the_list_is_current_and_says_range_and_use_of_each() -> None:
 
 def test_the_python_runs_from_top_to_bottom(rows: Any) -> None:
     names: dict[str, Any] = {"__name__": "docs_rewards"}
-    for block in blocks("python"):
+    for block in blocks(TEXT, "python"):
         exec(compile(block, "rewards.md", "exec"), names)
     entries = [{"name": names["short_answer"], "longest": 4}, names["slow_check"], names["shortest_wins"]]
     scorer = Scorer(entries)
@@ -42,7 +37,7 @@ def test_the_python_runs_from_top_to_bottom(rows: Any) -> None:
 
 
 def test_the_entries_resolve() -> None:
-    shown = [entry for block in blocks("yaml") for entry in yaml.safe_load(block)["rewards"]]
+    shown = [entry for block in blocks(TEXT, "yaml") for entry in yaml.safe_load(block)["rewards"]]
     shipped = [entry for entry in shown if not (isinstance(entry, str) and ":" in entry)]
     assert len(shown) == len(shipped) + 2
     for entry in shipped:

@@ -2,12 +2,16 @@
 
 import asyncio
 import math
+import re
 from pathlib import Path
 
 import pytest
+from helpers.metrics_page import metrics_of_the_page
 from reward_entries import fails, named
 
+from mm_grpo.errors import RewardError
 from mm_grpo.rewards import Scorer
+from mm_grpo.rewards.batch import Batch, TrainerState
 
 HERE = Path(__file__).name
 NAN, VAST = float("nan"), 10**400
@@ -25,6 +29,14 @@ def logs(what, *values):
         return [1.0, 1.0]
 
     return f
+
+
+def test_no_metric_of_a_reward_has_a_name_of_the_trainers():
+    batch = Batch([], [], (), conversational=False, state=TrainerState(1))
+    for name in {*metrics_of_the_page(), "step", "log/wrong", "start/step", "run/checked"}:
+        with pytest.raises(RewardError, match=re.escape(f"log_metric({name!r})")):
+            batch.log_metric(name, 1.0)
+    batch.log_metric("my/loss", 1.0)
 
 
 def in_a_library(completion):
@@ -54,6 +66,7 @@ def line_of(fn):
         (logs("extra", "e", [1, 2, 3]), r"log_extra\('e'\) got 3 values for 2 completions"),
         (lambda completion, box: inner(box), rf"row 'row:0' .*raised ZeroDivisionError: .* {line_of(inner)}"),
         (in_a_library, f"raised ValueError: .* {line_of(in_a_library)}"),  # of the user's file
+        (lambda completions: [completions[0][0]["content"]["x"]], r"string ind.*set completions: messages"),
         (lambda completion, gone: gone[0], r"raised TypeError: .*'gone' is None; .*needs=\('gone',\)"),
     ],
 )

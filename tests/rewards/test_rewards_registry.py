@@ -12,7 +12,7 @@ from mm_grpo.rewards.spec import make_spec
 
 def test_the_decorator_returns_the_function_unchanged_and_registers_it():
     def short(completion, box, label=None, *, limit=3, **columns):
-        return 1.0
+        return float(len(columns))
 
     assert reward("brief", weight=0.5, needs=("box",))(short) is short
     spec = get("brief")
@@ -56,8 +56,8 @@ def test_a_notebook_cell_that_runs_twice_registers_twice():
 @pytest.mark.parametrize(
     ("function", "name", "settings", "message"),
     [
-        (lambda completion, completions: 1.0, "f", {}, "both parameters"),
-        (lambda answer, **kwargs: 1.0, "f", {}, r"neither parameter.* \(answer\)"),
+        (lambda completion, completions: 1.0, "f", {}, r"\(completion, completions\)"),
+        (lambda answer, **kwargs: 1.0, "f", {}, r"'f': needs either.* \(answer\)"),
         (lambda completion: 1.0, "f", {"weight": float("nan")}, "reward 'f': weight is nan"),
         (lambda completion: 1.0, "f", {"needs": "box"}, "a tuple of column names, not the string 'box'"),
         (lambda completion: 1.0, "a b", {}, "reward name 'a b' .*is not legal"),
@@ -118,3 +118,15 @@ def test_rewards_and_all_built_ins_import_no_heavy_library(statement, absent):
     count, *loaded = run.stdout.split()
     assert absent.isdisjoint(loaded)
     assert int(count) < 300  # 180 modules, a hundred of them pydantic's, are read in 0.1 s
+
+
+def test_kwargs_that_the_body_reads_are_told_from_idle_ones():
+    def idle(completions, **kwargs):
+        return [1.0 for completion in completions if completion]
+
+    def in_a_lambda(completions, **kwargs):
+        return sorted(completions, key=lambda text: kwargs["answer"])
+
+    wrapper = functools.wraps(idle)(lambda *args, **options: in_a_lambda(*args, **options))
+    fns = (idle, functools.partial(idle), in_a_lambda, wrapper)
+    assert [make_spec(fn, name="r").takes_kwargs for fn in fns] == [False, False, True, True]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fake_vllm import FakeModel, FakeVLLM, digests, fake_adapters
+from helpers.fake_vllm import FakeModel, FakeVLLM, LedgerEngine, digests, fake_adapters
 from helpers.patience import PATIENCE
 from torch import Tensor
 
@@ -80,22 +80,6 @@ def both(request: pytest.FixtureRequest, serve: Serve) -> Both:
     servers = [serve(request.param), serve(request.param, workers=2)]
     transfer = request.getfixturevalue({"file": "files", "gloo": "gloo"}[request.param])
     return transfer, servers
-
-
-class Engine:
-    """What the weight ledger sends to: the first server's digests are the engine's."""
-
-    holds_weights = True
-
-    def __init__(self, transfer: ServedTransfer, servers: list[FakeVLLM]) -> None:
-        self.transfer, self.servers = transfer, servers
-
-    def update_weights(self, tensors: Any, version: int) -> Any:
-        outcome = self.transfer.send(clients(self.servers), tensors, version)
-        for value in outcome.values():
-            if isinstance(value, Exception):
-                raise value
-        return outcome[self.servers[0].url]
 
 
 def test_every_server_receives_every_tensor_to_the_last_bit(both: Both) -> None:
@@ -254,7 +238,7 @@ FAULTS = [("file", "stale"), ("file", "altered"), ("gloo", "partial")]
 @pytest.mark.parametrize(("both", "fault"), FAULTS, indirect=["both"])
 def test_a_transfer_that_is_not_whole_stops_the_run(both: Both, fault: str) -> None:
     transfer, servers = both
-    ledger, engine = WeightLedger(), Engine(transfer, servers)
+    ledger, engine = WeightLedger(), LedgerEngine(transfer, clients(servers))
     ledger.send(engine, weights().items(), 0)  # type: ignore[arg-type]
     for server in servers:
         if fault == "stale":

@@ -38,11 +38,11 @@ def setup(models: dict[str, Path]) -> Setup:
     return Setup(models["qwen2_5_vl"])
 
 
-def close_to(a: Sequence[Completion], b: Sequence[Completion], within: float = 1e-5) -> None:
+def close_to(a: Sequence[Completion], b: Sequence[Completion]) -> None:
     ours, theirs = ([(c.seed, c.token_ids, c.finish_reason) for c in own] for own in (a, b))
     assert ours == theirs
     for one, other in zip(a, b, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=within)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def rest_of(stream: Any) -> dict[int, Completion]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,9 @@ def trained(models: dict[str, Path], folder: Path, **given: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained(models, tmp_path_factory.mktemp("certified") / "run")
+    shadows = dict.fromkeys(("log/wrong", "log/tokens", "log/age", "start/step", "run/checked"), 7)
+    callback = SimpleNamespace(on_step_end=lambda metrics: metrics.update(shadows))
+    return trained(models, tmp_path_factory.mktemp("certified") / "run", callbacks=[callback])
 
 
 def numbers(text: str) -> list[float]:
@@ -84,7 +87,7 @@ def test_files_that_are_not_what_the_run_wrote(models: Any, tmp_path: Path, comm
     first.write_text("".join(first.read_text().splitlines(keepends=True)[:-1]))
     third.unlink()
     facts = certificate(RunPaths(tmp_path))
-    assert numbers(facts["rollout log"]) == [3, 1, 2] and numbers(facts["FAILED"]) == [1]
+    assert numbers(facts["rollout log"]) == [3, 1, 2] and numbers(facts["rollout digests"])[:2] == [4, 0]
     line, *lines = second.read_text().splitlines()
     second.write_text("\n".join([json.dumps(json.loads(line) | {"seed": 7}), *lines]) + "\n")
     metrics = tmp_path / "metrics.jsonl"
@@ -95,6 +98,25 @@ def test_files_that_are_not_what_the_run_wrote(models: Any, tmp_path: Path, comm
     (tmp_path / "environment.json").write_text("[]")
     done = command("view", tmp_path, "--certificate")
     assert done.code == 2 and "is not what a run writes" in done.err and done.err.count("\n") == 1
+
+
+def test_an_edited_rollout_file_fails_by_name(finished: Path, tmp_path: Path) -> None:
+    changes = {
+        "step-000002": {"completion": "x"},
+        "step-000003": {"reward": 9.0},
+        "eval-step-000000": {"parts": {}},
+    }
+    for name, change in changes.items():
+        run = Path(shutil.copytree(finished, tmp_path / name))
+        line, *lines = (file := run / f"rollouts/{name}.jsonl").read_text().splitlines()
+        file.write_text("\n".join([json.dumps(json.loads(line) | change, ensure_ascii=False), *lines]) + "\n")
+        facts = certificate(RunPaths(run))
+        assert facts["FAILED"].count(".jsonl") == 1 and file.name in facts["FAILED"]
+    shutil.rmtree(run / "checkpoints")  # its copy of the log has the digests
+    rows = [{k: v for k, v in row.items() if not k.startswith("rollouts/")} for row in rows_of(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = certificate(RunPaths(run))
+    assert facts["failed"] == "nothing" and numbers(facts["rollout digests"]) == [0, 6]
 
 
 @pytest.mark.slow

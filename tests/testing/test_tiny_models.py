@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mm_grpo.errors import ConfigError
+from mm_grpo.testing import tiny_models
 from mm_grpo.testing.tiny_models import family_of
 
 
@@ -34,3 +35,8 @@ def test_families_by_config_of_a_folder(models: dict[str, Path]) -> None:
 def test_a_path_of_no_known_family_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="tells none of them; give a model folder, or a name such as Qwen/"):
         family_of(name)
+
+
+def test_the_tokenizer_of_a_stand_in_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(tiny_models._tokenizer("<image>")) > 272
+    assert capfd.readouterr() == ("", "")

@@ -25,7 +25,7 @@ from mm_grpo.trained import hub
 from mm_grpo.trained.ask import ask, load_answering
 from mm_grpo.trained.export import MARK, export_run
 from mm_grpo.trained.source import model_to_evaluate
-from mm_grpo.types import Completion, Prompt, Video
+from mm_grpo.types import Completion, Video
 
 Runs = Callable[[str], Finished]
 
@@ -139,45 +139,34 @@ def test_code_that_a_folder_asks_for_is_run_by_the_user_s_word_alone(
     assert status == 0 and ran.exists(), err
 
 
-@pytest.mark.slow
-def test_export_and_ask_work_as_commands(runs: Runs, command: Any, tmp_path: Path) -> None:
-    code, out, err = command("export", runs("full").root, tmp_path / "out", "--checkpoint", "best")
-    assert code == 0 and f"{tmp_path}/out" in out, err
-    tiny.picture(1).save(tmp_path / "a.png")
-    asked = ("ask", tmp_path / "out", "what is it", "--image", tmp_path / "a.png", "--max-tokens", 5)
-    code, answer, err = command(*asked, "--temperature", 0)
-    assert code == 0, err
-    wrong = command(*asked[:4], tmp_path / "no.png")
-    assert wrong.code == 2 and f"--image {tmp_path}/no.png" in wrong.err and "image_dir" not in wrong.err
-    assert command(*asked, "--temperature", 0) == (0, answer, err) and answer.strip()
-
-
 def test_videos_of_a_question_stand_behind_its_images(
     models: dict[str, Path], command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight frames of two seconds, of which `data.video_fps` of 2 shows four; as a command, and with a wrong file."""
     clip = write_clip(tmp_path / "clip.mp4", [number / 4 for number in range(8)], rate=4, scale=2)
-    prompts: list[Prompt] = []
+    sent: list[Request] = []
     tiny.picture(1).save(tmp_path / "a.png")
     generate = TransformersEngine.generate
 
     def watched(engine: TransformersEngine, requests: Sequence[Request]) -> list[Completion]:
-        prompts.extend(request.prompt for request in requests)
+        sent.extend(requests)
         return generate(engine, requests)
 
     monkeypatch.setattr(TransformersEngine, "generate", watched)
     asked = ("ask", models["qwen2_5_vl"], "what is it", "--image", tmp_path / "a.png", "--max-tokens", 5)
-    code, _, err = command(*asked, "--video", clip)
-    assert (code, err) == (0, "") or "cut after" in err
-    (prompt,) = prompts
+    code, answer, err = command(*asked, "--video", clip, "--temperature", 0.5)
+    assert ((code, err) == (0, "") or "cut after" in err) and answer.strip()
+    ((sampling, prompt),) = ((request.sampling, request.prompt) for request in sent)
+    assert (sampling.temperature, sampling.max_tokens) == (0.5, 5)
     image, video = prompt.engine_prompt.media
     assert isinstance(video, Video) and not isinstance(image, Video)
     assert video.fps == 2.0 and len(video.times) == 4 and video.times[0] == 0.0
     assert [*map(number_of, video.frames)] == [round(4 * time) for time in video.times]
-    for file, words in ((tmp_path / "none.mp4", "there is no such file"), (tmp_path / "a.txt", "")):
-        (tmp_path / "a.txt").write_text("no video")
-        wrong = command(*asked, "--video", file)
-        assert wrong.code == 2 and "--video" in wrong.err and words in wrong.err
+    (tmp_path / "a.txt").write_text("no video")
+    for option, name in (("--image", "no.png"), ("--video", "no.mp4"), ("--video", "a.txt")):
+        wrong = command(*asked, option, tmp_path / name)
+        assert wrong.code == 2 and option in wrong.err and f"{tmp_path}/{name}" in wrong.err
+        assert "image_dir" not in wrong.err and ("there is no such file" in wrong.err) == (name != "a.txt")
     refused = command("ask", models["gemma3"], "what is it", "--video", clip)
     assert refused.code == 2 and "the question" in refused.err and "'gemma3' get images alone" in refused.err
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny
 from helpers.ahead import noting_seeds
 from helpers.run_folders import metrics_of
-from helpers.small_runs import config_for, rollouts_of, vowels
+from helpers.small_runs import config_for, rollouts_of, rows_on_disk, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.shapes import shapes_rows
@@ -17,16 +17,9 @@ from mm_grpo.errors import ConfigError, DataError
 from mm_grpo.rollout.seeds import SeedPlan
 from mm_grpo.run.manifest import read_checkpoint
 
+ROWS = shapes_rows(split="train", size=24, seed=1, image_size=56)
 LATE, DRAWN_IN = 7, 4
 """A row, and the step that draws it."""
-
-
-def rows_on_disk(folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
-    rows = shapes_rows(split="train", size=24, seed=1, image_size=56)
-    for n, row in enumerate(rows):
-        row["images"][0].save(folder / f"{n}.png")
-    return [row | {"images": [str(folder / f"{n}.png")]} for n, row in enumerate(rows)]
 
 
 def train(path: Path, folder: Path, rows: Any, steps: int, *, resume: bool = False, **changes: Any) -> None:
@@ -51,7 +44,7 @@ def by_row(folder: Path, step: int) -> dict[str, list[dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_with_a_repaired_row_is_the_same_up_to_it(model: Path, tmp_path: Path, dtype: str) -> None:
-    rows, options = rows_on_disk(tmp_path / "rows"), {"model": {"dtype": dtype}}
+    rows, options = rows_on_disk(tmp_path / "rows", ROWS), {"model": {"dtype": dtype}}
     train(model, tmp_path / "whole", rows, DRAWN_IN, **options)
     train(model, tmp_path / "r", rows, 2, **options)
     tiny.picture(3, 56, 56).save(rows[LATE]["images"][0])
@@ -72,7 +65,7 @@ def test_a_run_with_a_repaired_row_is_the_same_up_to_it(model: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_rows_that_break_leave_empty_slots_and_rows_left_out_stay_so(model: Path, tmp_path: Path) -> None:
-    rows, drop = rows_on_disk(tmp_path / "rows"), {"data": {"on_bad_media": "drop"}}
+    rows, drop = rows_on_disk(tmp_path / "rows", ROWS), {"data": {"on_bad_media": "drop"}}
     broken, late = Path(rows[2]["images"][0]), Path(rows[LATE]["images"][0])
     tiny.picture(3, 2000, 9).save(broken)
     with pytest.raises(DataError, match=r"train row 2: .*2000x9"):
@@ -96,7 +89,7 @@ def test_steps_ahead_lose_the_groups_of_rows_that_changed(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: None
 ) -> None:
     """Their completions answer the old row. The other groups of the step are learned from, and not sampled again."""
-    rows = rows_on_disk(tmp_path / "rows")
+    rows = rows_on_disk(tmp_path / "rows", ROWS)
     rollout = {"prompts_per_step": 2, "max_staleness": 1}
 
     def trainer(folder: str, steps: int, **options: Any) -> GRPOTrainer:

@@ -18,9 +18,11 @@ from safetensors.torch import save_file
 
 from mm_grpo import GRPOConfig, GRPOTrainer
 from mm_grpo.errors import ConfigError
+from mm_grpo.files import TEMPORARY
 from mm_grpo.learner.state import mark_of
 from mm_grpo.replay import ReplayReport, replay
 from mm_grpo.run.manifest import manifest_text
+from mm_grpo.run.metrics import read_rows
 
 RUN: dict[str, Any] = {"run": {**LITTLE, "max_steps": 4, "save_every": 2, "keep_checkpoints": 9}}
 TURNS: dict[str, Any] = {
@@ -92,11 +94,16 @@ def test_with_steps_ahead_the_step_itself_is_sampled_again(
 
 
 @pytest.mark.slow
-def test_a_killed_run_is_replayed_to_the_step_that_it_did_not_finish(model: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_replayed_to_the_step_that_it_did_not_finish(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr("mm_grpo.replay.read_rows", lambda path: reads.append(path) or read_rows(path))
     train(model, tmp_path, "plain", killed_after=3)
     assert (again(tmp_path, 3).metric_gap, again(tmp_path, 3).start) == (0.0, 2)
     report = again(tmp_path, 4)
     assert (report.difference, report.update_gap, report.completions) == (None, None, 24)
+    assert len(reads) == 3  # one of each replay
 
 
 def edit(file: Path, number: int, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -178,9 +185,35 @@ def test_a_planted_update_is_found(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_relative_paths_start_where_the_run_did(
+    models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        if folder is folders[0]:
+            (folder / "base").symlink_to(models["qwen2_5_vl"])
+            train(Path("base"), Path("runs/a"), "plain")
+    assert again(Path("../first/runs/a"), 3).completions == 12 and Path.cwd() == folders[1]
+    config = folders[0] / "runs/a/config.yaml"
+    config.write_text(config.read_text().replace("path: base", f"path: /tmp/{TEMPORARY}smoke_x/model"))
+    with pytest.raises(ConfigError, match="--smoke"):
+        again(folders[0] / "runs/a", 3)
+
+
+@pytest.mark.slow
 def test_what_cannot_be_replayed_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
-    changed = GRPOConfig.from_yaml(whole / "config.yaml", ["optim.learning_rate=1"])
-    for step, options, word in ((5, {}, "1 to 4"), (3, {"config": changed}, "optim.learning_rate")):
+    changed, gone = (
+        GRPOConfig.from_yaml(whole / "config.yaml", [field])
+        for field in ("optim.learning_rate=1", "rollout.server.urls=[unix:///gone.sock]")
+    )
+    refused = (
+        (5, {}, "1 to 4"),
+        (3, {"config": changed}, "optim.learning_rate"),
+        (3, {"config": gone}, "gone.sock"),
+    )
+    for step, options, word in refused:
         with pytest.raises(ConfigError, match=word):
             again(whole, step, **options)
     with pytest.raises(ConfigError, match="run folder"):

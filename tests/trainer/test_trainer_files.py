@@ -8,21 +8,11 @@ from typing import Any
 
 import pytest
 from helpers.run_folders import metrics_of
-from helpers.small_runs import ROWS, config_for, vowels
+from helpers.small_runs import config_for, rows_on_disk, vowels
 
 from mm_grpo import GRPOTrainer
 from mm_grpo.data.images import BadMedia
 from mm_grpo.errors import DataError
-
-
-def rows_on_disk(folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
-    rows = []
-    for n, row in enumerate(ROWS):
-        path = folder / f"{n}.png"
-        row["images"][0].save(path)
-        rows.append(row | {"images": [str(path)]})
-    return rows
 
 
 class Exchange:

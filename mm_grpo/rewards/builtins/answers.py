@@ -10,7 +10,7 @@ import ast
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ _CLOSE = re.compile(r"</answer>", re.IGNORECASE)
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
 
 _TRAILING = ".,;:!?。、，；：！？"
-_QUOTED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+')"""
+_QUOTED = r"""(?:u?"(?:[^"\\]|\\.)*+"|u?'(?:[^'\\]|\\.)*+')"""
 _NUMBER = r"[-+]?\d[\d.]*"
 _ITEM = re.compile(f"({_QUOTED})|({_NUMBER})|None|null|nan", re.DOTALL)
 # no capturing group may stand in a possessive one: Python 3.11 fails on it
@@ -68,7 +68,7 @@ def boxed(text: str) -> str | None:
 
 
 def normalise(text: str, *, ignore_case: bool = True) -> str:
-    """Return the text in canonical Unicode (NFC), stripped, with one space for each run of white space.
+    """Return the text in canonical Unicode (NFC), "-" for a minus, one space for each run of white space.
 
     The punctuation that ends it and the quotes, asterisks or backticks that wrap the whole text are removed.
     Signs, brackets, units and decimal points stay. Text made of nothing else is returned as it is.
@@ -78,7 +78,7 @@ def normalise(text: str, *, ignore_case: bool = True) -> str:
     >>> normalise("-.5"), normalise("?")
     ('-.5', '?')
     """
-    text = " ".join(unicodedata.normalize("NFC", text).split())
+    text = " ".join(unicodedata.normalize("NFC", text).replace("−", "-").split())
     if ignore_case:
         text = text.casefold()
     low, high = 0, len(text)  # indices and no slices, so that 100,000 quotes are peeled in linear time
@@ -98,7 +98,8 @@ def gold_texts(answer: Answer, *, whole: bool = False) -> list[str]:
     """Return the gold answers of a row as texts that are not blank; any of them is right.
 
     A text that is a list of texts (`text_list`) is read as that list; with `whole` it is itself one more answer. A
-    whole float is written as an integer, because a column of integers with gaps arrives as floats.
+    whole float is written as an integer, because a column of integers with gaps arrives as floats; nan is a gap.
+    Raise TypeError for a mapping or bytes, which no completion equals.
 
     >>> gold_texts(3.0), gold_texts(["a", None, " "]), gold_texts("['a', 'b']"), gold_texts(None)
     (['3'], ['a'], ['a', 'b'], [])
@@ -106,10 +107,13 @@ def gold_texts(answer: Answer, *, whole: bool = False) -> list[str]:
     if isinstance(answer, str) and (listed := text_list(answer)):
         answer = (*listed, answer) if whole else listed
     golds = [answer] if answer is None or isinstance(answer, str | int | float) else list(answer)
+    for gold in (answer, *golds):
+        if isinstance(gold, Mapping | bytes):
+            raise TypeError(f"the gold answer {gold!r:.80} is no text, number or list of these")
     texts = [
         str(int(gold)) if isinstance(gold, float) and gold.is_integer() else str(gold)
         for gold in golds
-        if gold is not None
+        if gold is not None and gold == gold  # nan, pandas' missing value, does not equal itself
     ]
     return [text for text in texts if text.strip()]
 
@@ -139,7 +143,7 @@ def _unquoted(text: str) -> str:
     for parse in (json.loads, ast.literal_eval) if "\\" in text else ():
         with suppress(ValueError, SyntaxError):
             return str(parse(text))
-    return text[1:-1]
+    return text.removeprefix("u")[1:-1]
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -171,13 +171,28 @@ def corners(numbers: Sequence[Any], layout: Layout) -> Box:
     raise ValueError(f"layout {layout!r}; legal are 'xyxy', 'xywh' (width and height) and 'yxyx'")
 
 
+def boxes_of(value: Any) -> Any:
+    """Return a gold column as plain Python: text that is no JSON list of numbers as the boxes in it, one box alone."""
+    parsed = column_value(value)
+    if isinstance(value, str) and (parsed is None or "{" in value):
+        boxes = boxes_in(value)
+        return boxes[0] if len(boxes) == 1 else boxes or None
+    return parsed
+
+
+def gold_boxes(value: Any) -> Sequence[Any]:
+    """Return the gold boxes of a column: a list of them, one box, or a text. Raise ValueError for anything else."""
+    boxes = boxes_of(value)
+    if not isinstance(boxes, list | tuple):
+        raise ValueError(f"the gold boxes are {str(value)[:80]!r}; legal is a list of boxes, perhaps empty")
+    return [boxes] if boxes and is_coordinate(boxes[0]) else boxes
+
+
 def gold_box(value: Any, layout: Layout = "xyxy") -> Box:
-    """Return a gold box from a column: four finite numbers in a list, tuple, array or JSON text, corners in order."""
-    value = column_value(value)
+    """Return a gold box from a column: four finite numbers in a list, tuple, array or text, corners in order."""
+    text, value = str(value)[:80], boxes_of(value)
     if not isinstance(value, list | tuple) or len(value) != 4 or not all(map(is_coordinate, value)):
-        raise ValueError(
-            f"the gold box is {str(value)[:80]}; it must be four finite numbers below {_LARGEST:.0f}"
-        )
+        raise ValueError(f"the gold box is {text}; it must be four finite numbers below {_LARGEST:.0f}")
     box = corners(value, layout)
     if not has_area(box):
         raise ValueError(

@@ -11,8 +11,16 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mm_grpo.rewards.builtins.answers import column_value
-from mm_grpo.rewards.builtins.boxes import Box, Frame, Layout, Point, has_area, is_coordinate, point_in
+from mm_grpo.rewards.builtins.boxes import (
+    Box,
+    Frame,
+    Layout,
+    Point,
+    boxes_of,
+    has_area,
+    is_coordinate,
+    point_in,
+)
 from mm_grpo.rewards.builtins.grounding import box_options, takes_box_options
 from mm_grpo.rewards.registry import reward
 
@@ -87,7 +95,7 @@ def gold_shapes(value: Any, frame: Frame, layout: Layout, space: str) -> tuple[P
 
     Raise ValueError if it holds no polygon, or one that has no extent or does not lie in the image.
     """
-    text, value = str(value)[:80], column_value(value)
+    text, value = str(value)[:80], boxes_of(value)
     if isinstance(value, list | tuple) and len(value) == 4 and all(isinstance(n, int | float) for n in value):
         x0, y0, x1, y1 = frame.gold(value, layout, space)
         return (((x0, y0), (x1, y0), (x1, y1), (x0, y1)),)

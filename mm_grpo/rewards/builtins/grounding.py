@@ -19,6 +19,7 @@ from mm_grpo.rewards.builtins.boxes import (
     Space,
     boxes_in,
     check_space,
+    gold_boxes,
     has_area,
     iou_of,
     overlap,
@@ -183,10 +184,8 @@ def box_match(
         raise ValueError(f"threshold={threshold}; it is an overlap in (0, 1]")
     if boxes is None:
         return None
-    if isinstance(boxes, str) or not hasattr(boxes, "__len__"):
-        raise ValueError(f"the gold boxes are {str(boxes)[:80]!r}; legal is a list of boxes, perhaps empty")
     options = box_options(images, sample, **spaces)
-    gold, predictions = [options.gold(box) for box in boxes], boxes_in(completion, options.layout)
+    gold, predictions = [options.gold(box) for box in gold_boxes(boxes)], boxes_in(completion, options.layout)
     if not gold or not predictions:
         return float(len(gold) == len(predictions))
     if len(predictions) > max(MAX_BOXES, len(gold)):

@@ -64,6 +64,7 @@ def exact_match(completion: str, answer: Answer, *, ignore_case: bool = True) ->
 def _final(text: str, ignore_case: bool) -> str:
     part = final_part(text)
     inner = boxed(part)
+    inner = inner and re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]*)\}", r"\1", inner)
     return normalise(part if inner is None else inner, ignore_case=ignore_case)
 
 
@@ -103,8 +104,8 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
     Only the final part is read: the inside of the last `<answer>` block, else what follows `</think>`,
     else everything. In it, the first of these rules that finds something decides:
 
-    1. Explicit statements: "The answer is **B**", "Answer: (b)", "correct option: B", "B is correct",
-       `\boxed{B}`, or a line that is just the letter ("B", "(B)", "b.", "**B**"). The last one wins. One
+    1. Explicit statements: "The answer is **B**", "Answer: (b)", "correct option: B", "B is correct", "答案：B",
+       "故选B", `\boxed{B}`, or a line that is just the letter ("B", "(B)", "b.", "**B**"). The last one wins. One
        that names several letters ("Answer: A or B") chooses nothing.
     2. A marker at the start, "B) a dog", "(B) a dog", "B. a dog", "B: a dog", if no later line starts with
        the marker of another letter (a list of the options chooses nothing).
@@ -123,7 +124,7 @@ def choice(completion: str, answer: str | None, *, letters: str = "ABCDE") -> fl
     >>> choice("<answer>A</answer> Wait. <answer>(c)</answer>", answer="A")
     0.0
     """
-    if answer is None or not str(answer).strip():
+    if answer is None or answer != answer or not str(answer).strip():
         return None
     gold = chosen(str(answer), letters)
     if gold is None:
@@ -178,6 +179,7 @@ def _forms(letters: str) -> _Forms:
     verdict = r"(?i:is (?:the )?correct\b|is the (?:right |best )?(?:answer|choice|option)\b)"
     explicit = (
         rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<choice>(?:{big}|{lone}){more})",
+        rf"(?:答案|故?选)(?:应?[是为选]|[:：])?{_AROUND}(?P<chinese>{either}(?![A-Za-z]){more})",
         rf"{boxed}(?P<box>{either}{several})(?:[).:][^{{}}\n]{{0,80}})?[ \t]{{0,3}}\}}",
         rf"(?<![\w'’])(?P<verdict>[{letters}])[*_)`\"'$\]]{{0,4}} {verdict}",
         rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].!]{{0,8}}$",

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mm_grpo.distributed.ranks import buckets
 from mm_grpo.errors import EngineError
 from mm_grpo.rollout.vllm.launch import first_line
 
@@ -36,17 +37,9 @@ POLL = 0.0005
 def chunks(
     tensors: Iterable[tuple[str, Tensor]], limit: int = CHUNK_BYTES
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield `tensors` in order, detached, in lists of at most `limit` bytes; a larger tensor is a list of its own."""
-    chunk: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if chunk and size + tensor.nbytes > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append((name, tensor.detach()))
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
+    """Return `tensors` in order, detached, in lists of at most `limit` bytes; a larger tensor is a list of its own."""
+    detached = ((name, tensor.detach()) for name, tensor in tensors)
+    return buckets(detached, lambda pair: pair[1].nbytes, limit)
 
 
 def describe(chunk: Sequence[tuple[str, Tensor]]) -> Tensors:

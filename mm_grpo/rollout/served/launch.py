@@ -99,7 +99,7 @@ def server_command(settings: ServerSettings) -> list[str]:
         "worker_extension_cls": EXTENSION,
         "enable_scale_out": True,  # /inference/v1/generate
     }
-    middleware = []
+    middleware = arguments["middleware"] = list[str]()
     if settings.engine.max_videos:
         arguments["media_io_kwargs"] = {"video": {"video_backend": videos.BACKEND}}
         middleware.append(videos.MIDDLEWARE)
@@ -108,8 +108,6 @@ def server_command(settings: ServerSettings) -> list[str]:
     else:
         arguments |= {"host": settings.host, "port": settings.port}
         middleware.append(MIDDLEWARE)
-    if middleware:
-        arguments["middleware"] = middleware
     # -P: imports nothing from the working folder, which may hold a json.py
     start = [ADAPTERS, json.dumps(asdict(settings.engine))] if settings.engine.lora_rank else [ENTRY]
     return [sys.executable, "-P", "-m", *start, *flags(arguments)]

@@ -111,7 +111,7 @@ class ServerPool:
             if self.answering():
                 break
             if attempt == 0:
-                log.warning("rollout: waiting for a server: %s", self.describe())
+                log.warning("waiting %g s for a server: %s", self.limits.wait_timeout, self.describe())
             if time.monotonic() > start + self.limits.wait_timeout:
                 raise ConfigError(
                     f"rollout.server.urls: no server answers within {self.limits.wait_timeout:g} s "

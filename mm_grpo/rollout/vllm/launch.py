@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
 
+from mm_grpo.distributed.ranks import open_group_alone
 from mm_grpo.errors import ConfigError, EngineError
 from mm_grpo.processors.model_folder import read_config
 from mm_grpo.rollout.vllm import adapters, four_bits
@@ -290,10 +291,7 @@ def _ensure_process_group() -> None:
                 "the vLLM engine must start after the process group: call torch.distributed.init_process_group (or "
                 "let DeepSpeed do it) on every rank first"
             )
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        # a store in memory: a group of one needs neither port nor file
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        open_group_alone("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     world = dist.get_world_size()
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
     os.environ.setdefault("RANK", str(dist.get_rank()))
