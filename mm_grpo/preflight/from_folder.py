@@ -5,8 +5,7 @@
     caption   a .txt beside each picture
     class     a folder of pictures for each, perhaps below folders of splits
 
-`_tables` makes tables of all four, `_rows` makes rows of one form of them, and `SUITS` has a reward for the answers.
-To add a layout: yield its table in `_tables`.
+`_tables` yields tables of all four (a new layout too), `_rows` makes rows of them, `SUITS` has rewards for the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import shutil
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -104,8 +103,7 @@ class Files:
         name = Path(str(source).removeprefix("file://").replace("\\", "/").strip())
         if MEDIA_SUFFIXES["image"].search(name.name):
             around = folders_near(str(folder)) if self.path != self.root else []  # a folder has all inside
-            places = (folder, self.root, *map(Path, around))
-            near = {file for place in places if (file := place / name).is_file()}
+            near = {p / name for p in (folder, self.root, *map(Path, around)) if (p / name).is_file()}
             near = near & {folder / name} or {file for file in near if self.root in file.parents} or near
             if len(near) == 1:
                 return near.pop()
@@ -264,8 +262,9 @@ def _options(row: Row, answer: Any, name: str) -> tuple[dict[str, str], Any]:
         raise DataError(f"{name}: of {len(texts)} options {brief(answer)}; legal are 8, one of them right")
     text, is_place = str(answer), str(answer).isdigit()
     letters = {_plain(option): letter for letter, option in options.items() if isinstance(answer, str)}
-    if is_place and _plain(text) not in letters and int(text) >= len(texts):
-        # no DataError of one row: its other rows may count from 1 too
+    if (
+        is_place and _plain(text) not in letters and int(text) >= len(texts)
+    ):  # other rows may count from 1 too
         raise ValueError(f"{name}: answer {answer} of options 0 to {len(texts) - 1}; write letters")
     letter = letters.get(_plain(text)) or (LETTERS[int(text)] if is_place else chosen(text, LETTERS))
     return options, letter or answer
@@ -336,12 +335,11 @@ def _read(files: Files) -> tuple[dict[str, list[Row]], list[str]]:
     if not used or len({split for split, _ in sets}) < len(sets):
         heads = (f"{f.name}:{f.open('rb').read(2000).decode('utf-8', 'ignore')} " for f in unread)
         foreign = ((m.string.partition(":")[0], m.lastgroup) for m in map(_FOREIGN.search, heads) if m)
-        looks = [f"{name!r} is of {form}: convert it to COCO or to a table" for name, form in foreign]
+        faults[:0] = [f"{name!r} is of {form}: convert it to COCO or to a table" for name, form in foreign]
         kinds = Counter(file.suffix.lower() or file.name for file in files.files).most_common(6)
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds) or "no files"
         why = f"name one of {quoted(used)}" if used else f"of {counts} no rows are understood"
-        causes = [*by_cause(looks, len(unread))[:2], *by_cause(faults, len(faults))[:3]]
-        raise DataError("; ".join([f"{files.path}: {why}", *causes, LEGAL]))
+        raise DataError("; ".join([f"{files.path}: {why}", *by_cause(faults, len(faults))[:4], LEGAL]))
     left_out += [fault for fault in faults if not re.match(r"[^:]*\.txt:", fault)]
     few = quoted(file.name for file in unread[:4])
     return used, left_out + ([f"{len(unread)} files that nothing reads, such as {few}"] if unread else [])
@@ -367,23 +365,17 @@ def write_first_config(source: str, folder: Path) -> list[str]:
         raise ConfigError(f"--from {source}: is no folder and no file here; {LEGAL}")
     names = "config.yaml train.jsonl val.jsonl test.jsonl word_f1.py"
     refuse_existing(target / name for name in names.split())
-    files = Files(path, target)
-    with ExitStack() as failure:
-        if not target.exists():  # pictures of Parquet may be there when it turns out to be of no use
-            failure.callback(shutil.rmtree, target, ignore_errors=True)
-        used, left_out = _read(files)
-        rows = _merge_answers(chain(*used.values()), left_out)
-        kind, reward, question, form = _suit(rows, "class" in used)
-        if kind == "labels":
-            clear = [row for row in rows if not isinstance(row["values"]["answer"], list)]
-            left_out += ["a picture with several labels"] * (len(rows) - len(clear))
-            rows = clear
-        sets, how = _divide(rows)
-        left_out += ["pictures of two sets"] * (len(rows) - sum(map(len, sets.values())))
-        if not sets["train"]:
-            causes = by_cause(left_out, len(left_out))
-            raise DataError("; ".join([f"{path}: no row is left to train on", *causes]))
-        failure.pop_all()
+    used, left_out = _read(files := Files(path, target))
+    rows = _merge_answers(chain(*used.values()), left_out)
+    kind, reward, question, form = _suit(rows, "class" in used)
+    if kind == "labels":
+        clear = [row for row in rows if not isinstance(row["values"]["answer"], list)]
+        left_out += ["a picture with several labels"] * (len(rows) - len(clear))
+        rows = clear
+    sets, how = _divide(rows)
+    left_out += ["pictures of two sets"] * (len(rows) - sum(map(len, sets.values())))
+    if not sets["train"]:
+        raise DataError(f"{path}: no row is left to train on: {'; '.join(by_cause(left_out, len(left_out)))}")
     form = "" if all(form in str(row["prompt"]) for row in rows) else form
     chats = [row["prompt"][-1] for row in rows if isinstance(row["prompt"], list)]
     for turn in chats:  # no template takes a chat
