@@ -196,7 +196,7 @@ def _row(row: Row, name: str, files: Files, folder: Path, roles: Mapping[str, st
     template = None if "prompt" in roles else "-"  # with a template a row needs no prompt
     fields = read_row(row, row_name=name, columns=columns, prompt_template=template)
     images = [image for source in fields.images if (image := files.find(source, folder))]
-    files.used.update(images)
+    files.used.update(Path(os.path.normpath(image)) for image in images)
     if fields.videos or not 0 < len(images) == len(fields.media):
         raise DataError(f"{name}: has a video, or no picture that is here: {brief(fields.sources)}")
     keys = [_key_of(image, name, row.get("_size"), row.get("_xywh")) for image in images]
@@ -277,7 +277,9 @@ def _gold(answer: Any, name: str) -> Any:
     is_place = len(parts) > 1 and all(isinstance(part, int | float) for part in parts)
     if is_place or any(isinstance(part, Mapping | list) or _BOX.fullmatch(str(part)) for part in parts):
         raise DataError(f"{name}: the answer {brief(answer)} is a box, a point or a mapping: docs/data.md")
-    texts = [(boxed(part) or final_part(part)).strip() if isinstance(part, str) else part for part in parts]
+    texts = [
+        (boxed(t) or final_part(t)).split("####")[-1].strip() if isinstance(t, str) else t for t in parts
+    ]
     texts = [text for text in texts if str(text).lower() not in ("nan", "<na>", "nat")]
     return texts if len(texts) > 1 else next(iter(texts), None)
 
