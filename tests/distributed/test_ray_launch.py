@@ -250,7 +250,7 @@ def test_a_lost_server_is_started_again_on_its_host_alone(hosts: Hosts, tmp_path
     more = {"servers": 1, "tensor_parallel": 2, "device": "auto", "secrets": {"KEY": KEY}}
     with launched(hosts, tmp_path, ["-c", SERVED, None], 1, **more) as command:
         starts, fields = (command.folder / name for name in ("starts", "fields"))
-        until(fields.exists, "the process", DEADLINE)
+        until(lambda: fields.exists() and fields.read_text(), "the process", DEADLINE)
         for number in range(1, 4):
             until(lambda n=number: starts.read_text().count("\n") == n, f"start {number}", DEADLINE)  # type: ignore[misc]
             server, actor, key, gpus, *words = starts.read_text().split("\n")[number - 1].split()

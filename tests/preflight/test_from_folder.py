@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from pathlib import Path
@@ -49,6 +50,7 @@ def classes(folder: Path) -> None:
     pictures(folder, *(f"{place}/{i}.jpg" for i, place in enumerate((*places, *places[:2]))))
     write(folder / "train/cat/broken.jpg", "no picture")
     write(folder / "train/cat/clip.mp4", "a video")
+    os.link(folder / "val/cat/2.jpg", folder / "train/cat/same.jpg")
 
 
 def imagefolder(folder: Path) -> None:
@@ -99,7 +101,8 @@ def choices(folder: Path) -> None:
     pictures(folder, *(f"{i}.png" for i in range(4)))
     splits = ("test", "train", "train", "train")
     rows = [f"{i}.png\tWhich {i}?\tred\tblue\t{'AB'[i % 2]}\t{split}\n" for i, split in enumerate(splits)]
-    write(folder / "rows.tsv", "image\tquestion\tA\tB\tanswer\tsplit\n" + "".join(rows))
+    text = "".join(rows).replace("0.png", base64.b64encode((folder / "0.png").read_bytes()).decode())
+    write(folder / "rows.tsv", "image\tquestion\tA\tB\tanswer\tsplit\n" + text)
 
 
 FOLDERS = [
@@ -134,13 +137,12 @@ def test_a_folder_becomes_rows_that_pass_check(
     assert len(set().union(*shown)) == sum(map(len, shown))
     monkeypatch.chdir(tmp_path.parent)  # the config is good from any folder
     config = GRPOConfig.from_yaml(target / "config.yaml")
-    assert [
-        str(r["name"] if isinstance(r, dict) else r).rpartition(":")[2] for r in config.rewards
-    ] == rewards
+    names = (str(r["name"] if isinstance(r, dict) else r) for r in config.rewards)
+    assert [name.rpartition(":")[2] for name in names] == rewards
     assert config.rollout.prompts_per_step <= len(sets["train"])
     if fill is classes:
         assert config.data.prompt_template == "{prompt} Answer with one of: cat, {{dog}}."
-        assert "broken.jpg" in done.out
+        assert "broken.jpg" in done.out and "pictures of two sets" in done.out
     checked = command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}")
     assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
 
@@ -150,9 +152,15 @@ TABLES: list[tuple[str, Any, dict[str, Any] | None]] = [  # name, content, colum
     ("q.csv", "img,frage,antwort\n" + "".join(f"{i}.png,Was?,{i}\n" for i in range(4)), None),
     ("m.csv", "img,mask,seen\n" + "".join(f"{i}.png,m{i}.png,dog\n" for i in range(4)), {"answer": "dog"}),
     ("u.csv", ",img,seen\n" + "".join(f"{i},{i}.png,dog\n" for i in range(4)), {"answer": "dog"}),
-    ("b.jsonl", [{"image": f"{i}.png", "question": "Where?", "bbox": [1, 2, 30, 40]} for i in range(4)], None),
-    ("o.jsonl", [{"image": f"{i}.png", "question": "?", "choices": ["a", "b", "c", "d"], "answer": i}
-                 for i in range(4)], {"prompt": "?\nA. a\nB. b\nC. c\nD. d", "answer": "D"}),
+    ("b.jsonl", lambda i: {"question": "Where?", "bbox": [1, 2, 30, 40]}, None),
+    ("o.jsonl", lambda i: {"question": "?", "choices": ["a", "b", "c", "d"], "answer": i},
+     {"prompt": "?\nA. a\nB. b\nC. c\nD. d", "answer": "D"}),
+    ("c.jsonl", lambda i: {"q": "?", "option_a": "red", "option_b": "blue", "answer": "ab"[i % 2]}, {"answer": "B"}),
+    ("s.jsonl", lambda i: {"question": "?", "options": "['1', '3']", "answer": "31"[i % 2]}, {"answer": "A"}),
+    ("p.jsonl", lambda i: {"question": "?", "options": ["a", "b"], "answer": 1 + i % 2}, None),  # they count from 1
+    ("k.jsonl", lambda i: {"question": "?", "answer": [[1, 2, 30, 40 + i], {"text": "a"}][i % 2]}, None),
+    ("g.jsonl", lambda i: {"question": "?", "solution": f"<think>4?</think><answer>{i}</answer>"}, {"answer": "3"}),
+    ("d.jsonl", lambda i: {"date": f"2024-02-0{i}"}, {"answer": "2024-02-03"}),
     ("coco.json", {"images": [{"id": i, "file_name": f"{i}.png"} for i in range(4)], "categories": CLASSES,
                    "annotations": [{"image_id": i, "category_id": 1, "bbox": [i, 5, 20, 30]} for i in range(4)]},
      {"box": [3, 5, 20, 30]}),
@@ -160,10 +168,9 @@ TABLES: list[tuple[str, Any, dict[str, Any] | None]] = [  # name, content, colum
 
 
 @pytest.mark.parametrize(("name", "content", "row"), TABLES, ids=[name for name, *_ in TABLES])
-def test_columns_of_a_table(
-    name: str, content: Any, row: Any, tmp_path: Path, command: Any, models: Any
-) -> None:
+def test_columns_of_a_table(name: str, content: Any, row: Any, tmp_path: Path, command: Any) -> None:
     pictures(tmp_path, *(f"{i}.png" for i in range(4)), *(f"m{i}.png" for i in range(4)))
+    content = [{"image": f"{i}.png", **content(i)} for i in range(4)] if callable(content) else content
     write(tmp_path / name, content)
     if name == "l.csv":
         write(tmp_path / "sample_submission.csv", "image,label\n0.png,0\n1.png,0\n")
@@ -175,23 +182,33 @@ def test_columns_of_a_table(
         return
     rows = [json.loads(line) for file in target.glob("*.jsonl") for line in file.read_text().splitlines()]
     assert len(rows) == 4 and row.items() <= next(r for r in rows if r["image"] == "3.png").items(), rows
-    checked = command("check", target / "config.yaml", f"model.path={models['qwen2_5_vl']}")
-    assert checked.code == 0 and checked.out.rstrip().endswith("ok"), checked.out
+
+
+def test_what_is_left_out_is_named(tmp_path: Path, command: Any) -> None:
+    pictures(tmp_path, "near.png")  # of another dataset
+    source = tmp_path / "source"
+    pictures(source, *(f"{place}/{i}.png" for place in ("train", "val") for i in range(4)), "train/5.png")
+    os.rename(source / "train/1.png", os.fsencode(source / "train") + b"/\xf6.png")
+    names = ("/data/train/0", "train/2", "val/0", "val/5", "near", "train/\udcf6")
+    write(source / "rows.jsonl", [{"image": f"{name}.png", "answer": "a", "why": "so"} for name in names])
+    write(source / "notes.xml", "<annotations/>")
+    out = command("init", tmp_path / "made", "--from", source).out
+    named = ("2 in train", "1 in val", "val/5", "\\udcf6", "'why'", "'notes.xml'")
+    assert all(word in out for word in named), out
 
 
 def test_what_is_not_understood_is_one_message(tmp_path: Path, command: Any) -> None:
-    pictures(
-        tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in ("two", "plain", "yolo") for i in "12")
-    )
+    folders = ("two", "plain", "yolo", "pairs/masks", "pairs/x")
+    pictures(tmp_path, "one/cat/1.png", *(f"{folder}/{i}.png" for folder in folders for i in "12"))
     for name in ("two/a.csv", "two/b.csv"):
         write(tmp_path / name, "image,label\n1.png,cat\n2.png,dog\n")
     write(tmp_path / "plain/rows.csv", "1.png,cat\n2.png,dog\n")
-    for i in "12":
-        write(tmp_path / f"yolo/{i}.txt", f"0 0.5 0.5 0.1 0.{i}\n")
+    write(tmp_path / "yolo/1.txt", "0 0.5 0.5 0.1 0.1\n")
     write(tmp_path / "zip/a.zip", "PK")
+    write(tmp_path / "voc/1.xml", "<annotation>\n<object/>")
     (tmp_path / "empty").mkdir()
-    words = {"one": "1 .png", "two": "'a.csv', 'b.csv'", "plain": "first line", "yolo": "docs/data.md"}
-    words |= {"zip": "Unpack", "empty": "no files", "nothing": "no folder and no file", "zip/a.zip": "Unpack"}
+    words = {"one": "1 .png", "two": "'a.csv', 'b.csv'", "plain": "first line", "yolo": "YOLO", "voc": "VOC"}
+    words |= {"pairs": "masks", "zip/a.zip": "Unpack", "empty": "no files", "nothing": "no folder"}
     for name, word in words.items():
         done = command("init", tmp_path / "made", "--from", tmp_path / name)
         assert done.code == 2 and word in done.err and done.err.count("\n") == 1, done.err
