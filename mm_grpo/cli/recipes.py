@@ -119,9 +119,7 @@ def convert(
     conversion = convert_keys(keys, devices=devices)
     if not keys.keys() & {conversion.origin.get(path) for path in ESSENTIAL}:
         why = "; ".join(f"{key}: {reason}" for key, reason in [*conversion.omitted.items()][:3])
-        raise ConfigError(
-            f"{file}: is no config of TRL, ms-swift, verl or EasyR1, or does not say its values ({why})"
-        )
+        raise ConfigError(f"{file}: is no config of TRL, ms-swift, verl or EasyR1, or says no values ({why})")
     if output_file is None:
         typer.echo(printable(to_yaml(conversion)), nl=False)
     else:

@@ -125,9 +125,8 @@ def _count_devices(result: rules.Conversion) -> None:
     launched = "num_processes nproc_per_node num_gpus global_world_size"
     gpus = result.foreign.get("include", result.foreign.get("cuda_visible_devices"))  # of deepspeed, of CUDA
     count = gpus and str(gpus).rpartition(":")[2].count(",") + 1
-    count = (
-        count and 1 if result.trainer == "ms-swift" else count
-    )  # ms-swift starts one without NPROC_PER_NODE
+    if count and result.trainer == "ms-swift":  # it starts one without NPROC_PER_NODE
+        count = 1
     source = "of one process; the file names none"
     try:
         nodes = 1 if result.find("num_processes global_world_size") else result.number("nnodes", 1)

@@ -31,8 +31,8 @@ LAUNCHERS = {"accelerate", "torchrun", "deepspeed", "torch.distributed.run", "to
 SERVERS = {"rollout", "deploy", "serve", "vllm-serve", "export", "infer", "sample", "echo", "printf"}
 """Commands that train nothing."""
 CALLS: Mapping[str, Mapping[str, str]] = {
-    "GRPOConfig": (_SAME := {}),
-    "RLHFArguments": _SAME,
+    "GRPOConfig": {},
+    "RLHFArguments": {},
     "LoraConfig": (_LORA := {"r": "lora_r", "target_modules": "lora_target_modules"}),
     "get_peft_model": _LORA,
     "GRPOTrainer": {"model": "model_name_or_path", "args": "", "peft_config": ""},
@@ -141,7 +141,8 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
     runs: list[tuple[list[str], dict[str, str]]] = [([], {})]
     pending = [*commands(re.sub(r"[ \t][`^][ \t]*\r?\n", " \\\\\n", text))]  # Windows' continuation
     for words, environment in pending:
-        pending += [inner for n, word in enumerate(words) if words[n - 1] == "-c" for inner in commands(word)]
+        shells = [n for n, word in enumerate(words[:-2]) if Path(word).name in ("bash", "sh")]
+        pending += [c for n in shells if words[n + 1] in ("-c", "-lc") for c in commands(words[n + 2])]
         if words[:1] and words[0].startswith("--"):  # cut off by a comment or a space behind a backslash
             runs[-1][0].extend(words)
         elif SERVERS.isdisjoint(words[:4]):

@@ -34,6 +34,7 @@ PROMPTS = "data.train_batch_size data.rollout_batch_size"
 MINI_BATCH = "actor.ppo_mini_batch_size actor.global_batch_size"
 BATCH = "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size "
 BATCH += "global_batch_size"
+_LENGTH = ("max_steps", "trainer.max_steps trainer.total_training_steps")
 
 
 class UnknownValue(Exception):
@@ -77,19 +78,12 @@ class Conversion:
         return value
 
     @property
-    def length(self) -> Any:
-        """The run's steps (TRL's updates), -1 if epochs say them."""
-        ends = "trainer.max_steps trainer.total_training_steps" if self.trainer in DOTTED else "max_steps"
-        return self.number(ends, -1)
-
-    @property
     def micro_batch(self) -> Any:
         """TRL's completions in a forward of all devices; with Megatron in an update."""
-        prompts = self.find("open_r1") and not self.find("data_file_paths") and not self.find("use_vllm")
-        each = self.number("num_generations", 8) if prompts else 1  # R1-V's batches are of prompts
-        return self.number(
-            "global_batch_size", self.number("per_device_train_batch_size", 8) * self.devices * each
-        )
+        device, group = self.number("per_device_train_batch_size", 8), self.number("num_generations", 8)
+        is_r1v = self.find("open_r1") and not self.find("data_file_paths") and not self.find("use_vllm")
+        device *= group if is_r1v and device < group else 1  # R1-V's batches are of prompts
+        return self.number("global_batch_size", device * self.devices)
 
     @property
     def generation(self) -> int:
@@ -140,7 +134,7 @@ def _steps(result: Conversion, value: Any) -> Converted:
 
 
 def _epochs(result: Conversion, value: Any) -> Converted:
-    if result.length > 0:
+    if result.number(_LENGTH[result.trainer in DOTTED], -1) > 0:
         return {}  # it ends the run there too
     rows = f"{value} x rows / {result.values.get('rollout', {}).get('prompts_per_step', 'prompts a step')}"
     return f"write run.max_steps (steps, not epochs; null is one pass over the data): {rows}"
@@ -151,7 +145,8 @@ def _warmup(result: Conversion, value: Any) -> Converted:
         return {}
     if result.trainer not in DOTTED and result.find("lr_scheduler_type") == "constant":
         return "transformers' constant has no warm-up; write optim.warmup_steps for one"
-    total, iterations = result.length, int(result.number("actor.ppo_epochs", 1))
+    total = result.number(_LENGTH[result.trainer in DOTTED], -1)
+    iterations = int(result.number("actor.ppo_epochs", 1))
     if value < 1 and total <= 0:
         return "the length of the run is not known; write optim.warmup_steps (updates)"
     scale = result.updates * iterations if result.trainer in DOTTED else 1
@@ -293,12 +288,8 @@ def _kl(result: Conversion, value: Any) -> Converted:
         return "the KL is in the loss or in the reward: write algorithm.beta, and algorithm.kl_in_reward for the latter"
     if not in_loss and not in_reward:
         return {}
-    is_older = result.find("kl_loss_coef") is not None  # of EasyR1's
-    names = (
-        "kl_loss_coef kl_loss_type"
-        if in_loss and (result.trainer == "verl" or is_older)
-        else "kl_coef kl_penalty"
-    )
+    is_named = in_loss and (result.trainer == "verl" or result.find("kl_loss_coef") is not None)
+    names = "kl_loss_coef kl_loss_type" if is_named else "kl_coef kl_penalty"
     coefficient, kind = names.split()
     estimator = result.find(kind, "low_var_kl" if kind == "kl_loss_type" else "kl")
     ours = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(estimator, estimator)
@@ -402,7 +393,7 @@ KEY_RULES: Mapping[str, Rule] = {
             "algorithm.importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"})),
         ("norm_adv_by_std_in_grpo", _values("algorithm.scale_rewards", {True: "group", False: "none"})),
         ("reward_funcs", _rewards),
-        ("open_r1", lambda result, value: "its batches are of prompts, unless use_vllm or data_file_paths is set"),
+        ("open_r1", lambda result, value: "R1-V's: a batch below num_generations is of prompts (without use_vllm)"),
         ("reward_weights", lambda result, value:
             {} if len(_listed(result.find("reward_funcs"))) == len(_listed(value)) else None),
         ("lr_scheduler_type", lambda result, value:
@@ -440,8 +431,7 @@ NEEDLESS: Mapping[str, tuple[object, ...]] = {
         ("dynamic_sample online_filtering filter_groups.enable", (False,)),
         ("save_strategy eval_strategy", ("steps",)), ("top_k", (0, -1)), ("report_to", ("none",)),
         ("rlhf_type", ("grpo",)), ("truncation", ("error",)), ("loss_mode actor.loss_type", ("vanilla", "default")),
-        ("config_name", ("ppo_trainer", "ppo_megatron_trainer", "ppo_megatron_trainer.yaml")),
-        ("config_path", ("config",)),
+        ("config_name", ("ppo_trainer", "ppo_megatron_trainer")), ("config_path", ("config",)),
         ("val_dataset", ([],)), ("model_revision", ("main",)), ("exclude_modules", (".*visual.*",)),
     )
     for name in names.split()

@@ -203,12 +203,10 @@ def _kind(name: str, parameters: Sequence[str], takes_kwargs: bool) -> Kind:
         return "batch"
     if per_completion == per_batch:
         verl = "; verl's solution_str (EasyR1's predict, response) is completion here, and its ground_truth"
-        is_theirs = any(
-            re.match("solution_str|predict|reward_input|.*(response|output)|quer", p) for p in parameters
-        )
+        theirs = re.compile("solution_str|predict|reward_input|.*(response|output)|quer")
         raise RewardError(
             f"reward {name!r}: needs either a parameter completion (a text) or completions (a list of all), and has"
-            f" ({', '.join(parameters)}){f'{verl} the column answer' * is_theirs}"
+            f" ({', '.join(parameters)}){f'{verl} the column answer' * any(map(theirs.match, parameters))}"
         )
     return "completion" if per_completion else "batch"
 

@@ -292,7 +292,7 @@ def test_a_script_in_python_gives_its_literals(tmp_path: Path) -> None:
         ("srun -N 2 bash -c 'torchrun --nproc_per_node 4 a.py --model m --per_device_train_batch_size 8'; a", None, 4),
         ("CMD='torchrun --nproc_per_node 4 a.py --per_device_train_batch_size 8'\necho $CMD --b 1\neval $CMD", None, 4),
         ("deepspeed --include localhost:0,1,2,3 a.py", None, 4),
-        ("torchrun --nproc_per_node 2 src/open_r1/grpo.py", None, 16),
+        ("torchrun --nproc_per_node 2 src/open_r1/grpo.py --num_generations 16", None, 16),
         ("swift sft --model a --dataset a --lora_rank 8\nNPROC_PER_NODE=2 swift rlhf --rlhf_type grpo", None, 2),
     ],
 )  # fmt: skip

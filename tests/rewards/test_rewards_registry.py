@@ -58,6 +58,7 @@ def test_a_notebook_cell_that_runs_twice_registers_twice():
     [
         (lambda completion, completions: 1.0, "f", {}, r"\(completion, completions\)"),
         (lambda answer, **kwargs: 1.0, "f", {}, r"'f': needs either.* \(answer\)"),
+        (lambda predict_str, ground_truth: 1.0, "f", {}, "solution_str .* is completion here"),
         (lambda completion: 1.0, "f", {"weight": float("nan")}, "reward 'f': weight is nan"),
         (lambda completion: 1.0, "f", {"needs": "box"}, "a tuple of column names, not the string 'box'"),
         (lambda completion: 1.0, "a b", {}, "reward name 'a b' .*is not legal"),
