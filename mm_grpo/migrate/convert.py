@@ -24,9 +24,6 @@ from mm_grpo.terminal import printable, redact
 NO_MODEL = "NAME_OF_THE_MODEL"
 """Placeholder in `model.path` if the file names no model."""
 
-ESSENTIAL = ("model.path", "data.train", "rewards", "rollout.num_generations", "optim.learning_rate")
-"""Fields of which the config of a run of GRPO sets one."""
-
 
 def convert(config: Mapping[str, Any], *, devices: int | None = None) -> rules.Conversion:
     """Convert a config of another trainer, nested or by dotted key.

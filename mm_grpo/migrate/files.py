@@ -177,9 +177,9 @@ def _command_options(text: str, path: Path) -> tuple[list[str], dict[str, Any]]:
 def _rank(words: Sequence[str]) -> tuple[bool, int, int, int]:
     """Return how likely a command is the run: it is of GRPO, then its options that are known, and all of them."""
     options = [word.lstrip("+~-").partition("=")[0].replace("-", "_") for word in words if _is_option(word)]
-    stages = PROGRAMS["another stage than GRPO"].split()
     known = sum(by_end(key, ADVICE, None) is not None for key in options)
-    return bool(words) and not {*words[:4]} & {*stages}, known, len(options), len(words)
+    is_grpo = bool(words) and {*PROGRAMS["another stage than GRPO"].split()}.isdisjoint(words[:4])
+    return is_grpo, known, len(options), len(words)
 
 
 def _is_option(word: str) -> bool:
