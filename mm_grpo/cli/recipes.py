@@ -110,14 +110,14 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a config of TRL, ms-swift, verl or EasyR1; keys without a counterpart are listed with the reason."""
-    from mm_grpo.migrate.convert import to_yaml
     from mm_grpo.migrate.convert import convert as convert_keys
+    from mm_grpo.migrate.convert import to_yaml
     from mm_grpo.migrate.files import read_foreign
 
     output_file = None if output is None else OutputFile("--output", output, mark=None)
     keys = read_foreign(file)
     conversion = convert_keys(keys, devices=devices)
-    needed = "model.path data.train rewards rollout.num_generations optim.learning_rate".split()
+    needed = ["model.path", "data.train", "rewards", "rollout.num_generations", "optim.learning_rate"]
     if keys.keys().isdisjoint(conversion.origin.get(path) for path in needed):
         why = "; ".join(f"{key}: {reason}" for key, reason in [*conversion.omitted.items()][:3])
         raise ConfigError(f"{file}: is no config of TRL, ms-swift, verl or EasyR1, or says no values ({why})")
