@@ -86,6 +86,7 @@ LISTED, NUMBERS = "['tram', 'tram stop']", '["3", "5"]'
         *((name, "5", NUMBERS, 1.0) for name in ("numeric", "count", "math", "chart_relaxed")),
         ("exact_match", "tram", [LISTED], 0.0),
         ("exact_match", "tram", "[u'cow', u\"tram\"]", 1.0),
+        ("exact_match", "ｄｏｎ’ｔ", "don't", 1.0),
         ("edit_similarity", LISTED, LISTED, 1.0),
     ],
 )

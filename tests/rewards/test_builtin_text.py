@@ -10,6 +10,7 @@ CHOICES_OF_B = [
     "Option B is correct", "\\boxed{B}", "\\boxed{B. a dog}", "The answer is \\boxed{B}.", "<answer>b",
     "<answer>A</answer> no <answer>B</answer>", "A\nB", "\\boxed{A} so \\boxed{B}", "B) a dog", "B: a dog",
     "**B. a dog**", "(B) since (A) is not", "I think **B**", "答案：B", "答案是 B。", "故选B", "答案为：(B)",
+    "Ｂ", "（Ｂ）", "选项B",
 ]  # fmt: skip
 NO_CHOICES = [
     "", "a dog", "Answer: A dog", "the answer is a dog", "Answer: Blue", "F", "é", "Ⓑ", "A or B",

@@ -15,6 +15,7 @@ from typing import Literal
 
 from mm_grpo.rewards.builtins import library
 from mm_grpo.rewards.builtins.answers import (
+    PLAIN,
     Answer,
     boxed,
     check_choice,
@@ -138,7 +139,7 @@ def chosen(text: str, letters: str = "ABCDE") -> str | None:
     >>> chosen("b) the second"), chosen("A or B"), chosen("Answer: A. No: the answer is D")
     ('B', None, 'D')
     """
-    forms, part = _forms(letters), final_part(text).replace("\r\n", "\n")
+    forms, part = _forms(letters), final_part(text).translate(PLAIN).replace("\r\n", "\n")
     if explicit := last_match(forms.explicit, part):
         choices = set(_letters(next(group for group in explicit.groups() if group is not None)))
         return choices.pop() if len(choices) == 1 else None
@@ -179,7 +180,7 @@ def _forms(letters: str) -> _Forms:
     verdict = r"(?i:is (?:the )?correct\b|is the (?:right |best )?(?:answer|choice|option)\b)"
     explicit = (
         rf"{noun}{link}{option}{_AROUND}(?:{boxed})?{_AROUND}(?P<choice>(?:{big}|{lone}){more})",
-        rf"(?:答案|故?选)(?:应?[是为选]|[:：])?{_AROUND}(?P<chinese>{either}(?![A-Za-z]){more})",
+        rf"(?:答案|故?选项?)(?:应?[是为选]|[:：])?{_AROUND}(?P<chinese>{either}(?![A-Za-z]){more})",
         rf"{boxed}(?P<box>{either}{several})(?:[).:][^{{}}\n]{{0,80}})?[ \t]{{0,3}}\}}",
         rf"(?<![\w'’])(?P<verdict>[{letters}])[*_)`\"'$\]]{{0,4}} {verdict}",
         rf"^{_AROUND}(?P<line>{either}{more})[ \t*_`\"'“”‘’$)}}\].!]{{0,8}}$",
