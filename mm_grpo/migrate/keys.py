@@ -217,7 +217,7 @@ PROGRAMS: Mapping[str, str] = {
     "slime": "hf_checkpoint prompt_data", "ROLL": "actor_train actor_infer", "RLinf": "runner component_placement",
     "SkyRL": "skyrl_train generator", "open-instruct": "open_instruct num_samples_per_prompt_rollout",
     "torchtune": "tune checkpointer", "DeepSpeed": "zero_optimization", "OpenRLHF": "openrlhf pretrain actor_num_nodes",
-    "mm_grpo itself": "rewards rollout.prompts_per_step optim.learning_rate run.dir",
+    "mm_grpo itself": "data.train rollout.prompts_per_step rollout.num_generations run.dir",
     "another stage than GRPO": "sft dpo kto pt sft_trainer fsdp_sft_trainer sft_vlm dpo_vlm max_seq_length"
     " main_generation main_eval assistant_only_loss completion_only_loss loss_type=sigmoid"
     + "".join(f" rlhf_type={name}" for name in ["dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "gkd"]),
