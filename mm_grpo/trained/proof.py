@@ -8,6 +8,9 @@ and so is a damaged file.
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +49,16 @@ ProofPrompts = list[tuple[Prompt, tuple[int, ...]]]
 """Prompts, each with the token ids [T] of a completion."""
 MAX_GAP = 1e-4
 """Largest gap of a token in float32, in nats. In bfloat16 the mean gap is limited, as between learner and engine."""
+
+MATCH_PATTERNS = """
+import json, re, sys
+config, names = json.load(open(sys.argv[1], encoding="utf-8")), json.load(sys.stdin)
+for field in "target_modules exclude_modules modules_to_save layers_pattern rank_pattern alpha_pattern".split():
+    for pattern in [config[field]] if isinstance(config.get(field), str) else config.get(field) or ():
+        for name in names:
+            re.match(rf"(.*\\.)?({pattern})$", name)
+"""
+PATTERN_TIMEOUT = 20.0  # seconds for the patterns of an adapter, which normally take milliseconds
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     """Add the adapter in `folder` to a model. Raises ConfigError if the folder lacks a tensor or has a foreign one."""
     from peft import PeftModel, load_peft_weights, set_peft_model_state_dict
 
+    _refuse_slow_patterns(model, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft only warns of missing tensors, which are an error here
         model = PeftModel.from_pretrained(model, str(folder))
@@ -150,6 +164,20 @@ def _with_adapter(model: Any, folder: Path) -> Any:
             listed = few(names).replace(f".{ADAPTER}", "")
             raise ConfigError(f"'{folder}' {fault} {listed}; give the whole adapter, as it was saved")
     return model
+
+
+def _refuse_slow_patterns(model: Any, folder: Path) -> None:
+    """Raise ConfigError if the patterns of an adapter take too long; peft would match them in this process."""
+    file = folder / "adapter_config.json"
+    names = json.dumps([name for name, _ in model.named_modules()])
+    command = [sys.executable, "-I", "-c", MATCH_PATTERNS, str(file)]
+    try:
+        subprocess.run(command, input=names, text=True, stderr=subprocess.DEVNULL, timeout=PATTERN_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"'{file}': a pattern, say of target_modules, takes more than {PATTERN_TIMEOUT:g} s on the names of the "
+            "layers; list the names instead"
+        ) from None
 
 
 def plain_inputs(

@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText
 from mm_grpo.errors import ConfigError
 from mm_grpo.rollout.engine import Request
 from mm_grpo.rollout.transformers_engine import TransformersEngine
-from mm_grpo.trained import hub
+from mm_grpo.trained import hub, proof
 from mm_grpo.trained.ask import ask, load_answering
 from mm_grpo.trained.export import MARK, export_run
 from mm_grpo.trained.source import model_to_evaluate
@@ -88,6 +88,20 @@ def test_an_adapter_folder_without_all_of_its_layers_is_refused(
         message = err.splitlines()[-1]  # behind the bar of transformers
         assert code == 2 and not out and message.startswith("error: ") and str(folder) in message
         assert all(name in message for name in named), message
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_an_adapter_whose_pattern_takes_for_ever_is_refused(
+    field: str, exported: Path, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proof, "PATTERN_TIMEOUT", 1.0)
+    folder, slow = tmp_path / "adapter", r"(([a-z_0-9]|\.)+)+!"
+    shutil.copytree(exported / "adapter", folder)
+    file = folder / "adapter_config.json"
+    value = {slow: 4} if field == "rank_pattern" else slow
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    code, _, err = command("ask", folder, "what")
+    assert code == 2 and str(file) in err.splitlines()[-1]
 
 
 def test_an_empty_answer_is_said(exported: Path, command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
