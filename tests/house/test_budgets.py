@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"mm_grpo": 47_100, "tests": 44_300}
+BUDGETS = {"mm_grpo": 47_150, "tests": 44_300}
 """Lines of Python at most."""
 SLACK = 400
 """Lines that a budget may stand above what there is."""
