@@ -40,6 +40,9 @@ CASES: list[tuple[str, dict[str, Any], list[tuple[Any, ...]]]] = [
         ("A tabby cat.", "tabby cat", 1), ("concatenate", "cat", 0), ("C++ code", "C++", 1),
         ("the number 123", "12", 0), ("<think>a cat</think> a dog", "cat", 0), ("是一只猫。", "猫", 0),
         (".*", ".*", 1), ("dog", ["cat", "dog", None], 1), ("dog", None, None)]),
+    ("contains", {}, [
+        ("5.5", "5", 0), ("5,000", "5", 0), ("1.5", "5", 0), ("5.", "5", 1), ("1,2,3", "2", 1), ("1.cat", "cat", 1),
+    ]),
     ("contains", {"whole_words": False}, [("是一只猫。", "猫", 1)]),
     ("contains", {"mode": "all"}, [("red, blue", ["red", "blue", "green"], 0), ("red, blue", ["red", "blue"], 1)]),
     ("anls", {}, [

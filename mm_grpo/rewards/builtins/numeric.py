@@ -104,11 +104,21 @@ def last_number(text: str) -> Number | None:
     return Number(float(words[-1])) if words else None
 
 
+_AMOUNT = re.compile(r"(?i)\d[²³]|\b(?:half|dozens?|(?:one|two|three)[ -](?:quarter|third)s?)\b")
+"""Golds of which a part alone would be read: "3 dozen" as 3."""
+_BOUND = re.compile(
+    r"(?i)[<>≤≥+~]|\d ?[-–]|\b(?:at (?:least|most)|(?:more|less|fewer) than|over|under|up to)\b"
+)
+"""Golds that bound a count."""
+
+
 def _gold_number(text: str) -> Number:
     part = final_part(text)
     inner = boxed(part)
     part = (part if inner is None else inner).strip()
     matches, cleaned = numbers(part), clean(part)
+    if _AMOUNT.search(part):
+        raise ValueError(f"the gold answer {text[:80]!r} is an amount in words; write its number")
     if not matches and len(words := number_words(part)) == 1:
         return Number(float(words[0]))
     remainder = cleaned[: matches[0].span[0]] + cleaned[matches[0].span[1] :] if len(matches) == 1 else "?"
@@ -157,7 +167,8 @@ def _count(text: str) -> int | None:
 def _gold_count(text: str) -> int:
     gold = _count(text)
     last = final_part(text).rpartition("####")[2]  # GSM8K writes its answers behind the steps
-    if gold is None or len(numbers(boxed(last) or last)) > 1 or re.search(r"[<>≤≥+~]|\d ?[-–]", last):
+    several = len(numbers(boxed(last) or last) or number_words(last)) > 1
+    if gold is None or several or _BOUND.search(last) or _AMOUNT.search(last):
         raise ValueError(f"the gold answer {text[:80]!r} is no count, such as 3 or three")
     return gold
 

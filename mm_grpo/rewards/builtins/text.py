@@ -93,7 +93,9 @@ def contains(
     if not golds:
         return None
     part = normalise(final_part(completion))
-    patterns = [rf"(?<!\w){re.escape(gold)}(?!\w)" if whole_words else re.escape(gold) for gold in golds]
+    # 5 is not in 1.5, 5.5 and 5,000
+    before, behind = r"(?<!\w)(?:(?<!\d\.)|(?!\d))", r"(?!\w|(?<=\d)(?:\.\d|,\d{3}(?!\d)))"
+    patterns = [before + re.escape(gold) + behind if whole_words else re.escape(gold) for gold in golds]
     hits = [re.search(pattern, part) is not None for pattern in patterns]
     return float(any(hits) if mode == "any" else all(hits))
 
